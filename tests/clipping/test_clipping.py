@@ -1,4 +1,4 @@
-"""Clipping: equations, properties, low precision, and derivatives where a norm is zero."""
+"""Clipping: equations, properties, low precision, and derivatives at zero norms."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ def norm(*leaves: np.ndarray) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf.astype(np.float64))) for leaf in leaves)))
 
 
-def same_kind(before: Any, after: Any) -> None:
+def check_structure(before: Any, after: Any) -> None:
     assert jax.tree.structure(before) == jax.tree.structure(after)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
 
 
-def parallel(before: np.ndarray, after: np.ndarray, scale: float) -> None:
+def check_scaled(before: np.ndarray, after: np.ndarray, scale: float) -> None:
     np.testing.assert_allclose(np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30)
 
 
@@ -38,7 +38,7 @@ def parallel(before: np.ndarray, after: np.ndarray, scale: float) -> None:
 def test_clip_by_value(tree: Any, low: float, width: float) -> None:
     low, high = np.float32(low), np.float32(low + width)
     clipped = jstep.clip_by_value(tree, float(low), float(high))
-    same_kind(tree, clipped)
+    check_structure(tree, clipped)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         # XLA may flush denormal numbers to zero.
         np.testing.assert_allclose(after, np.minimum(np.maximum(before, low), high), rtol=0, atol=1e-37)
@@ -49,13 +49,13 @@ def test_clip_by_value(tree: Any, low: float, width: float) -> None:
 @example({"a": np.array([3.0, 4.0], np.float32)}, 5.0)
 def test_clip_by_norm(tree: Any, limit: float) -> None:
     clipped = jstep.clip_by_norm(tree, limit)
-    same_kind(tree, clipped)
+    check_structure(tree, clipped)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         size = norm(before)
         if size < limit * (1 - 1e-6):
-            np.testing.assert_array_equal(after, before)  # within the norm: not one bit moves
+            np.testing.assert_array_equal(after, before)  # within the limit values are bitwise unchanged
         else:
-            parallel(before, after, min(1.0, limit / size) if size else 1.0)
+            check_scaled(before, after, min(1.0, limit / size) if size else 1.0)
             assert norm(np.asarray(after)) <= limit * (1 + 1e-5)
 
 
@@ -71,13 +71,13 @@ def test_clip_by_norm_over_axes(x: np.ndarray, limit: float, axes: Any) -> None:
 def test_clip_by_average_norm(tree: Any, limit: float) -> None:
     """The average norm is ‖t‖ over the number of elements."""
     clipped = jstep.clip_by_average_norm(tree, limit)
-    same_kind(tree, clipped)
+    check_structure(tree, clipped)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         average = norm(before) / before.size
         if average < limit * (1 - 1e-6):
             np.testing.assert_array_equal(after, before)
         else:
-            parallel(before, after, min(1.0, limit / average))
+            check_scaled(before, after, min(1.0, limit / average))
 
 
 @given(trees, limits)
@@ -85,7 +85,7 @@ def test_clip_by_average_norm(tree: Any, limit: float) -> None:
 @example({}, 1.0)
 def test_clip_by_global_norm(tree: Any, limit: float) -> None:
     clipped, size = jstep.clip_by_global_norm(tree, limit)
-    same_kind(tree, clipped)
+    check_structure(tree, clipped)
     expected = norm(*jax.tree.leaves(tree))
     assert size.shape == ()
     assert size.dtype == jnp.float32
@@ -95,7 +95,7 @@ def test_clip_by_global_norm(tree: Any, limit: float) -> None:
         if expected < limit * (1 - 1e-6):
             np.testing.assert_array_equal(after, before)
         else:
-            parallel(before, after, min(1.0, limit / expected) if expected else 1.0)
+            check_scaled(before, after, min(1.0, limit / expected) if expected else 1.0)
     again, _ = jstep.clip_by_global_norm(clipped, limit)
     for once, twice in zip(jax.tree.leaves(clipped), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(once, twice, rtol=3e-6)
@@ -106,7 +106,7 @@ def test_clip_by_global_norm_with_a_known_norm(tree: Any, limit: float, known: f
     clipped, size = jstep.clip_by_global_norm(tree, limit, use_norm=jnp.float32(known))
     assert float(size) == np.float32(known)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
-        parallel(before, after, min(1.0, limit / known))
+        check_scaled(before, after, min(1.0, limit / known))
 
 
 def test_known_values() -> None:
@@ -117,14 +117,14 @@ def test_known_values() -> None:
         jstep.clip_by_average_norm(np.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 0.0]], np.float32), 0.8),
         [[-2.88, 0.0, 0.0], [3.84, 0.0, 0.0]],
         rtol=1e-6,
-    )  # TF's own example: the average norm is 5/6
+    )  # the example of TensorFlow: the average norm is 5/6
     clipped, size = jstep.clip_by_global_norm([np.array([-3.0], np.float32), None, np.array([4.0], np.float32)], 4.0)
     assert float(size) == 5.0
     assert clipped[1] is None
     np.testing.assert_allclose([float(clipped[0][0]), float(clipped[2][0])], [-2.4, 3.2], rtol=1e-6)
 
 
-def test_infinite_bounds_clip_nothing() -> None:
+def test_infinite_bounds_do_not_clip() -> None:
     x = np.array([3.0, -4.0], np.float32)
     np.testing.assert_array_equal(jstep.clip_by_value(x, -np.inf, np.inf), x)
     np.testing.assert_array_equal(jstep.clip_by_norm(x, np.inf), x)
@@ -132,7 +132,7 @@ def test_infinite_bounds_clip_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_global_norm_that_is_not_finite_turns_every_leaf_to_nan(bad: float) -> None:
+def test_a_nonfinite_global_norm_turns_all_leaves_into_nan(bad: float) -> None:
     tree = {"a": jnp.array([1.0, bad]), "none": None, "b": jnp.zeros(2)}
     clipped, size = jax.jit(lambda t: jstep.clip_by_global_norm(t, 1.0))(tree)
     assert not np.isfinite(size)
@@ -156,7 +156,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_zeros_stay_zeros_and_their_derivatives_finite(name: str) -> None:
+def test_zeros_stay_zero_with_finite_derivatives(name: str) -> None:
     clip, zeros = CLIPS[name], jnp.zeros(3)
     assert not np.any(clip(zeros))
     for jacobian in (jax.jacrev(clip)(zeros), jax.jacfwd(clip)(zeros)):
@@ -181,7 +181,7 @@ def test_derivatives_beyond_the_limit(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_low_precision_norms_accumulate_in_float32(dtype: Any) -> None:
-    # In float16 the squares overflow; in bfloat16 a sum of ones sticks at 256.
+    # In float16 the squares overflow; in bfloat16 a sum of ones stops at 256.
     many, large = jnp.ones(10_000, dtype), jnp.full(4, 30_000, dtype)
     for x, expected in ((many, 100.0), (large, 2 * float(large[0]))):
         size = jstep.global_norm({"x": x})
@@ -203,7 +203,7 @@ def test_leaves_of_several_dtypes() -> None:
     tree = {"a": jnp.full(1, 3.0, jnp.bfloat16), "b": jnp.full(1, 4.0), "c": jnp.full(1, 12.0, jnp.float16)}
     clipped, size = jstep.clip_by_global_norm(tree, 1.3)
     assert float(size) == 13.0
-    same_kind(tree, clipped)
+    check_structure(tree, clipped)
 
 
 @pytest.mark.usefixtures("x64")
@@ -237,7 +237,7 @@ def test_limits_may_be_traced_and_scheduled() -> None:
     np.testing.assert_array_equal(jax.jit(lambda c: jstep.clip_by_value(x, -c, c))(3.5), [3.0, 3.5])
 
 
-# In a chain.
+# Clipping in a chain.
 
 
 def update_of(optimizer: jstep.Optimizer, grads: Any, step: int = 0) -> Any:
@@ -276,7 +276,7 @@ def test_clip_gradients(given: Any, expected: Any, reported: Any) -> None:
     assert {k: float(v) for k, v in optimizer.hyperparameters(0).items()} == reported
 
 
-def test_a_clip_that_is_scheduled_follows_the_step() -> None:
+def test_scheduled_limits_follow_the_step() -> None:
     optimizer = jstep.clip_gradients(by_norm=lambda step: jnp.asarray([5.0, 1.0])[step])
     np.testing.assert_allclose(update_of(optimizer, {"a": jnp.array([3.0, 4.0])}, 1)["a"], [0.6, 0.8], rtol=1e-6)
 
@@ -284,7 +284,7 @@ def test_a_clip_that_is_scheduled_follows_the_step() -> None:
 # Sparse rows.
 
 
-def test_repeated_rows_add_up_before_a_norm_is_taken() -> None:
+def test_repeated_rows_are_added_before_the_norm() -> None:
     sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
     assert float(jstep.global_norm({"t": sparse})) == 5.0
     for clip in (

@@ -1,4 +1,4 @@
-"""The derivatives of norms and of what is clipped by them, up to the largest numbers of float32."""
+"""Derivatives of norms and of clipping, up to the largest float32 numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def _values(size: float, dtype: str = "float32") -> tuple[Any, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None:
+def test_gradient_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None:
     x, exact = _values(size, dtype)
     found = wrap(jax.grad(jstep.global_norm))({"a": x, "b": jnp.zeros(2), "none": None})
     assert found["a"].dtype == dtype
@@ -41,7 +41,7 @@ def test_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None:
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("part", [0.1, 3.0], ids=["clipped", "within"])
-def test_of_what_is_clipped(name: str, size: float, part: float) -> None:
+def test_gradients_of_clipping(name: str, size: float, part: float) -> None:
     clip, count = CLIPS[name]
     x, exact = _values(size)
     norm = np.linalg.norm(exact) / count
@@ -55,7 +55,7 @@ def test_of_what_is_clipped(name: str, size: float, part: float) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_second_derivatives(name: str) -> None:
+def test_second_derivatives_of_clipping(name: str) -> None:
     clip, count = CLIPS[name]
     x, weights = jnp.array([3.0, 4.0, 1.0]), jnp.asarray(WEIGHTS, jnp.float32)
 
@@ -66,7 +66,7 @@ def test_second_derivatives(name: str) -> None:
     np.testing.assert_allclose(found, jax.hessian(plain)(x), rtol=1e-4, atol=1e-6)
 
 
-def test_of_the_norm_twice_forwards_and_mapped() -> None:
+def test_hessian_jacfwd_and_vmap_of_the_global_norm() -> None:
     x = jnp.array([3.0, 4.0])
     np.testing.assert_allclose(
         jax.hessian(jstep.global_norm)(x), (np.eye(2) - np.outer(x, x) / 25) / 5, rtol=1e-5, atol=1e-7
@@ -76,7 +76,7 @@ def test_of_the_norm_twice_forwards_and_mapped() -> None:
     np.testing.assert_allclose(jax.vmap(jax.grad(jstep.global_norm))(both), [[0.6, 0.8]] * 2, rtol=1e-6)
 
 
-def test_at_zero_all_are_zero() -> None:
+def test_derivatives_at_zero() -> None:
     zero = jnp.zeros(3)
     assert not jax.grad(jstep.global_norm)(zero).any()
     assert not jax.hessian(jstep.global_norm)(zero).any()
@@ -91,7 +91,7 @@ def test_complex_numbers() -> None:
     np.testing.assert_allclose(found, jax.grad(lambda z: (z.real / jnp.abs(z)).sum())(z), rtol=1e-5)
 
 
-def test_of_a_sharded_tree() -> None:
+def test_gradient_of_a_sharded_tree() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, PartitionSpec("data"))
     x = jax.device_put(jnp.full(8 * jax.device_count(), 1e37), sharding)
@@ -99,7 +99,7 @@ def test_of_a_sharded_tree() -> None:
     np.testing.assert_allclose(found, np.full(x.size, x.size**-0.5), rtol=1e-5)
 
 
-def test_bounds_that_broadcast_with_each_other() -> None:
+def test_bounds_are_broadcast_against_each_other() -> None:
     low, high = jnp.array([0.0, 1.0, 2.0]), jnp.array([[2.5], [3.0]])
     x = jnp.arange(-2.0, 4.0).reshape(2, 3)
     for clip in (jstep.clip_by_value, jax.jit(jstep.clip_by_value)):

@@ -1,4 +1,4 @@
-"""Norms whose square does not fit, norms that are none, and arguments that fit nothing."""
+"""Norms whose squares overflow, norms that are not finite, and invalid arguments."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ CLIPS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1e19, 1e30, 2e38])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_finite_gradients_are_clipped_not_zeroed(name: str, dtype: str, size: float, wrap: Any) -> None:
+def test_huge_finite_gradients_are_clipped_and_not_zeroed(name: str, dtype: str, size: float, wrap: Any) -> None:
     x = jnp.array([size, -size / 4], jnp.float32).astype(dtype)
-    got = np.asarray(wrap(CLIPS[name])(x, 2.0), np.float64)
+    clipped = np.asarray(wrap(CLIPS[name])(x, 2.0), np.float64)
     exact = np.asarray(x, np.float64)
     norm = np.linalg.norm(exact) / (2 if name == "average" else 1)
-    np.testing.assert_allclose(got, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+    np.testing.assert_allclose(clipped, exact * 2.0 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
-def test_the_global_norm_is_what_float32_can_hold() -> None:
+def test_the_global_norm_uses_the_whole_range_of_float32() -> None:
     tree = {"a": jnp.full((4,), 1e38), "b": jnp.array([1e20])}
     np.testing.assert_allclose(jstep.global_norm(tree), 2e38, rtol=1e-5)
     np.testing.assert_allclose(jstep.global_norm(jnp.full((3,), 1.0) * 1e-3), np.sqrt(3) * 1e-3, rtol=1e-6)
@@ -52,22 +52,22 @@ def test_derivatives_stay_finite() -> None:
 
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_norm_that_is_none_makes_nan_of_what_it_clips(name: str, bad: float) -> None:
+def test_nonfinite_norms_turn_clipped_leaves_into_nan(name: str, bad: float) -> None:
     assert np.all(np.isnan(CLIPS[name](jnp.array([1.0, bad]), 1.0)))
     tree = CLIPS[name]({"a": jnp.array([1.0, bad]), "b": jnp.array([0.5])}, 1.0)
     assert np.isnan(tree["b"][0]) == (name == "global")
 
 
-def test_rows_are_clipped_each_by_itself() -> None:
+def test_rows_are_clipped_independently() -> None:
     x = jnp.array([[3.0, 4.0], [1e30, 0.0], [np.nan, 1.0], [0.3, 0.4]])
-    got = jstep.clip_by_norm(x, 1.0, axes=1)
-    np.testing.assert_allclose(got[0], [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_allclose(got[1], [1.0, 0.0])
-    assert np.all(np.isnan(got[2]))
-    np.testing.assert_array_equal(got[3], x[3])
+    clipped = jstep.clip_by_norm(x, 1.0, axes=1)
+    np.testing.assert_allclose(clipped[0], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(clipped[1], [1.0, 0.0])
+    assert np.all(np.isnan(clipped[2]))
+    np.testing.assert_array_equal(clipped[3], x[3])
 
 
-def test_complex_leaves_count_by_their_absolute_values() -> None:
+def test_norms_of_complex_leaves_use_absolute_values() -> None:
     x = {"z": jnp.array([3 + 4j]), "r": jnp.array([12.0])}
     np.testing.assert_allclose(jstep.global_norm(x), 13.0)
     clipped, _ = jstep.clip_by_global_norm(x, 1.3)
@@ -75,7 +75,7 @@ def test_complex_leaves_count_by_their_absolute_values() -> None:
     np.testing.assert_allclose(jstep.clip_by_norm(x["z"], 1.0), [0.6 + 0.8j], rtol=1e-6)
 
 
-def test_nothing_trips_debug_nans() -> None:
+def test_clipping_with_debug_nans() -> None:
     with jax.debug_nans(True):
         for clip in CLIPS.values():
             clip({"a": jnp.array([3.0, 4.0])}, 1.0)
@@ -101,9 +101,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("act", "kind", "words"), BAD)
-def test_bad_arguments(act: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("act", "kind", "message"), BAD)
+def test_bad_arguments(act: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         act()
 
 
@@ -111,11 +111,11 @@ CLIPPED = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))
 
 
 @pytest.mark.parametrize("optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), CLIPPED], ids=["skip", "clip"])
-def test_norms_keep_no_copy_of_a_leaf(optimizer: jstep.Optimizer) -> None:
-    """Not even for the second try of a norm that overflowed, which leaves of one shape could share."""
+def test_norms_do_not_copy_leaves(optimizer: jstep.Optimizer) -> None:
+    """This includes the second computation of a norm that overflowed, which leaves of one shape could share."""
     params = {name: jax.ShapeDtypeStruct((1 << 18,), jnp.float32) for name in "abcd"}
     state = jax.eval_shape(lambda params: jstep.TrainState.create(params, optimizer), params)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
-    # XLA of jaxlib 0.10.0 and 0.10.1 writes out the scaled gradients of the second try: one copy, and 33 kB.
+    # XLA of jaxlib 0.10.0 and 0.10.1 materializes the scaled gradients of the second computation: one copy and 33 kB.
     bound = 1 << 14 if jax.version.__version_info__ >= (0, 10, 2) else (4 << 20) + (1 << 16)
     assert step.lower(state, params).compile().memory_analysis().temp_size_in_bytes < bound

@@ -1,4 +1,4 @@
-"""Batches, queues and summaries under every context of JAX that a caller may have set."""
+"""Batches, queues and summaries in every JAX context that a caller may have set."""
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ CONTEXTS = {
     "debug_key_reuse": lambda: jax.debug_key_reuse(True),
     "default_matmul_precision": lambda: jax.default_matmul_precision("float32"),
 }
-under_each = pytest.mark.parametrize("context", CONTEXTS)
+in_each_context = pytest.mark.parametrize("context", CONTEXTS)
 
 
 class Items:
-    """A source whose items are arrays of the device."""
+    """A source whose items are device arrays."""
 
     def __init__(self, item):
         self._item = item
@@ -43,7 +43,7 @@ class Items:
         return self._item
 
 
-@under_each
+@in_each_context
 def test_batches_and_prefetching(context):
     device = {"x": jnp.arange(12.0).reshape(6, 2)}
     with CONTEXTS[context]():
@@ -58,7 +58,7 @@ def test_batches_and_prefetching(context):
         assert jstep.batches(Items(device), 2)[3]["x"].shape == (2, 6, 2)
 
 
-@under_each
+@in_each_context
 def test_queues(context):
     element = {"x": jnp.ones(2)}
     queue, coord, numbers = jstep.RandomShuffleQueue(20, 2, seed=1), jstep.Coordinator(), iter(range(10))
@@ -71,7 +71,7 @@ def test_queues(context):
         coord.join(threads)
 
 
-@under_each
+@in_each_context
 def test_summaries(context, tmp_path):
     x, step = jnp.arange(12.0).reshape(6, 2), jnp.int32(3)
 
@@ -87,11 +87,11 @@ def test_summaries(context, tmp_path):
         writer.add_summary(summary.histogram("host", np.arange(5)), np.int64(4))
         writer.add_summary(summary.image("i", np.ones((2, 3, 3, 1))), 5)
         writer.add_summary(summary.scalar("zeros", summary.zero_fraction(x)), 5)
-        _, made = jax.jit(summary.collect(model))(x)
-        writer.add_summary(made, 6)
+        _, collected = jax.jit(summary.collect(model))(x)
+        writer.add_summary(collected, 6)
         writer.add_graph(jnp.sin, x)
         writer.add_graph(jax.jit(lambda x: jax.lax.scan(lambda c, y: (c + y, c), x[0], x)[0]).lower(x))
         summary.write_graph(lambda: jnp.ones(3), tmp_path, "graph.pbtxt")
-        assert [value.tag for value in summary.to_proto(made).value] == ["in", "values", "pictures/image/0"]
+        assert [value.tag for value in summary.to_proto(collected).value] == ["in", "values", "pictures/image/0"]
     assert len(list(summary.summary_iterator(writer.path))) == 9
     summary.merge_all()

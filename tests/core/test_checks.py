@@ -1,4 +1,4 @@
-"""One dialect of checks: each says the argument, the value, what it must be and what it is."""
+"""Argument checks: each error names the argument, its value, what it must be and what it is."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +9,13 @@ from jstep.core import checks
 from jstep.state import require_alive, require_state, step_of
 
 
-def test_bools_are_bools() -> None:
+def test_bools() -> None:
     assert checks.as_bool(True, "flag") is True
     assert checks.as_bool(np.False_, "flag") is False
 
 
 @pytest.mark.parametrize("value", ["no", 0, 1, None, [], jnp.array(True), float])
-def test_what_merely_counts_as_true_is_no_bool(value: object) -> None:
+def test_other_values_are_not_bools(value: object) -> None:
     with pytest.raises(TypeError, match=r"^flag=.*: must be True or False, got "):
         checks.as_bool(value, "flag")
 
@@ -26,7 +26,7 @@ def test_integers(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, jnp.float32(1)])
-def test_no_integers(value: object) -> None:
+def test_other_values_are_not_integers(value: object) -> None:
     with pytest.raises(TypeError, match=r"n=.*: must be an integer, got "):
         checks.as_int(value, "n")
 
@@ -37,13 +37,13 @@ def test_numbers(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "2", None, 2j, [2.0], jnp.ones(1), float])
-def test_no_numbers(value: object) -> None:
+def test_other_values_are_not_numbers(value: object) -> None:
     with pytest.raises(TypeError, match=r"x=.*: must be a number, got "):
         checks.as_number(value, "x")
 
 
 @pytest.mark.parametrize(("value", "limits"), [(0, {"low": 0, "above": True}), (1.0, {"high": 1, "below": True})])
-def test_limits_that_are_excluded(value: float, limits: dict[str, float]) -> None:
+def test_exclusive_limits(value: float, limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"x=.*: must be [<>] [01]"):
         checks.as_number(value, "x", **limits)
 
@@ -63,7 +63,7 @@ def test_functions() -> None:
         checks.as_function(3, "fn", "(x) -> y")
 
 
-def test_texts() -> None:
+def test_strings() -> None:
     assert checks.as_text("a", "name") == "a"
     with pytest.raises(TypeError, match="name=3: must be a string, got an int"):
         checks.as_text(3, "name")
@@ -72,13 +72,13 @@ def test_texts() -> None:
 
 
 @pytest.mark.parametrize("value", ["maximum", True, [1], np.ones(3)])
-def test_one_of_a_few(value: object) -> None:
+def test_one_of(value: object) -> None:
     assert checks.one_of("min", "mode", ("min", "max")) == "min"
     with pytest.raises(ValueError, match=r"mode=.*: must be one of 'min', 'max', 1"):
         checks.one_of(value, "mode", ("min", "max", 1))
 
 
-def test_a_repr_that_fails_is_no_error_of_its_own() -> None:
+def test_a_failing_repr_is_tolerated() -> None:
     class Broken:
         def __repr__(self) -> str:
             raise RuntimeError

@@ -1,4 +1,4 @@
-"""Threads run as the one who starts them, and jstep's own transfers pass a guard."""
+"""Threads inherit the JAX contexts of the thread that starts them; internal transfers pass transfer guards."""
 
 import concurrent.futures
 import contextlib
@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def in_thread(fn, thread=contexts.Thread):
-    """What `fn` gives on a thread that is started here."""
+    """Return the result of `fn` in a new thread."""
     results = []
     worker = thread(target=lambda: results.append(fn()))
     worker.start()
@@ -49,23 +49,23 @@ def read(name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_setting_of_jax_goes_along(name):
+def test_settings_of_jax_are_inherited(name):
     value = SETTINGS[name]
     before = read(name)
     assert before != value
     with getattr(jax, name)(value):
         assert in_thread(lambda: read(name)) == value
-        assert in_thread(lambda: read(name), threading.Thread) == before, "then there would be nothing to do"
+        assert in_thread(lambda: read(name), threading.Thread) == before, "a plain thread inherits it already"
     assert in_thread(lambda: read(name)) == before
 
 
-def test_default_device_goes_along():
+def test_the_default_device_is_inherited():
     with jax.default_device(jax.devices()[3]):
         assert in_thread(lambda: jnp.zeros(2).devices()) == {jax.devices()[3]}
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_the_mesh_goes_along(kind):
+def test_the_mesh_is_inherited(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         assert in_thread(jax.sharding.get_mesh) == mesh
@@ -75,13 +75,13 @@ def test_the_mesh_goes_along(kind):
     assert in_thread(jax.sharding.get_mesh).empty
 
 
-def test_an_abstract_mesh_goes_along():
+def test_an_abstract_mesh_is_inherited():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         assert in_thread(jax.sharding.get_abstract_mesh) == mesh
 
 
-def test_context_variables_go_along_and_changes_stay_in_the_thread():
+def test_threads_get_a_copy_of_context_variables():
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(1)
 
@@ -94,7 +94,7 @@ def test_context_variables_go_along_and_changes_stay_in_the_thread():
     assert variable.get() == 1
 
 
-def test_a_thread_takes_the_contexts_of_its_start():
+def test_contexts_are_captured_when_the_thread_starts():
     seen = []
     worker = contexts.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
     with jax.enable_x64(True):
@@ -103,8 +103,8 @@ def test_a_thread_takes_the_contexts_of_its_start():
     assert seen == [True]
 
 
-def test_what_the_thread_has_anyhow_goes_on_following_the_configuration():
-    """Only what a context manager changed is set in the thread, so a later update still reaches it."""
+def test_later_updates_of_the_configuration_reach_the_thread():
+    """Only settings changed by a context manager are set in the thread; updates of the others still reach it."""
     started, updated = threading.Event(), threading.Event()
 
     def look():
@@ -125,7 +125,7 @@ def test_what_the_thread_has_anyhow_goes_on_following_the_configuration():
     assert seen == [True]
 
 
-def test_carried_for_executors_leaves_the_pools_threads_as_they_were():
+def test_carried_does_not_change_the_threads_of_a_pool():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with jax.enable_x64(True):
             wide = contexts.carried(lambda x: (x, jax.config.jax_enable_x64))
@@ -133,7 +133,7 @@ def test_carried_for_executors_leaves_the_pools_threads_as_they_were():
         assert pool.submit(lambda: jax.config.jax_enable_x64).result(SECS) is False
 
 
-def test_one_capture_serves_several_threads_at_once():
+def test_one_capture_in_several_threads_at_once():
     both = threading.Barrier(2)
     with jax.enable_x64(True):
         run = contexts.carried(lambda: (both.wait(SECS), jax.config.jax_enable_x64)[1])
@@ -141,7 +141,7 @@ def test_one_capture_serves_several_threads_at_once():
         assert [f.result(SECS) for f in [pool.submit(run), pool.submit(run)]] == [True, True]
 
 
-def test_it_can_be_taken_where_jax_is_tracing():
+def test_contexts_can_be_captured_while_tracing():
     @jax.jit
     def traced(x):
         assert in_thread(lambda: jax.config.jax_enable_x64) is True
@@ -151,7 +151,7 @@ def test_it_can_be_taken_where_jax_is_tracing():
         traced(1.0)
 
 
-def test_an_error_in_the_thread_leaves_the_contexts_behind():
+def test_an_error_restores_the_contexts():
     def fail():
         raise OSError("disk")
 
@@ -163,7 +163,7 @@ def test_an_error_in_the_thread_leaves_the_contexts_behind():
 
 
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
-def test_own_transfers_pass_the_guard_and_the_guard_stays(level):
+def test_internal_transfers_pass_a_guard_that_stays_active(level):
     with jax.transfer_guard(level):
         with contexts.internal_transfers():
             jax.device_put(np.ones(3))
@@ -172,10 +172,10 @@ def test_own_transfers_pass_the_guard_and_the_guard_stays(level):
             jnp.add(np.float32(1), np.float32(2))
 
 
-def test_own_transfers_leave_a_guard_that_only_logs():
+def test_internal_transfers_do_not_change_a_logging_guard():
     with jax.transfer_guard("log"), contexts.internal_transfers():
         assert jax.config.jax_transfer_guard_host_to_device == "log"
 
 
-def test_own_transfers_without_a_guard_do_nothing():
+def test_internal_transfers_without_a_guard_do_nothing():
     assert isinstance(contexts.internal_transfers(), contextlib.nullcontext)

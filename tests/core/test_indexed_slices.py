@@ -1,4 +1,4 @@
-"""Sparse gradients as a pytree of rows."""
+"""`IndexedSlices`: sparse gradients as a pytree of rows."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def slices(n: int = 3) -> jstep.IndexedSlices:
     return jstep.IndexedSlices(jnp.arange(2.0 * n).reshape(n, 2), jnp.arange(n), (5, 2))
 
 
-def test_is_a_pytree_of_values_and_indices() -> None:
+def test_indexed_slices_are_a_pytree() -> None:
     leaves, treedef = jax.tree.flatten(slices())
     assert [leaf.shape for leaf in leaves] == [(3, 2), (3,)]
     assert jax.tree.unflatten(treedef, leaves).dense_shape == (5, 2)
@@ -36,16 +36,16 @@ def test_is_a_pytree_of_values_and_indices() -> None:
     st.lists(st.integers(0, 4), min_size=0, max_size=6),
     hnp.arrays(np.float32, (6, 2), elements=st.floats(-100, 100, width=16)),
 )
-def test_to_dense_adds_repeated_rows_up(indices: list[int], rows: np.ndarray) -> None:
+def test_to_dense_adds_repeated_rows(indices: list[int], rows: np.ndarray) -> None:
     rows = rows[: len(indices)]
     sparse = jstep.IndexedSlices(rows, np.array(indices, np.int32), (5, 2))
     np.testing.assert_allclose(sparse.to_dense(), reference.dense(rows, indices, (5, 2)), rtol=1e-6, atol=1e-5)
 
 
-def test_low_precision_rows_add_up_in_float32() -> None:
+def test_low_precision_rows_are_added_in_float32() -> None:
     rows, indices = jnp.ones((600, 1), jnp.bfloat16), jnp.zeros(600, jnp.int32)
     dense = jstep.IndexedSlices(rows, indices, (2, 1)).to_dense()
-    np.testing.assert_array_equal(dense, [[600.0], [0.0]])  # a bfloat16 sum sticks at 256
+    np.testing.assert_array_equal(dense, [[600.0], [0.0]])  # a bfloat16 sum stops at 256
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int32])
@@ -72,7 +72,7 @@ def test_tables_of_any_rank() -> None:
     assert not np.any(state.params["c"][0])
 
 
-def test_out_of_range_raises_where_concrete_and_drops_where_traced() -> None:
+def test_indices_out_of_range_raise_or_are_dropped_under_jit() -> None:
     for index in (5, -1):
         bad = jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([0, index]), (5, 2))
         with pytest.raises(ValueError, match=rf"{index}.*5 rows"):
@@ -87,7 +87,7 @@ def test_out_of_range_raises_where_concrete_and_drops_where_traced() -> None:
         np.testing.assert_array_equal(after.params["t"], -dense)
 
 
-def test_rows_that_are_dropped_reach_no_norm() -> None:
+def test_dropped_rows_do_not_contribute_to_norms() -> None:
     bad = jstep.IndexedSlices(jnp.array([[3.0], [4.0], [100.0]]), jnp.array([0, 1, 9]), (5, 1))
     assert float(jax.jit(jstep.global_norm)(bad)) == 5.0
 
@@ -107,7 +107,7 @@ def test_low_precision_tables(make: Any) -> None:
     )
 
 
-def test_through_a_chain_a_partition_an_average_and_a_guard() -> None:
+def test_sparse_gradients_in_nested_optimizers() -> None:
     rows = jstep.IndexedSlices(jnp.array([[3.0], [4.0]]), jnp.array([0, 2]), (4, 1))
     optimizer = jstep.skip_nonfinite(
         jstep.with_moving_average(

@@ -1,4 +1,4 @@
-"""The hash of a program: what it computes, and nothing of where it comes from."""
+"""The hash of a program depends on what it computes, not on its source."""
 
 import functools
 import os
@@ -30,10 +30,10 @@ def on_the_host(x):
     return np.asarray(x)
 
 
-def with_callback(of):
+def with_callback(callback):
     def fn(x):
         jax.debug.print("sum {}", x.sum())
-        return jax.pure_callback(of, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     return fn
 
@@ -43,7 +43,7 @@ def kernel(x, out):
 
 
 def everything(x):
-    """One of each kind of operation whose parameters might hold something of this process."""
+    """Use each kind of operation whose parameters might refer to this process."""
     x = with_callback(on_the_host)(x)
     x = jax.lax.scan(lambda c, _: (jax.checkpoint(jax.nn.gelu)(c), None), x, None, length=3)[0]
     x = jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)
@@ -69,16 +69,16 @@ def everything(x):
         (lambda x: (x, x * 2), lambda x: (x * 2, x)),
     ],
 )  # fmt: skip
-def test_what_is_computed_counts(one, other):
+def test_the_hash_depends_on_the_computation(one, other):
     assert digest(one, X) == digest(one, X)
     assert digest(one, X) != digest(other, X)
 
 
-def test_shapes_and_dtypes_of_arguments_count():
+def test_the_hash_depends_on_shapes_and_dtypes():
     assert len({digest(jnp.sin, x) for x in (X, X[:2], X.astype(jnp.bfloat16), X[None])}) == 4
 
 
-def test_names_and_places_do_not_count():
+def test_the_hash_ignores_names_and_source_locations():
     @jax.jit
     def scale(x):
         return x * 2
@@ -89,19 +89,19 @@ def test_names_and_places_do_not_count():
     assert digest(lambda x: scale(x) + 1, X) == digest(lambda z: jax.jit(other_name)(z) + 1, X)
 
 
-def test_what_is_said_of_it():
+def test_operations_and_numbers():
     found = program_hash(jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 0.1)(x) + 0.1 + jnp.sin(x))(X))
     assert found.operations == {"jit": 1, "mul": 1, "add": 2, "sin": 1}
     assert found.numbers == {"0.1": 2}
 
 
-def test_the_same_inner_program_counts_each_time():
+def test_repeated_inner_programs_are_counted_each_time():
     inner = jax.jit(lambda x: x * 3)
     found = program_hash(jax.make_jaxpr(lambda x: inner(inner(x)))(X))
     assert (found.operations["mul"], found.numbers["3.0"]) == (2, 2)
 
 
-def test_constants_of_every_dtype():
+def test_constants_of_all_dtypes():
     dtypes = [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, np.bool_, np.complex64, np.uint8]
     values = [jnp.asarray([1, 0, 1]).astype(dtype) for dtype in dtypes]
     assert len({digest(constant_of(value), X) for value in values}) == len(dtypes)
@@ -111,7 +111,7 @@ def constant_of(value):
     return lambda x: (x, value)
 
 
-def test_addresses_and_files_are_taken_out():
+def test_addresses_and_files_are_removed():
     text = without_addresses(f"{functools.partial(kernel)!r} at /home/me/run/train.py:12:3 in C:/x/y.py")
     assert text == "functools.partial(<function kernel at 0x>) at *.py in *.py"
 
@@ -125,8 +125,8 @@ CHILD = """
 """
 
 
-def test_another_process_finds_the_same(tmp_path):
-    """From another directory, by another name of the source file's folder, with other hashes of strings."""
+def test_the_hash_is_the_same_in_another_process(tmp_path):
+    """The other process has another directory, another path of the source file and another hash seed."""
     (tmp_path / "elsewhere").mkdir()
     here = os.path.dirname(__file__)
     (tmp_path / "elsewhere" / "test_program_hash.py").write_text("\n\n" + pathlib.Path(__file__).read_text())
@@ -141,7 +141,7 @@ def test_another_process_finds_the_same(tmp_path):
     )
     sys.path.insert(0, here)
     try:
-        import test_program_hash as same  # as the child names it
+        import test_program_hash as same  # the name in the child
     finally:
         sys.path.remove(here)
     assert done.stdout.split() == [digest(same.everything, X)]

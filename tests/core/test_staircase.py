@@ -1,4 +1,4 @@
-"""Staircases: validation, values, edges."""
+"""Staircases: values, edges and validation."""
 
 import numpy as np
 import pytest
@@ -27,17 +27,17 @@ def test_the_value_is_that_of_the_last_key_at_or_below_the_step(later, first, st
     assert here.value == mapping[key]
 
 
-def test_one_value():
+def test_constant_staircases():
     assert as_staircase(3, "size", positive) == constant(3) == as_staircase({0: 3}, "size", positive)
     assert list(constant(3).stages()) == [Stage(0, None, 3)]
 
 
-def test_steps_of_numpy():
+def test_numpy_steps():
     assert staircase({np.int64(4): 2, np.uint8(0): 1}, "size", positive).firsts == (0, 4)
 
 
 @pytest.mark.parametrize(
-    ("mapping", "error", "says"),
+    ("mapping", "error", "message"),
     [
         ({}, ValueError, r"size=\{\}: expected a value for step 0"),
         ({5: 1}, ValueError, r"size: expected a value for step 0, got values for the steps \[5\]"),
@@ -49,6 +49,6 @@ def test_steps_of_numpy():
         (0, ValueError, r"^size=0: must be at least 1"),
     ],
 )
-def test_bad_staircases(mapping, error, says):
-    with pytest.raises(error, match=says):
+def test_bad_staircases(mapping, error, message):
+    with pytest.raises(error, match=message):
         as_staircase(mapping, "size", positive)

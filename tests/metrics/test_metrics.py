@@ -1,4 +1,4 @@
-"""`jstep.metrics` by themselves: large counts, edges, bad input."""
+"""`jstep.metrics` without an evaluator: large counts, edge cases, bad input."""
 
 import inspect
 import math
@@ -24,8 +24,8 @@ MAKE = {
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_totals_past_two_to_the_31(name):
-    """Merged with itself 34 times: 16 · 2³⁴ examples, and nothing is lost or rounded."""
+def test_totals_beyond_int32(name):
+    """After 34 merges with itself, none of the 16 · 2³⁴ examples is lost, and no count is rounded."""
     merge = jax.jit(lambda a, b: a.merge(b))
     one = total = MAKE[name](16)
     for _ in range(34):
@@ -52,7 +52,7 @@ def test_counts_carry():
     assert many.segment_sum(jnp.zeros(2**20, jnp.int32), 1).exact().tolist() == [4095 * 2**20]
 
 
-def test_the_sum_of_perplexity_has_more_digits_than_float32():
+def test_the_sum_of_perplexity_is_more_precise_than_float32():
     merge = jax.jit(lambda a, b: a.merge(b))
     logits = jnp.array([[0.0, -0.1, 3.0]])
     one = M.perplexity(logits, jnp.array([0]))
@@ -63,7 +63,7 @@ def test_the_sum_of_perplexity_has_more_digits_than_float32():
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_they_are_pytrees_under_jit_and_scan(name):
+def test_metrics_are_pytrees_under_jit_and_scan(name):
     one = MAKE[name](16)
     assert jax.jit(lambda x: x)(one).compute() == one.compute()
     merged, _ = jax.lax.scan(lambda total, x: (total.merge(one), None), one, jnp.arange(3))
@@ -72,11 +72,11 @@ def test_they_are_pytrees_under_jit_and_scan(name):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_on_axes_of_either_type_without_an_evaluator(explicit):
-    """Under the user's own mesh: nothing has to be annotated."""
+def test_auto_and_explicit_axes_without_an_evaluator(explicit):
+    """Under a mesh of the user, no annotations are needed."""
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    batch_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     rng = np.random.default_rng(0)
     scores, labels = rng.random((32, 3)).astype(np.float32), rng.integers(0, 3, 32).astype(np.int32)
     makers = [
@@ -89,7 +89,7 @@ def test_on_axes_of_either_type_without_an_evaluator(explicit):
     for make in makers:
         expected = make(scores, labels).compute()
         with jax.set_mesh(mesh):
-            one = jax.jit(make)(jax.device_put(scores, rows), jax.device_put(labels, rows))
+            one = jax.jit(make)(jax.device_put(scores, batch_sharding), jax.device_put(labels, batch_sharding))
             merged = jax.jit(lambda a, b: a.merge(b))(one, one)
             found, twice = one.compute(), merged.compute()
         assert found == pytest.approx(expected, rel=1e-6)
@@ -97,12 +97,12 @@ def test_on_axes_of_either_type_without_an_evaluator(explicit):
             assert twice == pytest.approx(expected, rel=1e-6)
 
 
-def test_edges():
-    none = jnp.zeros((0,))
+def test_edge_cases():
+    empty = jnp.zeros((0,))
     assert math.isnan(M.accuracy(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())
     assert math.isnan(M.perplexity(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())
-    assert math.isnan(M.auc(none, none).compute())
-    assert M.f1(none, none).compute() == 0.0
+    assert math.isnan(M.auc(empty, empty).compute())
+    assert M.f1(empty, empty).compute() == 0.0
     assert math.isnan(M.auc(FIVE, jnp.zeros(5)).compute())
     assert M.auc(FIVE, jnp.zeros(5), "PR").compute() == 0.0
     assert M.auc(FIVE, jnp.ones(5), "PR").compute() == 1.0
@@ -111,11 +111,11 @@ def test_edges():
     assert math.isnan(M.perplexity(jnp.zeros((2, 3)), jnp.array([0, 3])).compute())
     assert M.perplexity(jnp.array([[0.0, -jnp.inf]]), jnp.array([1])).compute() == math.inf
     assert M.perplexity(jnp.array([[0.0, -jnp.inf]]), jnp.array([0])).compute() == 1.0
-    first = M.auc(none, none).merge(M.auc(FIVE, FIVE > 2)).merge(M.auc(none, none))
+    first = M.auc(empty, empty).merge(M.auc(FIVE, FIVE > 2)).merge(M.auc(empty, empty))
     assert first.compute() == 1.0
 
 
-def test_labels_of_any_integers_and_shape():
+def test_labels_of_any_integer_dtype_and_shape():
     logits = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))], axis=-1)
     for dtype in (jnp.int8, jnp.uint8, jnp.uint32, bool):
         assert M.accuracy(logits, jnp.ones((2, 3), dtype)).compute() == 1.0
@@ -124,7 +124,7 @@ def test_labels_of_any_integers_and_shape():
         assert matrix.compute() == {"0/0": 0, "0/1": 0, "1/0": 0, "1/1": 6}
 
 
-def test_classes_that_there_are_not():
+def test_classes_out_of_range():
     for wrong in (-1, 3, 300):
         found = M.confusion_matrix(jnp.array([0, wrong, 1]), jnp.array([0, 1, wrong]), 3)
         with pytest.raises(ValueError, match=r"num_classes=3: .*, 2 examples have others"):
@@ -132,7 +132,7 @@ def test_classes_that_there_are_not():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "message"),
     [
         (
             lambda: M.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int)),
@@ -155,10 +155,10 @@ def test_classes_that_there_are_not():
         (lambda: M.confusion_matrix(jnp.arange(5), jnp.arange(5), 0), ValueError, "num_classes=0: must be at least 1"),
     ],
 )
-def test_bad_input(make, error, words):
+def test_bad_input(make, error, message):
     with pytest.raises(error) as caught:
         make()
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_signatures():
@@ -173,6 +173,6 @@ def test_examples_run():
     for name in ("accuracy", "auc", "confusion_matrix", "f1", "perplexity"):
         (one,) = doctest.DocTestFinder().find(getattr(M, name), name, module=False, globs={})
         assert one.examples
-        told = []
-        doctest.DocTestRunner(verbose=False).run(one, out=told.append)
-        assert not told, "".join(told)
+        output = []
+        doctest.DocTestRunner(verbose=False).run(one, out=output.append)
+        assert not output, "".join(output)

@@ -1,4 +1,4 @@
-"""`jstep.metrics` through the evaluator, against scikit-learn: ragged, sharded, in low precision."""
+"""`jstep.metrics` in an evaluator, compared with scikit-learn: ragged batches, sharding, low precision."""
 
 import jax
 import jax.numpy as jnp
@@ -64,28 +64,28 @@ def source(size, x=X):
 
 
 def check(found, x=SCALED, rel=1e-6):
-    wanted = expected(x)
-    assert list(found) == list(wanted)
+    expected_values = expected(x)
+    assert list(found) == list(expected_values)
     assert all(type(value) is float for value in found.values())
-    assert found == pytest.approx(wanted, rel=rel, abs=1e-12)
-    for name in wanted:
-        if name not in ("perplexity", "mean"):  # counted
-            assert found[name] == pytest.approx(wanted[name], rel=1e-14, abs=1e-14), name
+    assert found == pytest.approx(expected_values, rel=rel, abs=1e-12)
+    for name in expected_values:
+        if name not in ("perplexity", "mean"):  # computed from counts
+            assert found[name] == pytest.approx(expected_values[name], rel=1e-14, abs=1e-14), name
 
 
 @pytest.mark.parametrize("size", [1, 8, 50, ROWS])
-def test_equal_to_scikit_learn_whatever_the_batches(size):
+def test_equal_to_scikit_learn_for_any_batch_size(size):
     check(jstep.evaluator(metric_fn, source(size))(make_state()))
 
 
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_on_a_mesh_that_rows_do_not_divide_over(count, explicit):
+def test_batches_that_do_not_divide_over_the_mesh(count, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=jax.devices()[:count])
     state = jstep.shard_state(make_state(), mesh)
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    evaluate = jstep.evaluator(metric_fn, source(16), batch_sharding=rows)
+    batch_sharding = NamedSharding(mesh, PartitionSpec("data"))
+    evaluate = jstep.evaluator(metric_fn, source(16), batch_sharding=batch_sharding)
     check(evaluate(state))
     with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
         check(evaluate(state))
@@ -93,7 +93,7 @@ def test_on_a_mesh_that_rows_do_not_divide_over(count, explicit):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision(dtype):
-    """Scores that round to equal ones are ties; what is summed of them is not rounded so."""
+    """Scores that round to equal values are ties; sums are not rounded to low precision."""
     low = X.astype(dtype)
 
     def metric(params, batch):
@@ -102,29 +102,29 @@ def test_low_precision(dtype):
     x = low.astype(np.float32)
     found = jstep.evaluator(metric, source(10, low))(make_state())
     found.pop("mean")
-    wanted = expected(x)
-    wanted.pop("mean")
+    expected_values = expected(x)
+    expected_values.pop("mean")
     sigmoid = np.asarray(jax.nn.sigmoid(jnp.asarray(low[:, 0]))).astype(np.float32)
-    wanted["f1"] = sklearn.f1_score(TRUTH, sigmoid > 0.5)
-    assert found == pytest.approx(wanted, rel=1e-5)
+    expected_values["f1"] = sklearn.f1_score(TRUTH, sigmoid > 0.5)
+    assert found == pytest.approx(expected_values, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
-def test_areas_of_scores_that_repeat(curve, seed):
-    """On a grid, from few values, with ties: exact, for labels of any kind."""
+def test_areas_with_repeated_scores(curve, seed):
+    """Areas are exact for scores on a grid, of few values and with ties, for labels of any dtype."""
     rng = np.random.default_rng(seed)
-    kinds = [
+    score_sets = [
         rng.integers(0, 200, 3000) / 199,
         rng.integers(0, 201, 3000) / 200,
         np.round(rng.normal(size=3000), 2),
         rng.choice([-np.pi, 0.0, 1e-30, 1e30], 3000),
     ]
-    scores = kinds[seed].astype(np.float32)
+    scores = score_sets[seed].astype(np.float32)
     labels = rng.random(3000) < np.linspace(0.02, 0.4, 3000)[np.argsort(np.argsort(scores))]
     reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
-    kinds_of_labels = (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32))
-    for one in (labels, kinds_of_labels[seed]):
+    label_forms = (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32))
+    for one in (labels, label_forms[seed]):
         parts = [(scores[i : i + 510], one[i : i + 510]) for i in range(0, 3000, 510)]
         found = jstep.evaluator(lambda params, s, t: {"area": jstep.metrics.auc(s, t, curve)}, parts)(make_state())
         assert found["area"] == pytest.approx(reference(labels, scores), rel=1e-13)
@@ -132,7 +132,7 @@ def test_areas_of_scores_that_repeat(curve, seed):
 
 @pytest.mark.parametrize("share", [0.5, 0.02])
 @pytest.mark.parametrize(("curve", "number", "bound"), [("ROC", 200, 1e-4), ("PR", 200, 1e-3), ("ROC", 20, 1e-3)])
-def test_areas_of_many_different_scores(curve, number, bound, share):
+def test_areas_with_many_distinct_scores(curve, number, bound, share):
     rng = np.random.default_rng(3)
     labels = (rng.random(60_000) < share).astype(np.int32)
     scores = (rng.normal(size=60_000) + labels).astype(np.float32)

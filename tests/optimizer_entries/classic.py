@@ -1,4 +1,4 @@
-"""The optimizers of tf.train, and the first ways to put them together."""
+"""Entries of the optimizers of tf.train, and of the basic combinations of optimizers."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ CLASSIC = {
         rate=0.002,
         steps=4000,
         averages=(EMA,),
-        # One copy is kept: the average is made from new parameters before it is known whether they are kept.
+        # One extra copy: the average is computed from new parameters before the guard decides whether to keep them.
         copies=1.3,
     ),
 }

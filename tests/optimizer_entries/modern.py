@@ -1,4 +1,4 @@
-"""The optimizers of today, and the blocks they are made of."""
+"""Entries of the modern optimizers and their building blocks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def by_matrix(path: str, leaf: Any) -> str:
     return "muon" if leaf.ndim == 2 else "other"
 
 
-def muon_beside_adamw(lr: Any) -> jstep.Optimizer:
+def muon_and_adamw(lr: Any) -> jstep.Optimizer:
     return jstep.partition({"muon": jstep.muon(lr), "other": jstep.adamw(lr, weight_decay=0.0)}, by_matrix)
 
 
@@ -33,12 +33,12 @@ def blocks_of_adamw(lr: Any) -> jstep.Optimizer:
     return jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr))
 
 
-def on_a_sphere(path: str, leaf: Any) -> str:
-    """Without the matrix of sharding/layouts.py that begins as zeros, and would stay so."""
+def by_nonzero_matrix(path: str, leaf: Any) -> str:
+    """Exclude the matrix of sharding/layouts.py that is initialized with zeros and would remain zero."""
     return "other" if path == "deep/y" else by_matrix(path, leaf)
 
 
-def under(label: str, *names: str) -> tuple[str, ...]:
+def names_under(label: str, *names: str) -> tuple[str, ...]:
     return tuple(sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM))))
 
 
@@ -82,7 +82,7 @@ MODERN = {
         copies=1.1,
     ),
     "muon": Entry(
-        muon_beside_adamw,
+        muon_and_adamw,
         {"muon/momentum": 0.0, "other/m": 0.0, "other/v": 0.0},
         tuple(
             sorted(
@@ -181,10 +181,10 @@ MODERN = {
     "adamh": Entry(
         lambda lr: jstep.partition(
             {"muon": jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(lr)), "other": jstep.adam(lr)},
-            on_a_sphere,
+            by_nonzero_matrix,
         ),
         slots_under("muon", ZEROS),
-        under("muon", *ADAM),
+        names_under("muon", *ADAM),
         {"muon/start_step": AGED["start_step"], "other/start_step": AGED["start_step"]},
         rate=0.02,
         steps=0,
@@ -205,7 +205,7 @@ MODERN = {
             by_matrix,
         ),
         slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
-        under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "weight_decay"),
+        names_under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "weight_decay"),
         {"other/start_step": AGED["start_step"]},
         rate=0.02,
         copies=4.1,
@@ -221,10 +221,10 @@ MODERN = {
                 ),
                 "other": jstep.adam(lr),
             },
-            on_a_sphere,
+            by_nonzero_matrix,
         ),
         slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
-        under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "radius"),
+        names_under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "radius"),
         {"other/start_step": AGED["start_step"]},
         rate=0.02,
         steps=0,

@@ -1,4 +1,4 @@
-"""What is put around optimizers, and between them."""
+"""Entries of wrappers of optimizers and of elements of chains."""
 
 import jax
 import optax
@@ -58,7 +58,7 @@ WRAPPERS = {
         rate=0.02,
         averages=("slow",),
     ),
-    # The update is kept in memory while its share of agreeing elements is counted.
+    # The update stays in memory while its agreeing elements are counted.
     "cautious": Entry(
         lambda lr: jstep.cautious(jstep.momentum(lr, 0.9)), {"momentum": 0.0}, MOMENTUM, rate=0.005, copies=1.4
     ),
@@ -127,7 +127,7 @@ WRAPPERS = {
     "update_every": Entry(
         lambda lr: jstep.update_every(2, jstep.adam(lr)), ZEROS, ADAM, AGED, rate=0.02, by_step=True, idle=1
     ),
-    # The sum of the gradients is kept in memory while the update reads it.
+    # The sum of the gradients stays in memory while the update reads it.
     "accumulating": Entry(
         lambda lr: jstep.update_every(2, jstep.momentum(lr, 0.9), accumulate=True),
         {"gradient_count": "other", "gradient_sum": 0.0, "momentum": 0.0},

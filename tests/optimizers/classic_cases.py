@@ -12,7 +12,7 @@ import reference
 import jstep
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
-# Schedules written out, so that both sides read the same numbers and neither computes them.
+# Schedules are tables, so that both sides read the same numbers.
 FALLING = np.linspace(0.3, 0.05, 64)
 RISING = np.linspace(0.5, 0.95, 64)
 
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     rule: reference.Rule
     slots: dict[str, float]
     hyper: dict[str, Any]
-    """Every hyperparameter by name; an array is a schedule. What is not in `defaults` is passed by keyword."""
+    """All hyperparameters by name; arrays are schedules. Those not in `defaults` are passed by keyword."""
     static: Mapping[str, Any] = MappingProxyType({})
     defaults: tuple[str, ...] = ()
 
@@ -153,12 +153,12 @@ CASES = {
 }
 
 
-def written_out(table: np.ndarray) -> Callable[[Any], jax.Array]:
+def table_schedule(table: np.ndarray) -> Callable[[Any], jax.Array]:
     return lambda step: jnp.asarray(table)[step]
 
 
 def build(case: Case) -> jstep.Optimizer:
     given = {name: value for name, value in case.hyper.items() if name not in case.defaults}
     return case.make(
-        **{name: written_out(v) if isinstance(v, np.ndarray) else v for name, v in given.items()}, **case.static
+        **{name: table_schedule(v) if isinstance(v, np.ndarray) else v for name, v in given.items()}, **case.static
     )

@@ -1,7 +1,7 @@
-"""The equations of optimizers in NumPy float64, one leaf at a time: what golden tests compare with.
+"""Equations of the optimizers in NumPy float64, one leaf at a time: the reference of the golden tests.
 
-`rule(g, p, s, h) -> p'`: s is the leaf's own memory, h the values at the step with t, the age of the slots, and wd,
-which is 0 for a leaf that does not decay.
+Each rule is a function `rule(g, p, s, h) -> p'`: s holds the state of the leaf, h the hyperparameters at the step, with
+t, the age of the slots, and wd, which is 0 for a leaf that does not decay.
 """
 
 import math
@@ -137,7 +137,7 @@ def muon(g, p, s, h):
 
 
 def schedule_free(g, p, s, h, adam=True):
-    """Facebook's, p being y."""
+    """Schedule-free by Facebook, where p is y."""
     z, weight = s.setdefault("z", p), h.t**h.r * h.lr_max**h.weight_lr_power
     c = weight / h.weight_sum if h.weight_sum else 0.0
     if adam:
@@ -212,7 +212,7 @@ def adopt(g, p, s, h):
 
 
 def madgrad(g, p, s, h):
-    """The authors' code."""
+    """MADGRAD, as in the code of its authors."""
     x0, lamb = s.setdefault("x0", p), (h.lr + h.epsilon) * math.sqrt(h.t)
     g = g + h.weight_decay * p
     s["G"] = s.get("G", 0.0) + lamb * g * g
@@ -232,7 +232,7 @@ def adamh(g, p, s, h):
 
 
 def nesterov_polar(g, s, h):
-    """What Muon's variants have in common: the sum of gradients with a look ahead, and the iteration."""
+    """The common part of the variants of Muon: Nesterov momentum and the Newton–Schulz iteration."""
     s["M"] = h.momentum * s.get("M", 0.0) + g
     return newton_schulz(g + h.momentum * s["M"], JORDAN, 5, 1e-7)
 
@@ -245,7 +245,7 @@ def muonh(g, p, s, h):
 
 
 def per_neuron(o, s, h):
-    """Rows are inputs here, and neurons columns: the transpose of the authors' matrices."""
+    """Rows are inputs and columns are neurons: the transpose of the matrices of the authors."""
     axis = 1 if h.over == "short" and o.shape[1] < o.shape[0] else 0
     v = ema(s, "neurons", np.mean(o * o, axis=axis, keepdims=True), h.beta2)
     u = o / (np.sqrt(v) + 1e-10)

@@ -1,4 +1,4 @@
-"""One trajectory by jstep, one by a reference: a dozen steps of changing rate and decay, on leaves of all shapes."""
+"""Trajectories of jstep and of references: 12 steps with scheduled rate and decay, on leaves of several shapes."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -16,31 +16,31 @@ DECAY = np.linspace(0.05, 0.2, STEPS)
 RISING = np.linspace(0.5, 0.95, STEPS)
 SHAPES = {"a": (3,), "b": (4, 3), "c": ()}
 DECAYED = ("a", "b")
-"""What weight decay is for; `c` is left out by the mask."""
+"""The leaves with weight decay; the mask excludes `c`."""
 
 
-def written(values: Any) -> Any:
-    """A schedule from a list, so that both sides read the same numbers."""
+def table_schedule(values: Any) -> Any:
+    """Return a schedule that reads a table, so that both sides use the same numbers."""
     return lambda step: jnp.asarray(values, jnp.float32)[step]
 
 
-def start(shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0) -> dict[str, np.ndarray]:
+def initial_params(shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {name: np.float64(np.float32(rng.normal(size=shape))) for name, shape in shapes.items()}
 
 
 def gradients(step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
-    """Noise of a changing size, with some exact zeros."""
+    """Return random gradients of varying scale, with some exact zeros."""
     rng = np.random.default_rng(100 + step)
     drawn = {name: rng.normal(size=shape) * 1.5 ** (step % 5) for name, shape in shapes.items()}
     return {name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()}
 
 
-def ours(
+def run_jstep(
     optimizer: jstep.Optimizer, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS, first: int = 0
 ) -> tuple[list[dict[str, np.ndarray]], jstep.TrainState]:
-    """The parameters after each step, and the last state."""
-    params = jax.tree.map(jnp.float32, start(shapes))
+    """Return the parameters after each step, and the last state."""
+    params = jax.tree.map(jnp.float32, initial_params(shapes))
     state = jstep.TrainState.create(params, optimizer, global_step=first)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     trajectory = []
@@ -50,15 +50,15 @@ def ours(
     return trajectory, state
 
 
-def by_equation(
+def run_equation(
     rule: Callable[..., Any],
     hyper: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     steps: int = STEPS,
     **static: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """The same by a rule of equations.py; arrays in hyper are schedules, wd is for DECAYED alone."""
-    params, memory = start(shapes), {name: {} for name in shapes}
+    """Return the trajectory of a rule of equations.py; arrays in hyper are schedules, wd applies only to DECAYED."""
+    params, memory = initial_params(shapes), {name: {} for name in shapes}
     trajectory, shared = [], {}
     for n in range(steps):
         grads = gradients(n, shapes)
@@ -76,15 +76,15 @@ def by_equation(
     return trajectory
 
 
-def by_optax(
+def run_optax(
     transformation: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS
 ) -> list[dict[str, np.ndarray]]:
-    """The same by an Optax transformation."""
+    """Return the trajectory of an Optax transformation."""
     import optax
 
     trajectory = []
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = jax.tree.map(jnp.float32, start(shapes))
+        params = jax.tree.map(jnp.float32, initial_params(shapes))
         state = transformation.init(params)
         update = jax.jit(transformation.update)
         for n in range(steps):
@@ -94,17 +94,17 @@ def by_optax(
     return trajectory
 
 
-def by_torch(
+def run_torch(
     make: Callable[[list[dict[str, Any]]], Any],
     hyper: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     steps: int = STEPS,
     decay: str = "weight_decay",
 ) -> list[dict[str, np.ndarray]]:
-    """The same by a torch optimizer; arrays in hyper are set in its groups before each step."""
+    """Return the trajectory of a torch optimizer; arrays in hyper are set in its groups before each step."""
     import torch
 
-    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in start(shapes).items()}
+    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params(shapes).items()}
     groups = [{"params": [tensor], **({} if name in DECAYED else {decay: 0.0})} for name, tensor in tensors.items()]
     optimizer = make(groups)
     trajectory = []
@@ -120,8 +120,8 @@ def by_torch(
     return trajectory
 
 
-def same(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
-    """Both trajectories agree, leaf by leaf and step by step."""
+def assert_close(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Check that both trajectories agree, leaf by leaf and step by step."""
     for n, (one, other) in enumerate(zip(found, expected, strict=True)):
         for name in one:
             np.testing.assert_allclose(one[name], other[name], rtol=rtol, atol=atol, err_msg=f"{name} after {n + 1}")

@@ -1,4 +1,4 @@
-"""Moving averages against their equation, in NumPy."""
+"""Moving averages, compared with their equation in NumPy."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
 @settings(max_examples=30)
 @given(st.floats(0.0, 0.99999), st.integers(1, 40))
 def test_zero_debias_is_the_unbiased_average(decay: float, n: int) -> None:
-    """Equal to Σ d^(n−i)·xᵢ / Σ d^(n−i), the average without its start."""
+    """It equals Σ d^(n−i)·xᵢ / Σ d^(n−i), the average without its initial value."""
     with jax.enable_x64(True):
         values = np.random.default_rng(1).normal(size=n)
         ema = jstep.ExponentialMovingAverage(decay, zero_debias=True)
@@ -48,8 +48,8 @@ def test_zero_debias_is_the_unbiased_average(decay: float, n: int) -> None:
         np.testing.assert_allclose(averages["w"], np.sum(weights * values) / np.sum(weights), rtol=1e-8, atol=1e-12)
 
 
-def test_a_decay_near_one_keeps_its_digits_in_float32() -> None:
-    """1 − 0.999999 in float32 is wrong in the second digit."""
+def test_a_decay_near_one_is_precise_in_float32() -> None:
+    """In float32, 1 − 0.999999 is wrong in the second digit."""
     ema = jstep.ExponentialMovingAverage(0.999999)
     moved = ema.apply(ema.init({"w": jnp.float32(0)}), {"w": jnp.float32(1)})
     np.testing.assert_allclose(moved["w"], 1e-6, rtol=1e-5)
@@ -87,7 +87,7 @@ def test_names() -> None:
     assert jstep.ExponentialMovingAverage(0.9, name="avg").average_name("w") == "w/avg"
 
 
-# In an optimizer.
+# With an optimizer.
 
 
 def run(optimizer: jstep.Optimizer, steps: int, global_step: int = 0) -> tuple[jstep.TrainState, list[np.ndarray]]:
@@ -105,7 +105,7 @@ def run(optimizer: jstep.Optimizer, steps: int, global_step: int = 0) -> tuple[j
 @pytest.mark.parametrize("zero_debias", [False, True])
 @pytest.mark.parametrize("inner", [jstep.adam(0.1), jstep.momentum(0.1, 0.9)], ids=["adam", "momentum"])
 def test_with_moving_average(inner: Any, num_updates: bool, zero_debias: bool, global_step: int) -> None:
-    """n is N + 1, of new params; the age of unbiased averages counts from start_step."""
+    """n is the step after the update; the age of debiased averages counts from start_step."""
     ema = jstep.ExponentialMovingAverage(0.95, num_updates, zero_debias)
     optimizer = jstep.with_moving_average(inner, ema)
     state, seen = run(optimizer, 6, global_step)
@@ -117,7 +117,7 @@ def test_with_moving_average(inner: Any, num_updates: bool, zero_debias: bool, g
     np.testing.assert_allclose(state.slots[EMA]["w"], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.slots[EMA]["w"])
     alone, plain = run(inner, 6, global_step)
-    np.testing.assert_allclose(plain[-1], seen[-1], rtol=1e-6)  # the average changes nothing
+    np.testing.assert_allclose(plain[-1], seen[-1], rtol=1e-6)  # the average does not change the parameters
     assert optimizer.hyperparameters(0).keys() == inner.hyperparameters(0).keys()
     assert sorted(state.slots) == sorted({*alone.slots, EMA, *(["start_step"] if zero_debias else [])})
 
@@ -137,7 +137,7 @@ def test_averaged_params_keep_dtypes_and_other_leaves() -> None:
     assert averaged["k"].dtype == params["k"].dtype
 
 
-def test_two_averages_of_other_names() -> None:
+def test_two_averages_with_different_names() -> None:
     optimizer = jstep.with_moving_average(
         jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5)),
         jstep.ExponentialMovingAverage(0.75, name="slow"),

@@ -1,4 +1,4 @@
-"""What optimizers and blocks refuse, and what they say."""
+"""Invalid arguments of optimizers and blocks, and the error messages."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jn
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "says"),
+    ("make", "error", "message"),
     [
         (lambda: jstep.adamw(-1.0), ValueError, "learning_rate=-1"),
         (lambda: jstep.adamw(float), TypeError, "learning_rate=float"),
@@ -59,20 +59,20 @@ GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jn
         (lambda: jstep.add_weight_decay("x"), TypeError, "weight_decay='x'"),
     ],
 )
-def test_constructors_check_at_once(make, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_constructors_validate_arguments(make, error, message) -> None:
+    with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("make", [jstep.muon, jstep.orthogonalize])
-def test_muon_on_a_vector_shows_the_partition(make) -> None:
+def test_muon_on_a_vector_suggests_a_partition(make) -> None:
     with pytest.raises(
         ValueError, match=r"'dense/bias' has shape \(3,\).*jstep\.partition\(.*jstep\.muon.*jstep\.adamw"
     ):
         jstep.TrainState.create(PARAMS, make())
 
 
-def test_the_partition_that_it_shows_works() -> None:
+def test_the_suggested_partition_works() -> None:
     optimizer = jstep.partition(
         {"muon": jstep.muon(1e-3), "adamw": jstep.adamw(1e-3)},
         lambda path, leaf: "muon" if leaf.ndim == 2 and "embed" not in path else "adamw",
@@ -83,7 +83,7 @@ def test_the_partition_that_it_shows_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "says"),
+    ("axes", "message"),
     [
         (lambda path, leaf: 1, r"axes: must return \(in, out\) for 'w'"),
         (lambda path, leaf: (0, 0), "two parts of different axes"),
@@ -91,8 +91,8 @@ def test_the_partition_that_it_shows_works() -> None:
         (lambda path, leaf: ((), 1), "two parts of different axes"),
     ],
 )
-def test_axes_of_muon_that_are_none(axes, says) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_axes_of_muon(axes, message) -> None:
+    with pytest.raises(ValueError, match=message):
         jstep.TrainState.create({"w": jnp.ones((4, 3))}, jstep.muon(axes=axes))
 
 
@@ -109,18 +109,18 @@ def test_axes_of_muon_that_are_none(axes, says) -> None:
         lambda mask: jstep.partition({"all": jstep.adamw(weight_decay_mask=mask)}, lambda path, leaf: "all"),
     ],
 )
-def test_masks_that_match_nothing_name_the_nearest(make) -> None:
+def test_unmatched_masks_suggest_the_nearest_path(make) -> None:
     optimizer = make(["dense/kernle"])
     with pytest.raises(ValueError, match="mask: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
         jstep.TrainState.create(PARAMS, optimizer)  # before the first step
 
 
-def test_factors_that_match_nothing_are_said_when_the_state_is_made() -> None:
+def test_unmatched_factors_raise_when_the_state_is_created() -> None:
     with pytest.raises(ValueError, match="factors: 'dense/kernle' matches no parameter; nearest: 'dense/kernel'"):
         jstep.TrainState.create(PARAMS, jstep.chain(jstep.adam(), jstep.scale_updates({"dense/kernle": 0.5})))
 
 
-def test_schedule_free_params_of_another_state() -> None:
+def test_schedule_free_params_without_its_slots() -> None:
     state = jstep.TrainState.create(PARAMS, jstep.adam())
     with pytest.raises(ValueError, match=r"\['m', 'start_step', 'v'\].*schedule_free_adamw and schedule_free_sgd"):
         jstep.schedule_free_params(state)
@@ -128,16 +128,16 @@ def test_schedule_free_params_of_another_state() -> None:
         jstep.schedule_free_params({"w": 1.0})
 
 
-def test_masks_in_a_partition_speak_of_all_parameters() -> None:
-    """A glob may match leaves of another label alone; one that matches none at all is refused."""
+def test_masks_in_a_partition_match_against_all_params() -> None:
+    """A glob may match only leaves of another label; one that matches no leaf at all is rejected."""
 
-    def made(mask: list[str]) -> jstep.TrainState:
+    def updated(mask: list[str]) -> jstep.TrainState:
         decayed = jstep.adamw(weight_decay_mask=mask)
         optimizer = jstep.partition(
             {"one": decayed, "other": jstep.sgd(0.1)}, lambda path, leaf: "one" if leaf.ndim == 1 else "other"
         )
         return jstep.apply_gradients(jstep.TrainState.create(PARAMS, optimizer), GRADS, optimizer)
 
-    assert jstep.get_slot(made(["*kernel"]), "one/m", "dense/bias") is not None
+    assert jstep.get_slot(updated(["*kernel"]), "one/m", "dense/bias") is not None
     with pytest.raises(ValueError, match="weight_decay_mask: 'kernl' matches no parameter"):
-        made(["kernl"])
+        updated(["kernl"])

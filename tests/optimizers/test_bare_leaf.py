@@ -1,4 +1,4 @@
-"""Parameters that are one bare array, where a slot looks like a scalar."""
+"""Parameters that are a single array, whose slots look like scalars."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 import jstep
 
-MADE = {
+CASES = {
     "guarded": (lambda: jstep.skip_nonfinite(jstep.adam(jstep.held("rate", 0.1))), ["m", "v"]),
     "prodigy": (jstep.prodigy, ["m", "p0", "s", "v"]),
     "nadam": (lambda: jstep.nadam(momentum_decay=0.004), ["m", "v"]),
@@ -24,9 +24,9 @@ MADE = {
 
 
 @pytest.mark.parametrize("params", [1.0, jnp.ones(3)])
-@pytest.mark.parametrize("name", MADE)
-def test_its_slots_are_told_from_scalars(name: str, params: Any) -> None:
-    make, slots = MADE[name]
+@pytest.mark.parametrize("name", CASES)
+def test_slots_are_distinguished_from_scalars(name: str, params: Any) -> None:
+    make, slots = CASES[name]
     optimizer = make()
     state, _ = jstep.minimize(lambda p: jnp.sum(p**2), optimizer)(jstep.TrainState.create(params, optimizer))
     assert jstep.get_slot_names(state) == slots

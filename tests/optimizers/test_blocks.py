@@ -1,4 +1,4 @@
-"""A chain of blocks is the optimizer: the same numbers, slots and hyperparameters."""
+"""A chain of blocks equals the optimizer: the same updates, slots and hyperparameters."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import DECAY, DECAYED, RATE, RISING, ours, same, written
+from golden import DECAY, DECAYED, RATE, RISING, assert_close, run_jstep, table_schedule
 
 import jstep
 
-LR, WD, MU, MASK = written(RATE), written(DECAY), written(RISING), list(DECAYED)
+LR, WD, MU, MASK = table_schedule(RATE), table_schedule(DECAY), table_schedule(RISING), list(DECAYED)
 DECAYS = {"weight_decay": WD, "weight_decay_mask": MASK}
 
 CASES: dict[str, tuple[Any, Any]] = {
@@ -42,21 +42,21 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_chain_is_the_optimizer(name: str) -> None:
+def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
     make, blocks = CASES[name]
-    whole, chain = make(), jstep.chain(*blocks(), jstep.scale_by_learning_rate(LR))
-    (found, state), (other, its) = ours(whole), ours(chain)
-    same(found, other, rtol=1e-6, atol=1e-6)
-    assert state.slots.keys() == its.slots.keys()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.slots, its.slots)
-    have, want = chain.hyperparameters(3), whole.hyperparameters(3)
+    named, chain = make(), jstep.chain(*blocks(), jstep.scale_by_learning_rate(LR))
+    (found, state), (other, chain_state) = run_jstep(named), run_jstep(chain)
+    assert_close(found, other, rtol=1e-6, atol=1e-6)
+    assert state.slots.keys() == chain_state.slots.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.slots, chain_state.slots)
+    have, want = chain.hyperparameters(3), named.hyperparameters(3)
     assert have.keys() == want.keys() - {"dampening"}
     for key, value in have.items():
         np.testing.assert_allclose(value, want[key], rtol=1e-6)
 
 
 def elementwise() -> dict[str, jstep.Optimizer]:
-    """What needs no temporary the size of the parameters, whatever it overwrites."""
+    """Return optimizers whose updates need no temporaries of the size of the parameters."""
     chains = {
         name: jstep.chain(*blocks, jstep.scale_by_learning_rate(LR))
         for name, blocks in (
@@ -88,7 +88,7 @@ def elementwise() -> dict[str, jstep.Optimizer]:
 
 
 @pytest.mark.parametrize("name", elementwise())
-def test_elementwise_updates_take_no_memory(name: str) -> None:
+def test_elementwise_updates_need_no_temporaries(name: str) -> None:
     optimizer = elementwise()[name]
     params = [jnp.ones((64, 64)) for _ in range(2)]
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
@@ -96,22 +96,22 @@ def test_elementwise_updates_take_no_memory(name: str) -> None:
     assert memory.temp_size_in_bytes <= 1024
 
 
-def test_rms_factors_and_orthogonal_updates() -> None:
+def test_scale_by_rms_and_orthogonalize() -> None:
     params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
     grads = {"w": jnp.array([[3.0, -1.0], [2.0, 2.0]])}
     by_rms = jstep.chain(jstep.scale_by_rms(0.75, 0.0), jstep.scale(-0.5))
     state = jstep.apply_gradients(jstep.TrainState.create(params, by_rms), grads, by_rms)
     np.testing.assert_allclose(state.params["w"], params["w"] - jnp.sign(grads["w"]), rtol=1e-6)
     assert by_rms.hyperparameters(0).keys() == {"decay", "epsilon", "factor"}
-    turned = jstep.chain(
+    orthogonal = jstep.chain(
         jstep.orthogonalize(scale=None, ns_steps=30, ns_coefficients=(1.5, -0.5, 0.0)), jstep.scale(-1.0)
     )
-    state = jstep.apply_gradients(jstep.TrainState.create(params, turned), grads, turned)
+    state = jstep.apply_gradients(jstep.TrainState.create(params, orthogonal), grads, orthogonal)
     u, _, vt = np.linalg.svd(grads["w"])
     np.testing.assert_allclose(params["w"] - state.params["w"], u @ vt, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sparse_gradient_touches_its_rows_where_it_can() -> None:
+def test_updates_of_sparse_gradients_are_sparse_if_possible() -> None:
     slices = jstep.IndexedSlices(jnp.ones((2, 3)), jnp.array([1, 1]), (4, 3))
     for optimizer in (
         jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.5)),

@@ -1,4 +1,4 @@
-"""The context of an update: loss, its gradients elsewhere, a key; through wrappers, labels and scopes."""
+"""The context of an update (loss, `value_and_grad`, key), through wrappers, labels and scopes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +20,14 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean(x) * jnp.sum(params["w"].astype(jnp.float32) ** 2) + params["v"].astype(jnp.float32) ** 3
 
 
-def seeing(into: dict[str, Any], **moves: float) -> jstep.Optimizer:
-    """Keeps what it sees in its slots: the loss, and the loss and gradient at parameters moved by some amount."""
+def recording(seen: dict[str, Any], **moves: float) -> jstep.Optimizer:
+    """Return an optimizer that stores the loss, and loss and gradient at moved parameters, in its slots."""
 
     def init(params: Any, global_step: Any = 0) -> Any:
         return {"loss": jnp.zeros(()), "there": jnp.zeros(()), "grad": jax.tree.map(jnp.zeros_like, params)}
 
     def update(updates: Any, slots: Any, params: Any, step: Any, context: jstep.Context) -> Any:
-        into["context"], into["params"] = context, params
+        seen["context"], seen["params"] = context, params
         if context.value_and_grad is None:
             return updates, slots
         moved = jax.tree.map(lambda p: p + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
@@ -45,7 +45,7 @@ def by_path(path: str, leaf: Any) -> str | None:
     return {"w": "a", "v": "a/b"}.get(path)
 
 
-AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "nothing": lambda one: one,
     "scope": lambda one: jstep.scope("s", one),
     "guard": jstep.skip_nonfinite,
@@ -62,10 +62,10 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"sharpness": 0.1}, {"var_list": ["w", "v"]}], ids=str)
-@pytest.mark.parametrize("around", AROUND)
-def test_it_is_of_this_step_whatever_stands_around(around: str, kwargs: dict[str, Any]) -> None:
-    into: dict[str, Any] = {}
-    optimizer = AROUND[around](seeing(into))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_context_is_of_this_step_inside_wrappers(wrapper: str, kwargs: dict[str, Any]) -> None:
+    seen: dict[str, Any] = {}
+    optimizer = WRAPPERS[wrapper](recording(seen))
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     state, _ = step(jstep.TrainState.create(PARAMS, optimizer), X)
     state, metrics = step(state, X)
@@ -80,10 +80,10 @@ def test_it_is_of_this_step_whatever_stands_around(around: str, kwargs: dict[str
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_below_a_label_the_others_stay_as_they_are(masters: bool) -> None:
+def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters: bool) -> None:
     first: dict[str, Any] = {}
     second: dict[str, Any] = {}
-    optimizer = jstep.partition({"a": seeing(first), "a/b": jstep.scope("x", seeing(second))}, by_path)
+    optimizer = jstep.partition({"a": recording(first), "a/b": jstep.scope("x", recording(second))}, by_path)
     optimizer = jstep.master_weights(optimizer) if masters else optimizer
     state, metrics = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)
     assert first["params"]["v"] is first["params"]["n"] is second["params"]["w"] is None
@@ -95,8 +95,8 @@ def test_below_a_label_the_others_stay_as_they_are(masters: bool) -> None:
     np.testing.assert_allclose(state.slots["a/grad"]["w"], 5 * (w + 1), rtol=1e-6)
 
 
-def test_below_masters_it_is_at_their_rounding() -> None:
-    optimizer = jstep.master_weights(seeing({}))
+def test_value_and_grad_in_master_weights_rounds_params() -> None:
+    optimizer = jstep.master_weights(recording({}))
     params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16), "v": jnp.bfloat16(0.5), "n": jnp.int32(1)}
     state = jstep.TrainState.create(params, optimizer)
     state = state.replace(slots={**state.slots, "master": {**state.slots["master"], "w": jnp.array([1.001, 2.001])}})
@@ -104,13 +104,13 @@ def test_below_masters_it_is_at_their_rounding() -> None:
     assert float(state.slots["there"]) == float(loss_fn({"w": jnp.array([2.0, 3.0]), "v": jnp.float32(1.5)}, X))
 
 
-def test_evaluating_it_moves_nothing() -> None:
+def test_value_and_grad_has_no_side_effects() -> None:
     def counted(params: Any, model_state: Any, x: Any, rng: Any) -> Any:
         jstep.summary.scalar("seen", jnp.mean(x))
         noise = jax.random.normal(rng)
         return loss_fn(params, x) + noise, (model_state + 1, {"mine": noise})
 
-    optimizer = seeing({})
+    optimizer = recording({})
     step = jstep.minimize(counted, optimizer, has_model_state=True, has_aux=True, rng=KEY)
     state, metrics = step(jstep.TrainState.create(PARAMS, optimizer, model_state=jnp.int32(0)), X)
     assert int(state.slots["model_state"]) == 1
@@ -120,8 +120,8 @@ def test_evaluating_it_moves_nothing() -> None:
     assert jstep.summary.merge_all() is None or not jax.tree.leaves(jstep.summary.merge_all())
 
 
-def test_the_key_is_of_the_step_alone_and_not_that_of_the_loss() -> None:
-    def keeping() -> jstep.Optimizer:
+def test_key_depends_on_step_and_differs_from_the_loss_key() -> None:
+    def recording_key() -> jstep.Optimizer:
         def update(updates: Any, slots: Any, params: Any, step: Any, context: jstep.Context) -> Any:
             assert context.key is not None
             return jax.tree.map(lambda g: None, updates), {"key": jax.random.key_data(context.key)}
@@ -133,7 +133,7 @@ def test_the_key_is_of_the_step_alone_and_not_that_of_the_loss() -> None:
 
     keys = []
     for n in (1, 2):
-        optimizer = keeping()
+        optimizer = recording_key()
         step = jstep.minimize(loss, optimizer, has_aux=True, rng=KEY, num_microbatches=n)
         state = jstep.TrainState.create(PARAMS, optimizer)
         for _ in range(2):
@@ -142,26 +142,26 @@ def test_the_key_is_of_the_step_alone_and_not_that_of_the_loss() -> None:
             assert n > 1 or not np.array_equal(keys[-1].astype(np.float32), metrics["key"])
     np.testing.assert_array_equal(keys[:2], keys[2:])
     assert not np.array_equal(keys[0], keys[1])
-    into: dict[str, Any] = {}
-    jstep.minimize(loss_fn, seeing(into))(jstep.TrainState.create(PARAMS, seeing({})), X)
-    assert into["context"].key is None
+    seen: dict[str, Any] = {}
+    jstep.minimize(loss_fn, recording(seen))(jstep.TrainState.create(PARAMS, recording({})), X)
+    assert seen["context"].key is None
 
 
-def test_apply_gradients_hands_it_over() -> None:
-    into: dict[str, Any] = {}
-    optimizer = jstep.skip_nonfinite(jstep.scope("s", seeing(into)))
+def test_apply_gradients_passes_the_context() -> None:
+    seen: dict[str, Any] = {}
+    optimizer = jstep.skip_nonfinite(jstep.scope("s", recording(seen)))
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"w": jnp.ones(2), "v": jnp.float32(1.0), "n": None}
     jstep.apply_gradients(state, grads, optimizer)
-    assert into["context"] == jstep.Context() == jstep.Context(None, None, None)
+    assert seen["context"] == jstep.Context() == jstep.Context(None, None, None)
     optimizer.update(grads, state.slots, state.params, state.global_step)
-    assert into["context"] == jstep.Context()
+    assert seen["context"] == jstep.Context()
     jstep.apply_gradients(state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)))
-    assert float(into["context"].loss) == 3
+    assert float(seen["context"].loss) == 3
     with pytest.raises(TypeError, match=r"context: must be a jstep.Context or None, got a float"):
         jstep.apply_gradients(state, grads, optimizer, context=3.0)  # type: ignore[arg-type]
 
 
-def test_an_optimizer_that_takes_none_gets_none() -> None:
+def test_takes_context_of_combined_optimizers() -> None:
     assert jstep.adam().takes_context is jstep.partition({"a": jstep.adam()}, by_path).takes_context is False
-    assert jstep.partition({"a": jstep.adam(), "b": seeing({})}, by_path).takes_context
+    assert jstep.partition({"a": jstep.adam(), "b": recording({})}, by_path).takes_context

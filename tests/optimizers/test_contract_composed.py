@@ -1,4 +1,4 @@
-"""Every optimizer in company: skipped steps, fresh slots late, restarts, averages on top, halves, sparse rows."""
+"""Every optimizer in combination: skipped steps, late fresh slots, restarts, averages, partitions, sparse rows."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from contract import (
     PARAMS,
-    compiled,
-    each,
+    avals,
+    bitwise_equal,
+    compile_step,
+    compiled_step,
+    each_optimizer,
     gradients,
-    kinds,
+    make_optimizer,
     mixed_gradients,
     mixed_params,
-    of,
-    same,
-    step_of,
 )
 from optimizer_table import TABLE
 
@@ -27,25 +27,25 @@ import jstep
 def assert_same(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert same(one, other)
+        assert bitwise_equal(one, other)
 
 
-CLOCKLESS = [name for name, entry in TABLE.items() if not entry.by_step]
+STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 
 
-@pytest.mark.parametrize("name", CLOCKLESS)
-def test_fresh_slots_at_step_10000_are_fresh(name: str) -> None:
-    optimizer, step = of(name), step_of(name)
+@pytest.mark.parametrize("name", STEP_INDEPENDENT)
+def test_fresh_slots_do_not_depend_on_the_step(name: str) -> None:
+    optimizer, step = make_optimizer(name), compiled_step(name)
     early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
     for scale in (1.0, -0.5, 0.75):
         early, late = step(early, gradients(scale)), step(late, gradients(scale))
         assert_same(early.params, late.params)
 
 
-@pytest.mark.parametrize("name", [name for name in CLOCKLESS if "last_finite_step" not in TABLE[name].scalars])
-def test_a_skipped_step_leaves_no_trace_but_the_steps(name: str) -> None:
-    optimizer = jstep.skip_nonfinite(of(name))
-    step = compiled(optimizer)
+@pytest.mark.parametrize("name", [name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
+def test_a_skipped_step_changes_only_counters(name: str) -> None:
+    optimizer = jstep.skip_nonfinite(make_optimizer(name))
+    step = compile_step(optimizer)
     a = b = jstep.TrainState.create(PARAMS, optimizer)
     for scale in (1.0, np.nan, -0.5, 0.75):
         a = step(a, gradients(scale * a.slots.get("loss_scale", 1.0))) if np.isfinite(scale) else a
@@ -60,28 +60,28 @@ def test_a_skipped_step_leaves_no_trace_but_the_steps(name: str) -> None:
             assert_same(tree, b.slots[slot])
 
 
-@each
-def test_a_restart_changes_no_bit(name: str, tmp_path: Path) -> None:
-    optimizer, step = of(name), step_of(name)
+@each_optimizer
+def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
+    optimizer, step = make_optimizer(name), compiled_step(name)
     state = jstep.TrainState.create(PARAMS, optimizer)
-    through = state
+    uninterrupted = state
     for scale in (1.0, -0.5):
         state = step(state, gradients(scale))
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
-        again = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
+        resumed = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
     for scale in (1.0, -0.5, 0.75, 0.25):
-        through = step(through, gradients(scale))
+        uninterrupted = step(uninterrupted, gradients(scale))
     for scale in (0.75, 0.25):
-        again = step(again, gradients(scale))
-    assert_same(through, again)
+        resumed = step(resumed, gradients(scale))
+    assert_same(uninterrupted, resumed)
 
 
-@each
-def test_averages_on_top_follow_the_parameters(name: str) -> None:
+@each_optimizer
+def test_outer_averages_follow_the_parameters(name: str) -> None:
     ema = jstep.ExponentialMovingAverage(0.5, name="top")
-    optimizer = jstep.with_moving_average(of(name), ema)
-    step = compiled(optimizer)
+    optimizer = jstep.with_moving_average(make_optimizer(name), ema)
+    step = compile_step(optimizer)
     state = jstep.TrainState.create(PARAMS, optimizer)
     want = PARAMS
     for scale in (1.0, -0.5):
@@ -91,39 +91,39 @@ def test_averages_on_top_follow_the_parameters(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@each
-def test_two_halves_with_labels_that_begin_alike(name: str) -> None:
+@each_optimizer
+def test_partition_with_labels_that_share_a_prefix(name: str) -> None:
     def by_path(path: str, leaf: Any) -> str | None:
         return None if path == "b/scalar" else "net" if path == "a" else "net/deep"
 
-    optimizer = jstep.partition({"net": of(name), "net/deep": of(name)}, by_path)
+    optimizer = jstep.partition({"net": make_optimizer(name), "net/deep": make_optimizer(name)}, by_path)
     before = jstep.TrainState.create(mixed_params(), optimizer)
-    step, after = compiled(optimizer), before
-    refused = {  # of the whole loss: they stand around everything
+    step, after = compile_step(optimizer), before
+    rejected = {  # they concern the whole loss and must be outermost
         "dynamic_loss_scale": r"must be outermost, got .*'net/loss_scale', 'net/deep/loss_scale'",
         "with_noise_scale": r"must wrap the whole optimizer, got the slot 'net/noise/gradient_noise'",
     }
-    if name in refused:
-        with pytest.raises(ValueError, match=refused[name]):
+    if name in rejected:
+        with pytest.raises(ValueError, match=rejected[name]):
             step(after, mixed_gradients())
         return
     for _ in range(TABLE[name].idle + 1):
         after = step(after, mixed_gradients())
-    assert kinds(before) == kinds(after)
-    assert same(before.params["b"]["scalar"], after.params["b"]["scalar"])
-    assert not same(before.params["a"], after.params["a"]) or name == "frozen"
+    assert avals(before) == avals(after)
+    assert bitwise_equal(before.params["b"]["scalar"], after.params["b"]["scalar"])
+    assert not bitwise_equal(before.params["a"], after.params["a"]) or name == "frozen"
     assert sorted(jstep.get_slot_names(after)) == sorted(
         f"{label}/{slot}" for label in ("net", "net/deep") for slot in TABLE[name].slots
     )
 
 
-@each
-def test_rows_named_by_a_sparse_gradient_move_as_by_a_dense_one(name: str) -> None:
-    optimizer, step = of(name), step_of(name)
+@each_optimizer
+def test_sparse_rows_are_updated_like_dense_ones(name: str) -> None:
+    optimizer, step = make_optimizer(name), compiled_step(name)
     state = jstep.TrainState.create(PARAMS, optimizer)
     rows = jstep.IndexedSlices(jnp.array([[1.0, 2.0], [1.0, 1.0]]), jnp.array([1, 1]), (2, 2))
     grads = {"a": rows, "b": jnp.array([0.25, 1.0])}
     sparse, dense = step(state, grads), step(state, grads | {"a": rows.to_dense()})
-    assert kinds(sparse) == kinds(dense) == kinds(state)
+    assert avals(sparse) == avals(dense) == avals(state)
     np.testing.assert_allclose(sparse.params["a"][1], dense.params["a"][1], rtol=1e-5)
     np.testing.assert_allclose(sparse.params["b"], dense.params["b"], rtol=1e-5)

@@ -1,10 +1,10 @@
-"""Every donated update and step: no temporaries of the size of the parameters."""
+"""Donated updates and steps of every optimizer have no temporaries of the size of the parameters."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from contract import each, of
+from contract import each_optimizer, make_optimizer
 from optimizer_table import TABLE
 
 import jstep
@@ -18,11 +18,11 @@ def abstract(optimizer: jstep.Optimizer) -> tuple[Any, Any]:
     return jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params), params
 
 
-def planned(name: str) -> float:
-    """How many copies of the parameters an update may need, by what each XLA was measured to plan.
+def max_temporaries(name: str) -> float:
+    """Return how many copies of the parameters an update may need, as measured for each version of XLA.
 
-    That of jaxlib 0.10.0 and 0.10.1 writes out gradients that later ones fuse into what reads them, in 35 of the cases,
-    by 0.7 to 1.72 copies. That of 0.12.0 does so for one entry, by 0.7.
+    XLA of jaxlib 0.10.0 and 0.10.1 materializes gradients that later versions fuse into their consumers, in 35 of the
+    cases, by 0.7 to 1.72 copies. XLA of jaxlib 0.12.0 does so for one entry, by 0.7.
     """
     if jax.version.__version_info__ < (0, 10, 2):
         return TABLE[name].copies + 1.75
@@ -31,27 +31,27 @@ def planned(name: str) -> float:
 
 def check_memory(lowered: Any, state: Any, temporaries: float) -> None:
     memory = lowered.compile().memory_analysis()
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert memory.alias_size_in_bytes >= 0.999 * whole
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= 0.999 * state_bytes
     assert memory.temp_size_in_bytes <= temporaries * BYTES
 
 
 def check_update_memory(name: str) -> None:
-    optimizer = of(name)
+    optimizer = make_optimizer(name)
     state, params = abstract(optimizer)
     update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
-    check_memory(update.lower(state, params), state, planned(name))
+    check_memory(update.lower(state, params), state, max_temporaries(name))
 
 
-@each
+@each_optimizer
 def test_donated_update_has_no_temporary_of_the_size_of_params(name: str) -> None:
-    """Gradients are handed over, so that all that is left is what the update itself needs."""
+    """Gradients are passed in, so that only the temporaries of the update itself remain."""
     check_update_memory(name)
 
 
-@each
-def test_donated_step_holds_the_gradients_and_no_more(name: str) -> None:
-    optimizer = of(name)
+@each_optimizer
+def test_donated_step_allocates_only_the_gradients(name: str) -> None:
+    optimizer = make_optimizer(name)
     state, params = abstract(optimizer)
     step = jstep.minimize(lambda p, xs: sum(jnp.sum(p[k] * xs[k]) for k in p), optimizer)
-    check_memory(step.lower(state, params), state, planned(name) + 1)
+    check_memory(step.lower(state, params), state, max_temporaries(name) + 1)

@@ -5,22 +5,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, kinds, of, step_of
+from contract import avals, compiled_step, each_optimizer, make_optimizer
 from optimizer_table import TABLE
 
 import jstep
 
 
 @pytest.mark.usefixtures("x64")
-@each
+@each_optimizer
 def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
-    optimizer = of(name)
+    optimizer = make_optimizer(name)
     params = {"a": np.array([1.0, 2.0]), "b": np.array([3.0], np.float32)}
     before = jstep.TrainState.create(params, optimizer)
     grads = {"a": np.array([0.1, 0.2]), "b": np.array([0.3], np.float32)}
-    after = step_of(name)(before, grads)
+    after = compiled_step(name)(before, grads)
     assert after.global_step.dtype == jnp.int64
-    assert kinds(before) == kinds(after)
+    assert avals(before) == avals(after)
     assert after.params["a"].dtype == jnp.float64
     assert after.params["b"].dtype == jnp.float32
     for slot in jstep.get_slot_names(after):
@@ -30,12 +30,12 @@ def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@each
+@each_optimizer
 def test_low_precision_params_are_updated_in_float32(name: str, dtype: Any) -> None:
     """One update of a low-precision leaf is the float32 update, rounded once."""
-    optimizer = of(name)
+    optimizer = make_optimizer(name)
     low, grad = jnp.array([1.0, -2.0, 0.375], dtype), jnp.array([0.5, 0.03125, -4.0], dtype)
-    step = step_of(name)
+    step = compiled_step(name)
     state = step(jstep.TrainState.create({"a": low}, optimizer), {"a": grad})
     wide = step(jstep.TrainState.create({"a": low.astype(jnp.float32)}, optimizer), {"a": grad.astype(jnp.float32)})
     assert state.params["a"].dtype == dtype
@@ -46,7 +46,7 @@ def test_low_precision_params_are_updated_in_float32(name: str, dtype: Any) -> N
         leaf = jstep.get_slot(state, slot, "a")
         if leaf is not None:
             assert leaf.dtype == jnp.float32
-            # Averages follow the rounded parameter, all others the gradient alone.
+            # Averages follow the rounded parameter; all other slots depend only on the gradient.
             follows = slot in TABLE[name].averages
             tolerance = float(jnp.finfo(dtype).eps) if follows else 1e-5
             np.testing.assert_allclose(leaf, wide.slots[slot]["a"], rtol=tolerance)

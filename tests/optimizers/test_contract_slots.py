@@ -1,4 +1,4 @@
-"""What every optimizer keeps to, alone and put together: slots, structure, dtypes, leaves without gradient."""
+"""The contract of every optimizer: slots, structure, dtypes, leaves without a gradient."""
 
 import functools
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, kinds, mixed_gradients, mixed_params, of, same, step_of
+from contract import avals, bitwise_equal, compiled_step, each_optimizer, make_optimizer, mixed_gradients, mixed_params
 from optimizer_entries.entry import MADE_AT
 from optimizer_table import TABLE
 
 import jstep
 
 
-@each
-def test_slots_have_the_contracts_names_and_initial_values(name: str) -> None:
+@each_optimizer
+def test_slot_names_and_initial_values(name: str) -> None:
     entry, params = TABLE[name], mixed_params()
-    state = jstep.TrainState.create(params, of(name), 7)
+    state = jstep.TrainState.create(params, make_optimizer(name), 7)
     assert tuple(jstep.get_slot_names(state)) == entry.slots
     assert sorted(set(state.slots) - set(entry.slots)) == sorted(entry.scalars)
     for scalar, first in entry.scalars.items():
@@ -36,7 +36,7 @@ def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None
         if path not in floats:
             assert leaf is None
             continue
-        if leaf is None:  # another label's, or a leaf that has none
+        if leaf is None:  # a slot of another label, or a leaf without a slot
             assert "/" in slot or initial == "other"
             continue
         seen.add(path)
@@ -53,64 +53,64 @@ def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None
     assert jax.tree.structure(state.slots[slot], is_leaf=is_leaf) == want
 
 
-@each
-def test_structure_dtype_and_untrained_leaves_are_kept(name: str) -> None:
-    optimizer = of(name)
+@each_optimizer
+def test_structure_dtype_and_untrained_leaves_are_unchanged(name: str) -> None:
+    optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
-    step, after = step_of(name), before
+    step, after = compiled_step(name), before
     for _ in range(TABLE[name].idle + 1):
         after = step(after, mixed_gradients())
     assert jax.tree.structure(before) == jax.tree.structure(after)
-    assert kinds(before) == kinds(after)
+    assert avals(before) == avals(after)
     for path in ("count", "flags", "key"):
-        assert same(before.params[path], after.params[path])
+        assert bitwise_equal(before.params[path], after.params[path])
     for old, new in ((before.params["a"], after.params["a"]), (before.params["half"], after.params["half"])):
         assert not np.array_equal(old, new)
     assert int(after.global_step) == TABLE[name].idle + 1
 
 
-@each
-def test_update_is_pure_and_the_same_compiled_or_not(name: str) -> None:
-    optimizer = of(name)
+@each_optimizer
+def test_update_is_pure_and_the_same_under_jit(name: str) -> None:
+    optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
     copy = jax.tree.map(lambda x: x.copy(), before)
     eager = jstep.apply_gradients(before, mixed_gradients(), optimizer)
-    compiled = step_of(name)(before, mixed_gradients())
-    assert jax.tree.all(jax.tree.map(same, before, copy))
+    compiled = compiled_step(name)(before, mixed_gradients())
+    assert jax.tree.all(jax.tree.map(bitwise_equal, before, copy))
     eager, compiled = (s.replace(params=s.params | {"key": None}) for s in (eager, compiled))
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-5)
 
 
-@each
+@each_optimizer
 def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
-    step = step_of(name)
-    before = step(jstep.TrainState.create(mixed_params(), of(name)), mixed_gradients())
+    step = compiled_step(name)
+    before = step(jstep.TrainState.create(mixed_params(), make_optimizer(name)), mixed_gradients())
     grads = mixed_gradients(2.0)
     grads["a"] = grads["b"]["scalar"] = None
     after = step(before, grads)
     for path in ("a", "b/scalar"):
         pick = functools.partial(functools.reduce, lambda t, k: t[k], path.split("/"))
-        assert same(pick(before.params), pick(after.params))
+        assert bitwise_equal(pick(before.params), pick(after.params))
         for slot in jstep.get_slot_names(before):
-            if slot in TABLE[name].averages:  # averages go on averaging the value that stays
+            if slot in TABLE[name].averages:  # averages still move towards the unchanged value
                 continue
             old, new = jstep.get_slot(before, slot, path), jstep.get_slot(after, slot, path)
-            assert (old is None and new is None) or same(old, new)
-    assert not same(before.params["half"], after.params["half"])
+            assert (old is None and new is None) or bitwise_equal(old, new)
+    assert not bitwise_equal(before.params["half"], after.params["half"])
 
 
-@each
+@each_optimizer
 def test_no_gradient_at_all_is_an_error(name: str) -> None:
-    optimizer = of(name)
+    optimizer = make_optimizer(name)
     state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
     with pytest.raises(ValueError, match="No gradients provided for any variable"):
         jstep.apply_gradients(state, {"a": None, "b": None}, optimizer)
 
 
-@each
-def test_gradients_of_another_precision_are_taken(name: str) -> None:
-    optimizer = of(name)
+@each_optimizer
+def test_gradients_of_another_precision_are_accepted(name: str) -> None:
+    optimizer = make_optimizer(name)
     state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
     new = jstep.apply_gradients(state, {"a": jnp.ones(2, jnp.bfloat16)}, optimizer)
-    assert kinds(new) == kinds(state)
+    assert avals(new) == avals(state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import each, of
+from contract import each_optimizer, make_optimizer
 from optimizer_table import TABLE, Entry
 
 import jstep
@@ -15,10 +15,10 @@ import jstep
 converging = pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.steps])
 
 
-@each
+@each_optimizer
 def test_hyperparameters_are_named_and_scheduled(name: str) -> None:
     entry = TABLE[name]
-    optimizer = of(name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32)))
+    optimizer = make_optimizer(name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32)))
     values = optimizer.hyperparameters(3)
     assert sorted(values) == sorted(entry.hyper)
     for key, value in values.items():
@@ -32,25 +32,25 @@ def test_hyperparameters_are_named_and_scheduled(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def training_of(name: str) -> tuple[jstep.Optimizer, Any, list[int]]:
-    """A compiled step, and a list that grows with each trace of its loss."""
+def compiled_training(name: str) -> tuple[jstep.Optimizer, Any, list[int]]:
+    """Return an optimizer, its compiled step, and a list that grows with each trace of the loss."""
     traces = []
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         traces.append(1)
         return jnp.mean((params["a"] @ x - params["b"]) ** 2)
 
-    optimizer = of(name, jstep.inverse_time_decay(0.05, 2, 0.5))
+    optimizer = make_optimizer(name, jstep.inverse_time_decay(0.05, 2, 0.5))
     return optimizer, jstep.minimize(loss, optimizer, metrics=("grad_norm", "update_norm", "param_norm")), traces
 
 
 XS = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
 
 
-@each
-def test_one_compile(name: str, compilations: Any) -> None:
-    optimizer, step, traces = training_of(name)
-    # Python numbers and NumPy arrays: their weak types must not cost a second compilation.
+@each_optimizer
+def test_steps_compile_once(name: str, compilations: Any) -> None:
+    optimizer, step, traces = compiled_training(name)
+    # The weak types of Python numbers and NumPy arrays must not cause a second compilation.
     state = jstep.TrainState.create({"a": np.ones(3, np.float32), "b": 2.0}, optimizer)
     state, _ = step(state, XS[0])
     traced = len(traces)
@@ -98,7 +98,7 @@ def test_converges_in_a_curved_valley(name: str) -> None:
     assert float(rosenbrock(state.params)) < 1e-2
 
 
-@each
+@each_optimizer
 def test_vmap_over_learning_rates(name: str) -> None:
     params, grads = (
         {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(3)},
@@ -106,7 +106,7 @@ def test_vmap_over_learning_rates(name: str) -> None:
     )
 
     def two_updates(rate: Any) -> Any:
-        optimizer = of(name, rate)
+        optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create(params, optimizer)
         for _ in range(2):
             state = jstep.apply_gradients(state, grads, optimizer)
@@ -121,9 +121,9 @@ def test_vmap_over_learning_rates(name: str) -> None:
             np.testing.assert_allclose(a[i], b, rtol=TABLE[name].rtol, atol=1e-6)
 
 
-@each
-def test_scanned_steps_equal_single_ones(name: str) -> None:
-    optimizer, step, _ = training_of(name)
+@each_optimizer
+def test_scan_steps_equals_single_steps(name: str) -> None:
+    optimizer, step, _ = compiled_training(name)
     params = {"a": jnp.arange(3.0), "b": 1.0}
     state = jstep.TrainState.create(params, optimizer)
     losses = []
@@ -143,7 +143,7 @@ def test_scanned_steps_equal_single_ones(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.slope])
 def test_learning_rate_can_be_differentiated(name: str) -> None:
     def after(rate: jax.Array) -> jax.Array:
-        optimizer = of(name, rate)
+        optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create({"a": jnp.array([1.0, 2.0])}, optimizer)
         for g in (0.5, 0.25):
             state = jstep.apply_gradients(state, {"a": jnp.array([g, -g])}, optimizer)

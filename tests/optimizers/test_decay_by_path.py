@@ -18,7 +18,7 @@ BLOCKS = {
 
 
 def decayed(optimizer: jstep.Optimizer, step: int = 0) -> list[float]:
-    """The share of each weight that an update took."""
+    """Return the fraction by which an update reduced each weight."""
     state = jstep.TrainState.create(PARAMS, optimizer, global_step=step)
     train_step = jstep.minimize(lambda params: 1e-9 * sum(jax.tree.leaves(params)), optimizer)
     state, _ = train_step(state)
@@ -26,7 +26,7 @@ def decayed(optimizer: jstep.Optimizer, step: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_forms(block: str) -> None:
+def test_forms_of_decay_and_mask(block: str) -> None:
     make = BLOCKS[block]
     cases: list[tuple[Any, list[float]]] = [
         ((0.1,), [0.1, 0.1, 0.1]),
@@ -48,7 +48,7 @@ def test_forms(block: str) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_held_and_partitioned(block: str) -> None:
+def test_held_decay_and_partition(block: str) -> None:
     make = BLOCKS[block]
     assert decayed(make({"a": jstep.held("wd", 0.1)}, {"a": 2.0})) == [0.2, 0.0, 0.0]
     half = make(0.1, {"a": 2.0, "ab": 3.0})

@@ -1,4 +1,4 @@
-"""The bases of SOAP: the loops that TPUs go through against the routines that CPUs and GPUs have."""
+"""Eigenbases of SOAP: the loops that TPUs run, compared with the library routines of CPUs and GPUs."""
 
 import re
 
@@ -21,17 +21,17 @@ def matrix(n, rank, size=1.0):
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
-def test_the_loop_is_a_qr_decomposition(n, rank, width, size):
+def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
     a = matrix(n, rank, size).astype(np.float64)
     q = np.asarray(householder.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
     np.testing.assert_allclose(q.T @ q, np.eye(n), atol=2e-6)
     r = q.T @ a
     assert np.abs(np.tril(r, -1)).max(initial=0) <= 1e-6 * np.linalg.norm(a)
-    if rank == n <= 3:  # of a matrix of full rank it is the one and only, but for signs
+    if rank == n <= 3:  # for a matrix of full rank it is unique up to signs
         np.testing.assert_allclose(np.abs(q), np.abs(np.linalg.qr(a)[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_of_zeros_has_the_identity_for_a_basis():
+def test_the_basis_of_a_zero_matrix_is_the_identity():
     np.testing.assert_array_equal(np.abs(householder.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
 
@@ -42,19 +42,19 @@ def test_double_precision(x64):
     np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
 
 
-def by_library(gram, basis):
-    """What Jacobi's method gives, from a routine that a CPU has."""
+def library_eigh(gram, basis):
+    """Return the result of Jacobi's method, computed by a CPU routine."""
     return jnp.flip(jnp.linalg.eigh(gram)[1], 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
 
 
 def leaves_of(shapes):
-    """Well-conditioned matrices, bases near their eigenvectors, and a moment."""
+    """Return well-conditioned matrices, bases near their eigenvectors, and a moment."""
     random, leaves = np.random.default_rng(0), []
     for shape in shapes:
         grams, bases = {}, {}
         for axis, n in enumerate(shape):
             if (shape, axis) == ((5, 2, 4), 1):
-                continue  # an axis that is too long has no matrix
+                continue  # axes that are too long have no matrix
             q = np.linalg.qr(random.normal(size=(n, n)))[0]
             grams[axis] = jnp.asarray(q * 2.0 ** random.permutation(n) @ q.T, jnp.float32)
             bases[axis] = jnp.asarray(np.linalg.qr(q + 0.05 * random.normal(size=(n, n)))[0], jnp.float32)
@@ -63,38 +63,40 @@ def leaves_of(shapes):
 
 
 @pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT, eigenbases.SAME])
-def test_loops_over_all_matrices_of_a_size_do_what_calls_for_each_do(turn):
+def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
     leaves = leaves_of(SHAPES)
     one_by_one = eigenbases.one_by_one(jnp.int32(turn), leaves)
-    in_loops = jax.jit(lambda turn: eigenbases.in_loops(turn, leaves, by_library))(jnp.int32(turn))
-    for before, mine, theirs in zip(leaves, in_loops, one_by_one, strict=True):
-        assert mine.bases.keys() == theirs.bases.keys() == before.bases.keys()
-        np.testing.assert_allclose(mine.v, theirs.v)
-        for axis, basis in mine.bases.items():
-            np.testing.assert_allclose(np.abs(basis), np.abs(theirs.bases[axis]), atol=2e-5)
+    in_loops = jax.jit(lambda turn: eigenbases.in_loops(turn, leaves, library_eigh))(jnp.int32(turn))
+    for before, from_loops, from_calls in zip(leaves, in_loops, one_by_one, strict=True):
+        assert from_loops.bases.keys() == from_calls.bases.keys() == before.bases.keys()
+        np.testing.assert_allclose(from_loops.v, from_calls.v)
+        for axis, basis in from_loops.bases.items():
+            np.testing.assert_allclose(np.abs(basis), np.abs(from_calls.bases[axis]), atol=2e-5)
             assert np.array_equal(basis, before.bases[axis]) == (turn == eigenbases.SAME)
     assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
 
 
 @pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT])
-def test_matrices_that_are_split_over_a_mesh(turn):
-    """Gathered for their decompositions, whose loops exchange nothing."""
+def test_matrices_sharded_over_a_mesh(turn):
+    """They are gathered for the decompositions, whose loops communicate nothing."""
     leaves = leaves_of([(8, 16), (16, 8)])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.NamedSharding(mesh, jax.P("data"))
-    split = jax.device_put(leaves, rows)
-    program = jax.jit(lambda leaves: eigenbases.in_loops(jnp.int32(turn), leaves, by_library), out_shardings=rows)
+    row_sharding = jax.NamedSharding(mesh, jax.P("data"))
+    sharded = jax.device_put(leaves, row_sharding)
+    program = jax.jit(
+        lambda leaves: eigenbases.in_loops(jnp.int32(turn), leaves, library_eigh), out_shardings=row_sharding
+    )
     with jax.set_mesh(mesh):
-        found = program(split)
-        text = program.lower(split).compile().as_text()
-    want = eigenbases.in_loops(jnp.int32(turn), leaves, by_library)
+        found = program(sharded)
+        text = program.lower(sharded).compile().as_text()
+    want = eigenbases.in_loops(jnp.int32(turn), leaves, library_eigh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
     assert "all-to-all" not in text
     assert "all-reduce" not in text
 
 
-def test_training_by_loops_is_training_by_calls(monkeypatch):
-    """Signs of eigenvectors differ, updates do not."""
+def test_training_with_loops_equals_training_with_calls(monkeypatch):
+    """Signs of eigenvectors differ; updates do not."""
 
     def run():
         optimizer = jstep.soap(0.01, precondition_frequency=2, weight_decay=0.0)
@@ -112,7 +114,7 @@ def test_training_by_loops_is_training_by_calls(monkeypatch):
 
     def in_loops(turn, leaves):
         used.append(len(leaves))
-        return loops_of(turn, leaves, by_library)
+        return loops_of(turn, leaves, library_eigh)
 
     monkeypatch.setattr(eigenbases, "one_by_one", in_loops)
     loops = run()
@@ -132,8 +134,8 @@ def test_a_leaf_without_a_gradient_keeps_its_basis():
     assert not np.array_equal(state.slots["gg_0"]["a"], before.slots["gg_0"]["a"])
 
 
-def test_a_tpu_compiles_one_program_for_each_size_of_matrices():
-    """As it is lowered: neither the number of leaves nor that of rows adds a decomposition."""
+def test_tpus_compile_one_program_per_matrix_size():
+    """In the lowered program, neither more leaves nor more rows add a decomposition."""
 
     def decompositions(shapes):
         optimizer = jstep.soap(0.01)

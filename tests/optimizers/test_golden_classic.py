@@ -1,4 +1,4 @@
-"""Trajectories of the classic optimizers against the equations, written out in NumPy float64 (tests/reference.py)."""
+"""Trajectories of the classic optimizers, compared with their equations in NumPy float64 (tests/reference.py)."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_age_counts_from_start_step(name: str, first_step: int, start_step: int)
     check(CASES[name], np.float64, EXACT, first_step, start_step)
 
 
-def test_fresh_adam_slots_at_a_late_step_are_corrected_as_fresh() -> None:
+def test_bias_correction_of_fresh_adam_slots_at_a_late_step() -> None:
     rng = np.random.default_rng(0)
     params, gradients = random_tree(rng, np.float32), [random_tree(rng, np.float32) for _ in range(3)]
     _, early = run(jstep.adam(0.1), params, gradients, 0, 0)
@@ -89,8 +89,8 @@ def test_fresh_adam_slots_at_a_late_step_are_corrected_as_fresh() -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_adam_correction_at_a_great_age() -> None:
-    """β2^t computed as a power of the step: an age of ten million is no harder than an age of ten."""
+def test_adam_bias_correction_at_a_large_age() -> None:
+    """β2^t is computed as a power of the step, so that it is as precise at age ten million as at age ten."""
     p, g = np.array([1.0]), np.array([0.5])
     optimizer = jstep.adam(0.1, 0.9, 1 - 1e-7)
     state = jstep.TrainState.create({"w": p}, optimizer).replace(global_step=jstep.create_global_step(10**7))
@@ -101,7 +101,7 @@ def test_adam_correction_at_a_great_age() -> None:
 
 
 def test_float32_adam_keeps_one_minus_beta2_exact() -> None:
-    """1 − 0.999 in float32 is wrong by 5e-5; the slots must not be."""
+    """In float32, 1 − 0.999 is wrong by 5e-5; the slots must not be."""
     optimizer = jstep.adam(0.1)
     state = jstep.apply_gradients(
         jstep.TrainState.create({"w": np.float32(1)}, optimizer), {"w": np.float32(1)}, optimizer
@@ -111,8 +111,8 @@ def test_float32_adam_keeps_one_minus_beta2_exact() -> None:
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
 
 
-# By hand, from the equations alone: the reference is checked too.
-def test_first_updates_worked_by_hand() -> None:
+# Computed by hand from the equations, which checks the reference too.
+def test_first_updates_computed_by_hand() -> None:
     one = {"w": np.float32(1)}
 
     def first(optimizer: jstep.Optimizer) -> float:

@@ -1,4 +1,4 @@
-"""Trajectories of the optimizers of today against their equations in float64 (equations.py)."""
+"""Trajectories of the modern optimizers, compared with their equations in float64 (equations.py)."""
 
 import functools
 import types
@@ -7,7 +7,7 @@ from typing import Any
 import equations
 import numpy as np
 import pytest
-from golden import DECAY, DECAYED, RATE, RISING, by_equation, ours, same, written
+from golden import DECAY, DECAYED, RATE, RISING, assert_close, run_equation, run_jstep, table_schedule
 
 import jstep
 
@@ -17,7 +17,7 @@ MOVING = {"beta1": RISING, "beta2": RISING, "epsilon": 1e-3}
 FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    # name: jstep's, the equation, hyperparameters of both (arrays are schedules), jstep's own arguments
+    # name: constructor of jstep, equation, hyperparameters of both (arrays are schedules), arguments of jstep only
     "sgd": (jstep.sgd, equations.sgd, {"momentum": 0.0, "dampening": 0.0}, {}),
     "sgd-momentum": (jstep.sgd, equations.sgd, {"momentum": 0.9, "dampening": 0.0}, {}),
     "sgd-dampening": (jstep.sgd, equations.sgd, {"momentum": RISING, "dampening": 0.3}, {}),
@@ -74,9 +74,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def adafactor_like(static: dict[str, Any]) -> Any:
-    """The equation, told what jstep is told by keywords."""
-    told = {"factor": 3, "relative": "relative_step" in static, "scales": "scale_parameter" not in static}
-    return lambda g, p, s, h: equations.adafactor(g, p, s, types.SimpleNamespace(**vars(h), **told))
+    """Return the equation with the settings that jstep gets by keywords."""
+    settings = {"factor": 3, "relative": "relative_step" in static, "scales": "scale_parameter" not in static}
+    return lambda g, p, s, h: equations.adafactor(g, p, s, types.SimpleNamespace(**vars(h), **settings))
 
 
 FACTORS = {"decay_rate": 0.8, "epsilon": 1e-30, "epsilon_scale": 1e-3, "clip_threshold": 1.0, "momentum": None}
@@ -93,23 +93,25 @@ for _name, _hyper, _static in (
 def test_with_decay_and_mask(name: str) -> None:
     """Rate and weight decay are schedules; `c` does not decay."""
     make, rule, hyper, static = CASES[name]
-    given = {key: written(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
-    optimizer = make(written(RATE), weight_decay=written(DECAY), weight_decay_mask=MASK, **given, **static)
-    same(ours(optimizer)[0], by_equation(rule, {"lr": RATE, "wd": DECAY, **hyper}))
+    given = {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
+    optimizer = make(
+        table_schedule(RATE), weight_decay=table_schedule(DECAY), weight_decay_mask=MASK, **given, **static
+    )
+    assert_close(run_jstep(optimizer)[0], run_equation(rule, {"lr": RATE, "wd": DECAY, **hyper}))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_defaults_without_decay(name: str) -> None:
-    """Plain numbers all along, slots created at step 10 000 000: their age counts, not the step."""
+    """With constant hyperparameters and slots created at step 10 000 000: their age counts, not the step."""
     make, rule, hyper, static = CASES[name]
     if any(isinstance(value, np.ndarray) for value in hyper.values()):
-        pytest.skip("the case above says it")
+        pytest.skip("schedules are covered by test_with_decay_and_mask")
     optimizer = make(0.05, weight_decay=0.0, **hyper, **static)
-    found, _ = ours(optimizer, first=10_000_000)
-    same(found, by_equation(rule, {"lr": 0.05, **hyper}))
+    found, _ = run_jstep(optimizer, first=10_000_000)
+    assert_close(found, run_equation(rule, {"lr": 0.05, **hyper}))
 
 
-SHELF: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "adadelta": (jstep.adadelta, equations.adadelta, {"rho": 0.9, "epsilon": 1e-6}, "lr"),
     "adadelta-scheduled": (jstep.adadelta, equations.adadelta, {"rho": RISING, "epsilon": 1e-3}, "lr"),
     "adamax": (jstep.adamax, equations.adamax, ADAM, "lr"),
@@ -132,17 +134,17 @@ SHELF: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHELF)
-def test_second_shelf(name: str) -> None:
-    make, rule, hyper, changing = SHELF[name]
-    given = {key: written(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_more_optimizers(name: str) -> None:
+    make, rule, hyper, changing = MORE_CASES[name]
+    given = {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
     rate = RATE if "lr" in changing else 0.05
-    known = hyper | {"lr": rate}
+    values = hyper | {"lr": rate}
     if "wd" in changing:
-        given |= {"weight_decay": written(DECAY), "weight_decay_mask": MASK}
-        known |= {"wd": DECAY}
-    optimizer = make(written(RATE) if "lr" in changing else rate, **given)
-    same(ours(optimizer)[0], by_equation(rule, known))
+        given |= {"weight_decay": table_schedule(DECAY), "weight_decay_mask": MASK}
+        values |= {"wd": DECAY}
+    optimizer = make(table_schedule(RATE) if "lr" in changing else rate, **given)
+    assert_close(run_jstep(optimizer)[0], run_equation(rule, values))
 
 
 MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}
@@ -158,8 +160,15 @@ def test_muon(nesterov: bool, scale: Any) -> None:
     }
     shared = {"nesterov": nesterov, "coefficients": (3.4445, -4.775, 2.0315), "steps": 5, "epsilon": 1e-7}
     optimizer = jstep.muon(
-        written(RATE), written(RISING), nesterov, scale=scale, weight_decay=written(DECAY), weight_decay_mask=MASK
+        table_schedule(RATE),
+        table_schedule(RISING),
+        nesterov,
+        scale=scale,
+        weight_decay=table_schedule(DECAY),
+        weight_decay_mask=MASK,
     )
-    known = shared | {"lr": RATE, "wd": DECAY, "momentum": RISING, "scale": factors[scale]}
-    # The iteration is not a contraction: it carries roundings on.
-    same(ours(optimizer, MATRICES)[0], by_equation(equations.muon, known, MATRICES), rtol=1e-3, atol=1e-4)
+    values = shared | {"lr": RATE, "wd": DECAY, "momentum": RISING, "scale": factors[scale]}
+    # The iteration is not a contraction and amplifies rounding errors.
+    assert_close(
+        run_jstep(optimizer, MATRICES)[0], run_equation(equations.muon, values, MATRICES), rtol=1e-3, atol=1e-4
+    )

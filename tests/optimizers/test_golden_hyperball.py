@@ -1,4 +1,4 @@
-"""Recipes of late 2026 as chains, against their authors' equations in float64 (equations.py): 30 steps."""
+"""Hyperball and NorMuon recipes as chains, compared over 30 steps with their float64 equations (equations.py)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import by_equation, gradients, ours, same, start
+from golden import assert_close, gradients, initial_params, run_equation, run_jstep
 
 import jstep
 
@@ -69,29 +69,31 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_chain_is_its_authors_recipe(name: str) -> None:
-    """In float64, in which the iteration's growing roundings do not matter."""
+def test_chains_match_their_equations(name: str) -> None:
+    """In float64, where the rounding errors that the iteration amplifies do not matter."""
     make, rule, more = CASES[name]
-    expected = by_equation(rule, SHARED | more, MATRICES, STEPS)
+    expected = run_equation(rule, SHARED | more, MATRICES, STEPS)
     with jax.enable_x64(True):
         optimizer = make()
-        state = jstep.TrainState.create(jax.tree.map(jnp.float64, start(MATRICES)), optimizer)
+        state = jstep.TrainState.create(jax.tree.map(jnp.float64, initial_params(MATRICES)), optimizer)
         step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
         found = []
         for n in range(STEPS):
             state = step(state, jax.tree.map(jnp.float64, gradients(n, MATRICES)))
             found.append(jax.tree.map(np.asarray, state.params))
-    same(found, expected, rtol=1e-6, atol=1e-9)
+    assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["AdamH", "AdamH-radius"])
 def test_adamh_in_float32(name: str) -> None:
     make, rule, more = CASES[name]
-    same(ours(make(), MATRICES, STEPS)[0], by_equation(rule, SHARED | more, MATRICES, STEPS), rtol=1e-5, atol=1e-6)
+    assert_close(
+        run_jstep(make(), MATRICES, STEPS)[0], run_equation(rule, SHARED | more, MATRICES, STEPS), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["MuonH", "NorMuon", "NorMuonH-short"])
 def test_muons_in_float32(name: str) -> None:
     make, rule, more = CASES[name]
-    found, expected = ours(make(), MATRICES, STEPS)[0], by_equation(rule, SHARED | more, MATRICES, STEPS)
-    same(found, expected, rtol=1e-3, atol=1e-4)
+    found, expected = run_jstep(make(), MATRICES, STEPS)[0], run_equation(rule, SHARED | more, MATRICES, STEPS)
+    assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Trajectories of the classic optimizers where gradients are rows of a table."""
+"""Trajectories of the classic optimizers with sparse gradients: rows of a table."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ import jstep
 
 TABLE = (6, 2)
 ROWS_ONLY = [name for name in CASES if not name.startswith("adam")]
-# Of three lengths, as each is compiled for itself.
+# Three lengths, because each one is compiled separately.
 INDICES = [[4, 1], [1, 1, 4], [5, 5, 5], [0, 5, 0], [2, 3], [], [4, 4]]
 
 
@@ -36,7 +36,7 @@ def sparse_run(optimizer: jstep.Optimizer, params: Any, gradients: Any, *, trace
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ROWS_ONLY)
-def test_sparse_gradients_touch_their_rows_alone(name: str) -> None:
+def test_sparse_gradients_update_only_their_rows(name: str) -> None:
     case, rng = CASES[name], np.random.default_rng(3)
     p = rng.normal(size=TABLE)
     gradients = sparse_gradients(rng, np.float64)
@@ -55,7 +55,7 @@ def test_sparse_gradients_touch_their_rows_alone(name: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("adam")])
-def test_sparse_adam_is_dense_adam(name: str) -> None:
+def test_sparse_adam_equals_dense_adam(name: str) -> None:
     case, rng = CASES[name], np.random.default_rng(3)
     p = rng.normal(size=TABLE)
     gradients = sparse_gradients(rng, np.float64)
@@ -77,7 +77,7 @@ def test_sparse_gradients_with_concrete_indices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradient_descent", "momentum", "adagrad", "rmsprop", "ftrl-l1"])
-def test_rows_that_are_not_named_keep_their_bits(name: str) -> None:
+def test_other_rows_are_bitwise_unchanged(name: str) -> None:
     p = np.random.default_rng(6).normal(size=TABLE).astype(np.float32)
     optimizer = build(CASES[name])
     before = jstep.TrainState.create({"table": p}, optimizer)

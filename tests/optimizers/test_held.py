@@ -1,4 +1,4 @@
-"""Hyperparameters that the state holds."""
+"""Hyperparameters held in the state."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def loss_fn(params: Any) -> Any:
     return jnp.sum(params["w"])
 
 
-def test_it_is_read_set_and_costs_no_second_compilation(compilations: Any) -> None:
+def test_get_and_set_without_recompilation(compilations: Any) -> None:
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.5))
     state = state_of(optimizer)
     assert state.slots["held/learning_rate"].dtype == jnp.float32
@@ -37,7 +37,7 @@ def test_it_is_read_set_and_costs_no_second_compilation(compilations: Any) -> No
     assert isinstance(jstep.get_hyperparameter(state, "learning_rate"), float)
 
 
-def test_it_stands_wherever_a_schedule_may() -> None:
+def test_held_values_are_accepted_wherever_schedules_are() -> None:
     optimizer = jstep.chain(
         jstep.clip_gradients(by_global_norm=jstep.held("clip", 10.0)),
         jstep.scope("deep", jstep.adam(jstep.held("rate", 0.1), beta2=jstep.held("b2", 0.99))),
@@ -58,7 +58,7 @@ def test_it_stands_wherever_a_schedule_may() -> None:
     assert jstep.get_hyperparameter(again, "deep/rate") == pytest.approx(0.1)
 
 
-def test_under_a_label_and_a_guard() -> None:
+def test_held_inside_partition_and_skip_nonfinite() -> None:
     optimizer = jstep.skip_nonfinite(
         jstep.partition({"net/a": jstep.gradient_descent(jstep.held("rate", 0.5))}, lambda path, leaf: "net/a")
     )
@@ -67,7 +67,7 @@ def test_under_a_label_and_a_guard() -> None:
     assert jstep.get_hyperparameter(jstep.set_hyperparameter(state, "net/a/rate", 0.25), "net/a/rate") == 0.25
 
 
-def test_names_that_are_not_there() -> None:
+def test_unknown_names() -> None:
     state = state_of(jstep.scope("embed", jstep.gradient_descent(jstep.held("rate", 0.5))))
     for act in (
         lambda: jstep.get_hyperparameter(state, "rate"),
@@ -82,7 +82,7 @@ def test_names_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39, jnp.float32(jnp.inf)])
-def test_what_is_not_finite_is_refused(value: Any) -> None:
+def test_nonfinite_values_are_rejected(value: Any) -> None:
     state = state_of(jstep.gradient_descent(jstep.held("rate", 0.5)))
     with pytest.raises(ValueError, match=r"finite|float32"):
         jstep.set_hyperparameter(state, "rate", value)
@@ -92,7 +92,7 @@ def test_what_is_not_finite_is_refused(value: Any) -> None:
         jstep.set_hyperparameter(state, "rate", [0.1] and np.ones(2))
 
 
-def test_its_first_value_is_checked_as_a_number() -> None:
+def test_name_and_initial_value_are_validated() -> None:
     with pytest.raises(ValueError, match=r"learning_rate=-1\.0"):
         jstep.adam(jstep.held("rate", -1.0))
     with pytest.raises(ValueError, match="beta1"):
@@ -107,7 +107,7 @@ def test_its_first_value_is_checked_as_a_number() -> None:
         jstep.held(3, 1.0)  # type: ignore[arg-type]
 
 
-def test_two_of_one_name_collide_and_say_where() -> None:
+def test_duplicate_names_raise() -> None:
     with pytest.raises(ValueError, match="learning_rate and epsilon both hold a hyperparameter named 'x'"):
         jstep.adam(jstep.held("x", 0.1), epsilon=jstep.held("x", 0.1))
     with pytest.raises(ValueError, match=r"optimizers\[0\] and optimizers\[1\] both have a slot named 'held/x'.*scope"):
@@ -116,18 +116,20 @@ def test_two_of_one_name_collide_and_say_where() -> None:
         jstep.lookahead(jstep.adam(jstep.held("x", 0.1)), slow_step_size=jstep.held("x", 0.5))
 
 
-def test_a_name_that_another_argument_has_collides_too() -> None:
+def test_names_of_other_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
         jstep.adamw(jstep.held("weight_decay", 0.1))
-    jstep.adamw(jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1))  # each is shown once
+    jstep.adamw(
+        jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1)
+    )  # each name appears once
 
 
-def test_a_class_is_no_schedule() -> None:
+def test_a_class_is_not_a_schedule() -> None:
     with pytest.raises(TypeError, match=r"learning_rate=float: .* got a class"):
         jstep.adam(float)
 
 
-def test_sharding_is_kept_and_vmap_and_x64_work() -> None:
+def test_sharding_vmap_and_x64() -> None:
     optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
     mesh = jax.make_mesh((8,), ("data",))
     state = jstep.shard_state(state_of(optimizer), mesh)
@@ -145,14 +147,14 @@ def test_sharding_is_kept_and_vmap_and_x64_work() -> None:
         jstep.apply_gradients(wide, {"w": jnp.ones(2, jnp.float64)}, optimizer)
 
 
-def test_it_is_saved_and_restored(tmp_path: Any) -> None:
+def test_save_and_restore(tmp_path: Any) -> None:
     optimizer = jstep.gradient_descent(jstep.held("rate", 0.5))
     with jstep.Saver(tmp_path) as saver:
         saver.save(jstep.set_hyperparameter(state_of(optimizer), "rate", 0.125))
         assert jstep.get_hyperparameter(saver.restore(state_of(optimizer)), "rate") == 0.125
 
 
-def test_of_a_population_it_is_an_array() -> None:
+def test_held_values_of_a_population_are_arrays() -> None:
     optimizer = jstep.scope("net", jstep.adam(jstep.held("rate", 0.5)))
     population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, optimizer))(jnp.ones((4, 2)))
     np.testing.assert_array_equal(jstep.get_hyperparameter(population, "net/rate"), np.full(4, 0.5))
@@ -171,10 +173,10 @@ def test_of_a_population_it_is_an_array() -> None:
         jstep.set_hyperparameter(population, "net/rate", rates.at[2].set(jnp.nan))
 
 
-def test_a_slot_that_is_a_tree_is_none() -> None:
+def test_a_slot_that_is_a_tree_is_not_a_held_value() -> None:
     def init(params: Any, global_step: Any = 0) -> Any:
         return {"held/x": jax.tree.map(jnp.zeros_like, params)}
 
-    mine = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+    custom = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
     with pytest.raises(KeyError, match="it holds none"):
-        jstep.get_hyperparameter(state_of(mine), "x")
+        jstep.get_hyperparameter(state_of(custom), "x")

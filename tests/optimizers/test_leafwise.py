@@ -1,4 +1,4 @@
-"""The engine by a rule that uses all of it, and the helpers for those who write the three functions by hand."""
+"""`leafwise` with a rule that uses all of its features, and the helpers for custom optimizers."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ TRACED: list[Any] = []
 
 
 def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
-    """Everything at once: slots that are copies, of other shapes, absent and narrow; scalars, sums and flags."""
+    """A rule with slots that are copies, of other shapes, absent or of low precision; scalars, sums and flags."""
     TRACED.append((p.shape, h["decays"], h["axis"]))
     assert isinstance(h["rate"], float)
     assert {slot.dtype for slot in slots.values() if slot is not None} == {p.dtype} == {jnp.dtype(jnp.float32)}
@@ -71,7 +71,7 @@ def test_slots_of_every_kind() -> None:
     TRACED.clear()
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
     state = step(state, grads_of())
-    # Once for each shape, dtype and flags.
+    # The rule is traced once for each combination of shape, dtype and flags.
     assert sorted(TRACED) == [((2, 3), True, 1), ((2, 3), True, 1), ((3,), False, 0)]
     size = np.sqrt(15.0)
     np.testing.assert_allclose(state.params["c"], PARAMS["c"] - 0.5 * 0.5 / size, rtol=1e-6)
@@ -85,7 +85,7 @@ def test_slots_of_every_kind() -> None:
     assert float(state.slots["d"]) == 1.0
 
 
-def test_leaves_that_differ_by_a_flag_alone_are_told_apart() -> None:
+def test_leaves_that_differ_only_by_a_flag() -> None:
     flags = {"decays": mask("decay_mask", ["w/a"]), "axis": by_path(lambda path, leaf: leaf.ndim - 1)}
     optimizer = engine(flags=flags)
     params = {"w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}}
@@ -95,7 +95,7 @@ def test_leaves_that_differ_by_a_flag_alone_are_told_apart() -> None:
     np.testing.assert_allclose(moved[0], 2 * moved[1], rtol=1e-5)
 
 
-def test_slots_of_other_params_are_refused_by_path() -> None:
+def test_slots_of_other_params_raise_and_name_the_path() -> None:
     optimizer = engine()
     state = jstep.TrainState.create(PARAMS, optimizer)
     other = {**PARAMS, "w": {"a": jnp.ones((4, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -106,7 +106,7 @@ def test_slots_of_other_params_are_refused_by_path() -> None:
         jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
 
 
-def test_slots_that_are_known_by_the_params() -> None:
+def test_slots_as_a_function_of_params() -> None:
     optimizer = jstep.leafwise(
         lambda g, p, slots, h: (-g, {}),
         hyper={},
@@ -117,7 +117,7 @@ def test_slots_that_are_known_by_the_params() -> None:
     jstep.apply_gradients(state, {"a": jnp.ones((2, 2))}, jstep.scope("s", optimizer))
 
 
-def test_hyperparameters_of_ones_own_are_checked_and_scheduled() -> None:
+def test_custom_hyperparameters_are_checked_and_scheduled() -> None:
     def sign(rate: Any) -> jstep.Optimizer:
         return jstep.leafwise(lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate})
 
@@ -129,7 +129,7 @@ def test_hyperparameters_of_ones_own_are_checked_and_scheduled() -> None:
         sign("x")
 
 
-def test_a_number_or_a_schedule_becomes_a_function() -> None:
+def test_as_schedule_accepts_numbers_and_schedules() -> None:
     assert jstep.as_schedule(0.1)(3) == 0.1
     assert float(jstep.as_schedule(jstep.exponential_decay(1.0, 1, 0.5))(1)) == 0.5
     assert float(jstep.as_schedule(jnp.float32(2.0))(jnp.int32(3))) == 2.0
@@ -139,7 +139,7 @@ def test_a_number_or_a_schedule_becomes_a_function() -> None:
         jstep.as_schedule(jstep.held("x", 0.1))
 
 
-def test_the_map_over_leaves_meets_everything() -> None:
+def test_map_leaves() -> None:
     rows = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
     grads = {**grads_of(), "w": {"a": rows, "b": None}}
     seen = {}
@@ -156,7 +156,7 @@ def test_the_map_over_leaves_meets_everything() -> None:
         jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
 
 
-def test_a_rule_that_answers_wrongly_is_told_what_to_answer() -> None:
+def test_invalid_results_of_a_rule_raise() -> None:
     def updated(rule: Any) -> None:
         optimizer = jstep.chain(jstep.leafwise(rule, hyper={"learning_rate": 0.1}, slots={"m": 0.0}))
         state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
@@ -170,7 +170,7 @@ def test_a_rule_that_answers_wrongly_is_told_what_to_answer() -> None:
         updated(lambda g, p, slots, h: (jnp.sum(g), {}))
 
 
-def test_an_element_without_its_slots_does_not_say_that_the_state_has_none() -> None:
+def test_error_when_all_slots_of_an_element_are_missing() -> None:
     state = jstep.TrainState.create({"a": jnp.ones(2)}, jstep.adamw(0.1))
     optimizer = jstep.chain(jstep.scale_by_rms(), jstep.scale_by_learning_rate(0.1))
     with pytest.raises(ValueError, match="has no slot 'rms', nor any other of this optimizer"):

@@ -1,4 +1,4 @@
-"""MADGRAD by its age, from where it started."""
+"""MADGRAD: its age, initial parameters, low precision and sparse gradients."""
 
 from typing import Any
 
@@ -7,32 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import by_equation, gradients, ours, same, start
+from golden import assert_close, gradients, initial_params, run_equation, run_jstep
 
 import jstep
 
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}
 
 
-def test_its_age_counts_and_not_the_step() -> None:
-    found, state = ours(jstep.madgrad(0.05), first=10_000_000)
-    same(found, by_equation(equations.madgrad, HYPER))
+def test_updates_depend_on_the_age_and_not_on_the_step() -> None:
+    found, state = run_jstep(jstep.madgrad(0.05), first=10_000_000)
+    assert_close(found, run_equation(equations.madgrad, HYPER))
     assert int(state.slots["start_step"]) == 10_000_000
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_where_it_started_survives_donation(copy: bool) -> None:
+def test_initial_params_survive_donation(copy: bool) -> None:
     optimizer = jstep.madgrad(0.05)
-    params = jax.tree.map(jnp.float32, start())
+    params = jax.tree.map(jnp.float32, initial_params())
     state = jstep.TrainState.create(params, optimizer, copy=copy)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
     for n in range(3):
         state = step(state, jax.tree.map(jnp.float32, gradients(n)))
-    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, start()))
-    same([state.params], by_equation(equations.madgrad, HYPER)[2:3])
+    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, initial_params()))
+    assert_close([state.params], run_equation(equations.madgrad, HYPER)[2:3])
 
 
-def test_low_precision_zero_gradients_and_leaves_without() -> None:
+def test_low_precision_and_zero_or_missing_gradients() -> None:
     optimizer = jstep.madgrad(0.1, momentum=0.5, epsilon=0.0)
     params = {"w": jnp.bfloat16([1.0, 2.0]), "n": jnp.int32(3), "none": None, "x": jnp.ones(2)}
     state = jstep.TrainState.create(params, optimizer)
@@ -47,7 +47,7 @@ def test_low_precision_zero_gradients_and_leaves_without() -> None:
 
 
 def test_momentum_moves_rows_without_a_gradient() -> None:
-    """So sparse gradients are made dense."""
+    """Therefore sparse gradients are converted to dense ones."""
     optimizer = jstep.madgrad(0.1)
 
     def trained(updates: list[Any]) -> Any:

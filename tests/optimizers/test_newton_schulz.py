@@ -1,4 +1,4 @@
-"""Newton–Schulz presets: where singular values end, against the iteration in float64 and the bounds known of it."""
+"""Newton–Schulz presets, compared with the iteration in float64 and with known bounds of singular values."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def with_spectrum(values: Any, shape: tuple[int, int], seed: int = 0) -> np.ndar
     return (rows * np.asarray(values)) @ columns.T
 
 
-def made(x: Any, **arguments: Any) -> np.ndarray:
+def orthogonalized(x: Any, **arguments: Any) -> np.ndarray:
     optimizer = jstep.orthogonalize(scale=None, **arguments)
     params = {"w": jnp.ones(np.shape(x))}
     return np.asarray(optimizer.update({"w": jnp.asarray(x, jnp.float32)}, {}, params, jnp.int32(0))[0]["w"])
@@ -49,7 +49,7 @@ def singular(x: Any) -> np.ndarray:
 
 
 def spectrum(least: float) -> np.ndarray:
-    """Of Frobenius norm 1, from `least`, so that nothing but the largest is known of the rest."""
+    """Return singular values from `least` up, with Frobenius norm 1."""
     values = np.geomspace(least, 0.5, 11)
     return np.append(values, np.sqrt(1 - np.sum(values**2)))
 
@@ -57,21 +57,23 @@ def spectrum(least: float) -> np.ndarray:
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (12, 12)])
 @pytest.mark.parametrize("name", LISTS)
-def test_presets_are_their_lists(name: str, shape: tuple[int, int], normalization: str) -> None:
+def test_presets_equal_their_coefficients(name: str, shape: tuple[int, int], normalization: str) -> None:
     triples, safety = LISTS[name]
     x = with_spectrum(np.linspace(0.4, 1.0, 12), shape)
     norm = np.linalg.norm(x) if normalization == "frobenius" else np.sum(singular(x) ** 4) ** 0.25
     expected = equations.polynomials(x / (safety * norm), triples)
-    found = made(x, ns_coefficients=name, normalization=normalization)
+    found = orthogonalized(x, ns_coefficients=name, normalization=normalization)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(made(1e-4 * x, ns_coefficients=name, normalization=normalization), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        orthogonalized(1e-4 * x, ns_coefficients=name, normalization=normalization), expected, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", ["jordan", "dion"])
-def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
+def test_presets_match_optax(name: str, normalization: Any) -> None:
     x = {"w": jnp.float32(with_spectrum(np.linspace(0.4, 1.0, 12), (12, 20)))}
-    theirs = contrib.scale_by_muon(
+    optax_muon = contrib.scale_by_muon(
         LISTS[name][0],
         5,
         0.0,
@@ -80,9 +82,9 @@ def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
         weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()},
     )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        expected = theirs.update(x, theirs.init(x), x)[0]["w"]
+        expected = optax_muon.update(x, optax_muon.init(x), x)[0]["w"]
     np.testing.assert_allclose(
-        made(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
+        orthogonalized(x["w"], ns_coefficients=name, normalization=normalization), expected, rtol=1e-3, atol=1e-4
     )
 
 
@@ -97,54 +99,56 @@ def test_presets_are_those_of_optax(name: str, normalization: Any) -> None:
         ("polar_express", 13, 1e-3, 0.9999, 1.0001),
     ],
 )
-def test_where_singular_values_end(name: str, steps: Any, least: float, low: float, high: float) -> None:
+def test_bounds_of_singular_values(name: str, steps: Any, least: float, low: float, high: float) -> None:
     for normalization in ("frobenius", "schatten"):
         for values in (spectrum(1.02 * least), [1.0], np.ones(12)):
             x = with_spectrum(values, (20, 16))
-            found = singular(made(x, ns_steps=steps, ns_coefficients=name, normalization=normalization))
-            kept = found[: len(values)]
-            assert low - 1e-4 <= kept.min(), (normalization, len(values))
-            assert kept.max() <= high + 1e-4, (normalization, len(values))
-            assert found[len(values) :].max(initial=0.0) < 1e-2  # noise of rounding grows, a hundredfold at most
+            found = singular(orthogonalized(x, ns_steps=steps, ns_coefficients=name, normalization=normalization))
+            nonzero = found[: len(values)]
+            assert low - 1e-4 <= nonzero.min(), (normalization, len(values))
+            assert nonzero.max() <= high + 1e-4, (normalization, len(values))
+            assert found[len(values) :].max(initial=0.0) < 1e-2  # rounding errors grow at most a hundredfold
 
 
-def test_fewer_and_more_steps() -> None:
+def test_other_numbers_of_steps() -> None:
     x = with_spectrum(np.linspace(0.3, 1.0, 6), (6, 9))
     for name, count in (("dion", 2), ("polar_express", 3)):
-        expected = made(
+        expected = orthogonalized(
             x / LISTS[name][1] if name == "dion" else x, ns_steps=count, ns_coefficients=LISTS[name][0][:count]
         )
         if name == "dion":
-            np.testing.assert_array_equal(made(x, ns_steps=count, ns_coefficients=name), expected)
-        else:  # its safety factor comes on top
+            np.testing.assert_array_equal(orthogonalized(x, ns_steps=count, ns_coefficients=name), expected)
+        else:  # its safety factor is applied additionally
             by = equations.polynomials(x / (1.01 * np.linalg.norm(x)), POLAR[:3])
-            np.testing.assert_allclose(made(x, ns_steps=3, ns_coefficients=name), by, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(made(x, ns_steps=7, ns_coefficients="jordan"), made(x, ns_steps=7))
-    np.testing.assert_array_equal(made(x, ns_coefficients="jordan"), made(x))
+            np.testing.assert_allclose(orthogonalized(x, ns_steps=3, ns_coefficients=name), by, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(
+        orthogonalized(x, ns_steps=7, ns_coefficients="jordan"), orthogonalized(x, ns_steps=7)
+    )
+    np.testing.assert_array_equal(orthogonalized(x, ns_coefficients="jordan"), orthogonalized(x))
     twelve = equations.polynomials(
         x / (1.01 * np.linalg.norm(x)), (*POLAR, POLAR[-1], (1.875, -1.25, 0.375), *[(1.875, -1.25, 0.375)] * 2)
     )
-    np.testing.assert_allclose(made(x, ns_steps=12, ns_coefficients="polar_express"), twelve, atol=1e-5)
+    np.testing.assert_allclose(orthogonalized(x, ns_steps=12, ns_coefficients="polar_express"), twelve, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", LISTS)
-def test_zero_tiny_stacked_and_low_precision(name: str, normalization: str) -> None:
-    told = {"ns_coefficients": name, "normalization": normalization}
+def test_zero_tiny_stacked_and_low_precision_matrices(name: str, normalization: str) -> None:
+    arguments = {"ns_coefficients": name, "normalization": normalization}
     x = with_spectrum(np.linspace(0.5, 1.0, 4), (4, 6))
     stack = np.stack([x, 0 * x, 1e-14 * x, 5e-5 * x])
-    found = made(stack, **told)
+    found = orthogonalized(stack, **arguments)
     assert np.array_equal(found[1], 0 * x)
-    assert np.max(np.abs(found[2])) < 1e-2  # below ε: damped, whichever the norm
-    np.testing.assert_allclose(found[0], made(x, **told), atol=1e-5)
+    assert np.max(np.abs(found[2])) < 1e-2  # below ε it is damped with either norm
+    np.testing.assert_allclose(found[0], orthogonalized(x, **arguments), atol=1e-5)
     np.testing.assert_allclose(found[3], found[0], atol=1e-4)
-    assert np.isnan(made(np.where(x == x[0, 0], np.nan, x), **told)).any()
-    low = made(x, ns_dtype=jnp.bfloat16, **told)
+    assert np.isnan(orthogonalized(np.where(x == x[0, 0], np.nan, x), **arguments)).any()
+    low = orthogonalized(x, ns_dtype=jnp.bfloat16, **arguments)
     assert singular(low).min() > 0.6
     assert singular(low).max() < 1.2
 
 
-def test_muon_takes_presets_under_a_label_and_a_compiled_step() -> None:
+def test_muon_with_presets_in_a_partition_under_jit() -> None:
     optimizer = jstep.partition(
         {"a": jstep.muon(0.1, ns_coefficients="polar_express", normalization="schatten", weight_decay=0.0)},
         lambda path, leaf: "a",

@@ -1,4 +1,4 @@
-"""Building optimizers touches no device: `jax.distributed.initialize` may come after it."""
+"""Building optimizers initializes no backend, so that `jax.distributed.initialize` may follow."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import jax, numpy as np
 import jstep
 sys.path.insert(0, "tests")
 key = np.array([0, 7], np.uint32)
-jax.random.key = lambda seed: key  # a key of the caller's own would start the backend
+jax.random.key = lambda seed: key  # creating a key would initialize the backend
 from optimizer_table import TABLE
 schedule = jstep.linear_warmup(jstep.exponential_decay(0.1, 10, 0.5), 5)
 for name, entry in TABLE.items():
@@ -23,8 +23,8 @@ print("built", len(TABLE))
 """
 
 
-def test_no_backend_is_started() -> None:
-    """A platform that does not exist: whatever asked for a device would fail."""
+def test_building_optimizers_initializes_no_backend() -> None:
+    """With a platform that does not exist, any use of a device fails."""
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         env={**os.environ, "JAX_PLATFORMS": "none_such"},

@@ -1,4 +1,4 @@
-"""NorMuon's block: which axes its moments have, what it keeps, and where they lie."""
+"""`normalize_neurons`, the block of NorMuon: axes, hyperparameters, edge cases and sharding of its moments."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 
-def drawn(*shape: int, seed: int = 0) -> jax.Array:
+def random_normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.float32(np.random.default_rng(seed).normal(size=shape))
 
 
@@ -44,25 +44,25 @@ def reference(u: Any, v: Any, mean: tuple[int, ...], matrix: tuple[int, ...], be
         ((4, 6, 2), (1, 0), "short", (0,)),
     ],
 )
-def test_moments_are_means_over_these_axes(shape: Any, axes: Any, over: Any, mean: Any) -> None:
+def test_moments_are_means_over_the_expected_axes(shape: Any, axes: Any, over: Any, mean: Any) -> None:
     optimizer = jstep.normalize_neurons(0.8, axes=None if axes is None else lambda path, leaf: axes, over=over)
     params = {"w": jnp.ones(shape)}
     slots = optimizer.init(params)
-    kept = tuple(1 if i in mean else size for i, size in enumerate(shape))
-    assert slots["neuron_v"]["w"].shape == kept
+    moment_shape = tuple(1 if i in mean else size for i, size in enumerate(shape))
+    assert slots["neuron_v"]["w"].shape == moment_shape
     assert slots["neuron_v"]["w"].dtype == jnp.float32
     named = (-2, -1) if axes is None else axes
     flat = tuple(int(i) for part in named for i in np.ravel(part))
     v: Any = 0.0
     for n in range(4):
-        u = drawn(*shape, seed=n) * 10.0**n
+        u = random_normal(*shape, seed=n) * 10.0**n
         expected, v = reference(u, v, mean, flat, 0.8)
         updates, slots = optimizer.update({"w": u}, slots, params, jnp.int32(n))
         np.testing.assert_allclose(updates["w"], expected, rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(slots["neuron_v"]["w"], v, rtol=1e-5)
 
 
-def test_hyperparameters_and_neighbours_of_the_same_names() -> None:
+def test_hyperparameter_names_and_slot_collisions() -> None:
     optimizer = jstep.chain(
         jstep.scale_by_adam(), jstep.normalize_neurons(0.9, 1e-6), jstep.scale_by_learning_rate(0.1)
     )
@@ -82,7 +82,12 @@ def test_hyperparameters_and_neighbours_of_the_same_names() -> None:
 def test_dead_neurons_zero_matrices_and_missing_gradients() -> None:
     optimizer = jstep.normalize_neurons()
     params = {"w": jnp.ones((3, 4)), "z": jnp.ones((2, 3, 4)), "none": jnp.ones((2, 2)), "n": jnp.int32(3)}
-    u = {"w": drawn(3, 4).at[:, 1].set(0.0), "z": drawn(2, 3, 4).at[0].set(0.0), "none": None, "n": None}
+    u = {
+        "w": random_normal(3, 4).at[:, 1].set(0.0),
+        "z": random_normal(2, 3, 4).at[0].set(0.0),
+        "none": None,
+        "n": None,
+    }
     updates, slots = optimizer.update(u, optimizer.init(params), params, jnp.int32(0))
     assert updates["none"] is None
     np.testing.assert_array_equal(updates["w"][:, 1], 0.0)
@@ -96,14 +101,14 @@ def test_dead_neurons_zero_matrices_and_missing_gradients() -> None:
     assert np.isfinite(broken["z"]).all()
 
 
-def test_a_scale_before_it_is_a_scale_after_it() -> None:
+def test_scales_before_and_after_it_are_equivalent() -> None:
     params = {"w": jnp.zeros((4, 6))}
 
     def trained(*blocks: jstep.Optimizer) -> Any:
         optimizer = jstep.chain(jstep.trace(0.9), *blocks)
         state = jstep.TrainState.create(params, optimizer)
         for n in range(5):
-            state = jstep.apply_gradients(state, {"w": drawn(4, 6, seed=n)}, optimizer)
+            state = jstep.apply_gradients(state, {"w": random_normal(4, 6, seed=n)}, optimizer)
         return state.params["w"]
 
     before = trained(jstep.orthogonalize(), jstep.normalize_neurons(), jstep.scale(-1.0))
@@ -111,19 +116,21 @@ def test_a_scale_before_it_is_a_scale_after_it() -> None:
     np.testing.assert_allclose(before, after, rtol=1e-4, atol=1e-5)
 
 
-def test_moments_of_low_precision_and_on_a_mesh() -> None:
+def test_low_precision_and_sharded_moments() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     optimizer = jstep.chain(jstep.normalize_neurons(), jstep.scale_by_learning_rate(0.1))
-    params = {"w": drawn(8, 8).astype(jnp.bfloat16), "q": drawn(2, 8, 8)}
+    params = {"w": random_normal(8, 8).astype(jnp.bfloat16), "q": random_normal(2, 8, 8)}
     specs = [("w", P("data", "model")), ("q", P(None, None, "model"))]
     state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=specs)
     alone = jstep.TrainState.create(params, optimizer)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
-    grads = {"w": drawn(8, 8, seed=5).astype(jnp.bfloat16), "q": drawn(2, 8, 8, seed=6)}
+    grads = {"w": random_normal(8, 8, seed=5).astype(jnp.bfloat16), "q": random_normal(2, 8, 8, seed=6)}
     for _ in range(2):
         v = state.slots["neuron_v"]
         assert v["w"].dtype == jnp.float32
-        assert v["w"].sharding.spec == P(None, "model")  # a square matrix says which of its axes is gone
+        assert v["w"].sharding.spec == P(
+            None, "model"
+        )  # with a square matrix only the sharding shows which axis is reduced
         assert v["q"].sharding.spec == P(None, None, "model")
         state, alone = step(state, grads), step(alone, grads)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):

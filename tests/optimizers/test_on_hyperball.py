@@ -1,4 +1,4 @@
-"""Steps that keep the norm of each matrix: how exactly, for which, and what is refused."""
+"""`on_hyperball`: precision of the norms, radius and axes, and rejected inputs."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 
-def drawn(*shape: int, seed: int = 0) -> jax.Array:
+def random_normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.float32(np.random.default_rng(seed).normal(size=shape))
 
 
@@ -26,15 +26,15 @@ def trained(params: Any, optimizer: jstep.Optimizer, steps: int, size: Callable[
     state = jstep.TrainState.create(params, optimizer)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     for n in range(steps):
-        grads = jax.tree.map(lambda p, n=n: np.float32(size(n)) * drawn(*p.shape, seed=100 + n), params)
+        grads = jax.tree.map(lambda p, n=n: np.float32(size(n)) * random_normal(*p.shape, seed=100 + n), params)
         state = step(state, grads)
     return state.params
 
 
 @pytest.mark.parametrize("radius", [None, 2.5])
-def test_norms_stay_for_300_steps(radius: Any) -> None:
-    """Each matrix of a stack its own, for updates of any size: those below 1e-10 are shorter, and turn less."""
-    params = {"w": drawn(48, 32), "stack": drawn(2, 3, 8, 16) * jnp.arange(1, 7.0).reshape(2, 3, 1, 1)}
+def test_norms_are_preserved_for_300_steps(radius: Any) -> None:
+    """Each matrix of a stack keeps its norm for updates of any size; those below 1e-10 rotate it less."""
+    params = {"w": random_normal(48, 32), "stack": random_normal(2, 3, 8, 16) * jnp.arange(1, 7.0).reshape(2, 3, 1, 1)}
     found = trained(params, jstep.on_hyperball(0.02, radius), 300, lambda n: 10.0 ** (n % 37 - 20))
     for name, before in params.items():
         expected = norms(before) if radius is None else radius
@@ -43,7 +43,7 @@ def test_norms_stay_for_300_steps(radius: Any) -> None:
 
 
 def test_radius_by_path_and_axes() -> None:
-    params = {"a": drawn(3, 4, 5), "b": drawn(4, 6), "ab": drawn(4, 6)}
+    params = {"a": random_normal(3, 4, 5), "b": random_normal(4, 6), "ab": random_normal(4, 6)}
     optimizer = jstep.on_hyperball(
         0.1,
         lambda path, leaf: {"a": 1.0, "b": 2, "ab": np.float32(3)}[path],
@@ -56,8 +56,8 @@ def test_radius_by_path_and_axes() -> None:
     np.testing.assert_allclose(norms(per_row["a"], (0, 2)), norms(params["a"], (0, 2)), rtol=1e-6)
 
 
-def test_the_angle_is_the_rate_and_the_size_of_updates_is_nothing() -> None:
-    p, u = drawn(8, 8), drawn(8, 8, seed=1)
+def test_the_angle_depends_only_on_the_rate() -> None:
+    p, u = random_normal(8, 8), random_normal(8, 8, seed=1)
     u = u - p * jnp.sum(p * u) / jnp.sum(p * p)
     moved = [
         jstep.on_hyperball(0.125).update({"w": size * u}, {}, {"w": p}, jnp.int32(0))[0]["w"]
@@ -70,8 +70,8 @@ def test_the_angle_is_the_rate_and_the_size_of_updates_is_nothing() -> None:
     np.testing.assert_array_equal(moved[0], moved[2])
 
 
-def test_nothing_to_do_leaves_parameters_as_they_are() -> None:
-    params = {"w": drawn(4, 4), "n": jnp.arange(3), "none": None, "x": drawn(4, 4, seed=1)}
+def test_zero_and_missing_updates_change_nothing() -> None:
+    params = {"w": random_normal(4, 4), "n": jnp.arange(3), "none": None, "x": random_normal(4, 4, seed=1)}
     optimizer = jstep.on_hyperball(0.1)
     state = jstep.TrainState.create(params, optimizer)
     grads = {"w": jnp.zeros((4, 4)), "n": None, "none": None, "x": None}
@@ -80,17 +80,17 @@ def test_nothing_to_do_leaves_parameters_as_they_are() -> None:
     still = jstep.on_hyperball(0.0).update({"w": params["x"]}, {}, {"w": params["w"]}, jnp.int32(0))[0]["w"]
     np.testing.assert_array_equal(still, 0.0)
     against = jstep.on_hyperball(1.0).update({"w": params["w"]}, {}, {"w": params["w"]}, jnp.int32(0))[0]["w"]
-    np.testing.assert_array_equal(against, 0.0)  # what would be left is no direction
+    np.testing.assert_array_equal(against, 0.0)  # the result would be zero, without a direction
 
 
-def test_what_is_not_finite_is_seen() -> None:
+def test_nonfinite_updates_propagate() -> None:
     for bad in (np.nan, np.inf, -np.inf, 1e30):
         updates = {"w": jnp.ones((2, 2, 2)).at[0, 1, 1].set(bad)}
-        found = jstep.on_hyperball(0.1).update(updates, {}, {"w": drawn(2, 2, 2)}, jnp.int32(0))[0]["w"]
+        found = jstep.on_hyperball(0.1).update(updates, {}, {"w": random_normal(2, 2, 2)}, jnp.int32(0))[0]["w"]
         assert np.isnan(found[0]).all()
         assert np.isfinite(found[1]).all()
     guarded = jstep.skip_nonfinite(jstep.on_hyperball(0.1))
-    state = jstep.TrainState.create({"w": drawn(2, 2)}, guarded)
+    state = jstep.TrainState.create({"w": random_normal(2, 2)}, guarded)
     new = jstep.apply_gradients(state, {"w": jnp.full((2, 2), jnp.nan)}, guarded)
     np.testing.assert_array_equal(new.params["w"], state.params["w"])
 
@@ -102,7 +102,7 @@ ZEROS: dict[str, tuple[Any, str]] = {
     "numpy": ({"w": np.zeros((2, 3))}, "the leaf at 'w' has norm 0"),
     "bfloat16": ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, "the leaf at 'w' has norm 0"),
 }
-AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "alone": lambda one: one,
     "chain": lambda one: jstep.chain(jstep.scale_by_adam(), one),
     "masters": jstep.master_weights,
@@ -112,31 +112,31 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("zeros", ZEROS)
-def test_zero_matrices_are_refused(zeros: str, around: str) -> None:
-    params, says = ZEROS[zeros]
-    optimizer = AROUND[around](jstep.on_hyperball(0.1))
-    with pytest.raises(ValueError, match=f"params: {says}.*jstep.partition"):
+def test_zero_matrices_are_rejected(zeros: str, wrapper: str) -> None:
+    params, message = ZEROS[zeros]
+    optimizer = WRAPPERS[wrapper](jstep.on_hyperball(0.1))
+    with pytest.raises(ValueError, match=f"params: {message}.*jstep.partition"):
         jstep.TrainState.create(params, optimizer)
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("around", AROUND)
-def test_zero_matrices_are_refused_on_a_mesh(around: str, types: AxisType) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_zero_matrices_are_rejected_on_a_mesh(wrapper: str, types: AxisType) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(types, types))
-    optimizer = AROUND[around](jstep.on_hyperball(0.1))
+    optimizer = WRAPPERS[wrapper](jstep.on_hyperball(0.1))
     bad = {"w": jnp.ones((8, 8)), "s": jnp.ones((4, 8, 8)).at[2].set(0)}
     specs = [("*", P("data", None))]
     for given in (bad, lambda: bad):
         with pytest.raises(ValueError, match=r"the matrix \(2,\) of the leaf at 's' has norm 0"):
             jstep.TrainState.create(given, optimizer, mesh=mesh, param_specs=specs)
-    state = jstep.TrainState.create({"w": drawn(8, 8)}, optimizer, mesh=mesh, param_specs=specs)
+    state = jstep.TrainState.create({"w": random_normal(8, 8)}, optimizer, mesh=mesh, param_specs=specs)
     assert state.params["w"].sharding.spec == P("data", None)
 
 
-def test_zeros_that_are_not_its_own_or_have_no_values_are_none_of_its_business() -> None:
-    params = {"w": drawn(2, 2), "zero": jnp.zeros((2, 2)), "b": jnp.zeros(2), "n": jnp.zeros((2, 2), jnp.int32)}
+def test_zeros_of_other_labels_and_abstract_zeros_are_ignored() -> None:
+    params = {"w": random_normal(2, 2), "zero": jnp.zeros((2, 2)), "b": jnp.zeros(2), "n": jnp.zeros((2, 2), jnp.int32)}
     optimizer = jstep.partition(
         {"ball": jstep.on_hyperball(0.1), "adam": jstep.adam()}, lambda path, leaf: "ball" if path == "w" else "adam"
     )
@@ -150,35 +150,33 @@ def test_zeros_that_are_not_its_own_or_have_no_values_are_none_of_its_business()
 
 @pytest.mark.parametrize("leaf", [jnp.ones(3), jnp.ones(()), 2.0], ids=["vector", "scalar", "number"])
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: jstep.on_hyperball(0.1), "to keep its norm.*jstep.on_hyperball"),
         (lambda: jstep.normalize_neurons(), "neurons.*jstep.normalize_neurons"),
         (lambda: jstep.orthogonalize(), "orthogonal.*jstep.muon"),
     ],
 )
-def test_leaves_that_are_no_matrix_are_named(make: Any, says: str, leaf: Any) -> None:
+def test_leaves_that_are_not_matrices_are_named(make: Any, message: str, leaf: Any) -> None:
     params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": leaf}}
-    with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes.*{says}.*jstep.adamw"):
+    with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes.*{message}.*jstep.adamw"):
         jstep.TrainState.create(params, jstep.scope("s", jstep.chain(jstep.trace(0.9), make())))
 
 
-@pytest.mark.parametrize(
-    "label", ["ball", "normuon"], ids=lambda label: f"the partition that an error shows for {label}"
-)
-def test_the_partition_that_an_error_shows_works(label: str) -> None:
+@pytest.mark.parametrize("label", ["ball", "normuon"], ids=lambda label: f"the partition suggested for {label}")
+def test_the_suggested_partition_works(label: str) -> None:
     make = {"ball": lambda: jstep.on_hyperball(0.1), "normuon": jstep.normalize_neurons}[label]
     with pytest.raises(ValueError) as caught:
         jstep.TrainState.create({"b": jnp.ones(3)}, make())
     optimizer = eval(str(caught.value).partition("optimizer: ")[2])
-    params = {"w": drawn(4, 3), "b": jnp.zeros(3)}
+    params = {"w": random_normal(4, 3), "b": jnp.zeros(3)}
     state = jstep.TrainState.create(params, optimizer)
     assert any(name.startswith(f"{label}/") for name in state.slots)
     assert jstep.apply_gradients(state, params, optimizer).params["w"].shape == (4, 3)
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "says"),
+    ("make", "error", "message"),
     [
         (lambda: jstep.on_hyperball(-0.1), ValueError, "learning_rate=-0.1"),
         (lambda: jstep.on_hyperball(np.nan), ValueError, "learning_rate=nan"),
@@ -195,18 +193,18 @@ def test_the_partition_that_an_error_shows_works(label: str) -> None:
         (lambda: jstep.madgrad(0.1, epsilon=-1e-6), ValueError, "epsilon=-1e-06"),
     ],
 )
-def test_constructors_check_at_once(make: Any, error: Any, says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_constructors_validate_arguments(make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize(("radius", "error"), [(-1.0, ValueError), (np.inf, ValueError), ("x", TypeError)])
-def test_radii_by_path_are_checked_at_init(radius: Any, error: Any) -> None:
+def test_radii_by_path_are_validated_at_init(radius: Any, error: Any) -> None:
     with pytest.raises(error, match=r"radius at 'w'="):
-        jstep.TrainState.create({"w": drawn(2, 2)}, jstep.on_hyperball(0.1, lambda path, leaf: radius))
+        jstep.TrainState.create({"w": random_normal(2, 2)}, jstep.on_hyperball(0.1, lambda path, leaf: radius))
 
 
-def test_it_is_a_finished_element() -> None:
+def test_on_hyperball_makes_finished_updates() -> None:
     with pytest.warns(UserWarning, match="climbs"):
         jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))
     with warnings.catch_warnings():
@@ -216,8 +214,8 @@ def test_it_is_a_finished_element() -> None:
     assert jstep.on_hyperball(0.1, 2.0).hyperparameters(0).keys() == {"learning_rate", "radius"}
 
 
-def test_rates_that_are_held_vmapped_and_sparse_gradients() -> None:
-    p, u = drawn(4, 3), jstep.IndexedSlices(drawn(2, 3, seed=2), jnp.array([1, 1]), (4, 3))
+def test_held_and_vmapped_rates_and_sparse_gradients() -> None:
+    p, u = random_normal(4, 3), jstep.IndexedSlices(random_normal(2, 3, seed=2), jnp.array([1, 1]), (4, 3))
 
     def moved(optimizer: jstep.Optimizer, updates: Any) -> Any:
         state = jstep.TrainState.create({"w": p}, optimizer)

@@ -1,4 +1,4 @@
-"""Labels, masks and predicates see the state's own leaves, whatever wrapper stands in between."""
+"""Labels, masks and predicates receive the leaves of the state, even inside wrappers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ def by_dtype(path: str, leaf: Any) -> str | None:
     return {"bfloat16": "low", "float32": "high"}.get(str(leaf.dtype))
 
 
-def slow_and_quick() -> jstep.Optimizer:
+def partition_by_dtype() -> jstep.Optimizer:
     return jstep.partition({"low": jstep.gradient_descent(1.0), "high": jstep.gradient_descent(0.0)}, by_dtype)
 
 
-AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "nothing": lambda one: one,
     "masters": jstep.master_weights,
     "scoped": lambda one: jstep.master_weights(jstep.scope("s", one)),
@@ -39,10 +39,12 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "chain": lambda one: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_value=9.0), one)),
 }
 EMA = jstep.ExponentialMovingAverage(0.5)
-# Each moves low by 1 and leaves high alone.
-MOVES_LOW: dict[str, Callable[[], jstep.Optimizer]] = {
-    "labels": slow_and_quick,
-    "labels-in-labels": lambda: jstep.partition({"x": slow_and_quick()}, lambda path, leaf: "x" if by_dtype else None),
+# Each case subtracts 1 from `low` and does not change `high`.
+CASES: dict[str, Callable[[], jstep.Optimizer]] = {
+    "labels": partition_by_dtype,
+    "labels-in-labels": lambda: jstep.partition(
+        {"x": partition_by_dtype()}, lambda path, leaf: "x" if by_dtype else None
+    ),
     "decay": lambda: jstep.chain(jstep.add_weight_decay(1.0, is_low), jstep.stateless(_decay_alone)),
     "decoupled": lambda: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(1.0, is_low)),
     "factors": lambda: jstep.chain(
@@ -61,7 +63,7 @@ MOVES_LOW: dict[str, Callable[[], jstep.Optimizer]] = {
 
 
 def _decay_alone(updates: Any, params: Any, step: Any) -> Any:
-    """−(u − g): what decay has added to gradients of 1."""
+    """Return −(u − g): the term that decay added to gradients of 1."""
     return jax.tree.map(lambda u: 1 - u, updates)
 
 
@@ -89,11 +91,11 @@ def _slotted(g: Any, p: Any, slots: Any, h: Any) -> Any:
     return (0 * g, {}) if slots["m"] is None else (-g, {"m": slots["m"] + 1})
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("what", MOVES_LOW)
-def test_dtypes_are_those_of_the_state(what: str, around: str) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", CASES)
+def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:
     seen.clear()
-    optimizer = AROUND[around](MOVES_LOW[what]())
+    optimizer = WRAPPERS[wrapper](CASES[case]())
     state = jstep.TrainState.create(PARAMS, optimizer)
     state = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, GRADS)
     np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.0, atol=1e-6)
@@ -101,13 +103,13 @@ def test_dtypes_are_those_of_the_state(what: str, around: str) -> None:
     assert set(seen) <= {("low", "bfloat16"), ("high", "float32")}
 
 
-def test_what_is_averaged_and_trusted_goes_by_the_state_too() -> None:
+def test_averages_and_trust_ratios_see_the_dtypes_of_the_state() -> None:
     optimizer = jstep.master_weights(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, is_low))
     averages = jstep.TrainState.create(PARAMS, optimizer).slots["ExponentialMovingAverage"]
     assert averages["high"] is None
     assert averages["low"].dtype == jnp.float32
-    for around in (lambda one: one, jstep.master_weights):
-        lars = around(jstep.lars(1.0, momentum=0.0, trust_coefficient=0.5, trust_ratio_mask=is_low))
+    for wrapper in (lambda one: one, jstep.master_weights):
+        lars = wrapper(jstep.lars(1.0, momentum=0.0, trust_coefficient=0.5, trust_ratio_mask=is_low))
         state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, lars), GRADS, lars)
         np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.5, rtol=1e-2)
         np.testing.assert_allclose(state.params["high"], 0.0, atol=1e-6)

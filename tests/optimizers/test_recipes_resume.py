@@ -1,4 +1,4 @@
-"""Recipes of 2026 under the tools: resumed, planned, with costs, held rates, masters and labels."""
+"""Hyperball recipes with `verify_resume`, `plan`, `cost`, held rates, master weights and labels."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_resumed_planned_and_with_costs(name: str) -> None:
+def test_recipes_with_verify_resume_plan_and_cost(name: str) -> None:
     optimizer = CHAINS[name]()
     low = name == "masters"
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS) if low else PARAMS
@@ -50,7 +50,9 @@ def test_resumed_planned_and_with_costs(name: str) -> None:
     assert jstep.verify_resume(lambda: jstep.TrainState.create(params, optimizer), train_step, data, 3, 6).ok
     state = jstep.TrainState.create(params, optimizer)
     assert jstep.cost(train_step, state, *data[0]).flops > 0
-    assert ("rate" in str(jstep.plan(optimizer, 6))) == (name != "AdamH")  # the state holds it
+    assert ("rate" in str(jstep.plan(optimizer, 6))) == (
+        name != "AdamH"
+    )  # a held rate is in the state, not in the plan
     for one in data:
         state, metrics = train_step(state, *one)
     new = state.slots["master"] if low else state.params

@@ -1,4 +1,4 @@
-"""The parameters that a schedule-free run is after, wherever its slots lie."""
+"""`schedule_free_params` finds its slots in nested optimizers."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_found_under_scopes_and_wrappers(name: str) -> None:
     assert found["none"] is None
 
 
-def test_of_a_partition_the_other_leaves_stay() -> None:
+def test_leaves_of_other_labels_are_unchanged() -> None:
     optimizer = jstep.partition(
         {"free": free(), "rest": jstep.adamw()}, lambda path, leaf: "free" if leaf.ndim == 2 else "rest"
     )
@@ -64,10 +64,10 @@ def test_of_a_partition_the_other_leaves_stay() -> None:
 
 @pytest.mark.parametrize("kind", ["tree", "scalar", "other"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_slot_of_that_name_that_is_no_master(dtype, kind: str) -> None:
+def test_other_slots_named_master_are_ignored(dtype, kind: str) -> None:
     def init(params, global_step=0):
-        made = {"tree": jax.tree.map(lambda p: jnp.full(p.shape, 7.0), params), "scalar": jnp.float32(7.0)}
-        return {"master": made.get(kind, {"odd": jnp.zeros(2)})}
+        values = {"tree": jax.tree.map(lambda p: jnp.full(p.shape, 7.0), params), "scalar": jnp.float32(7.0)}
+        return {"master": values.get(kind, {"odd": jnp.zeros(2)})}
 
     other = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, dict(slots)), lambda step: {})
     free_below = jstep.scope("net", free())

@@ -1,4 +1,4 @@
-"""update_every: at which steps it updates, what stays at the others, and in what company."""
+"""`update_every`: when it updates, what it keeps at other steps, and how it composes."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def gradients(n, scale=1.0):
 
 
 def run(optimizer, all_gradients, params=PARAMS, start=0):
-    """All states, the first included."""
+    """Return all states, including the initial one."""
     states = [jstep.TrainState.create(params, optimizer, start)]
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     for grads in all_gradients:
@@ -35,27 +35,27 @@ def assert_same(a, b):
 
 
 def assert_close(a, b):
-    """Up to rounding: XLA fuses programs that differ by a select differently."""
+    """Compare up to rounding, because XLA fuses programs that differ by a select differently."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
-def kept(slots):
+def without_start_steps(slots):
     return {name: tree for name, tree in slots.items() if not name.endswith("start_step")}
 
 
 @pytest.mark.parametrize(("k", "phase"), [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)])
-def test_it_updates_at_its_steps_as_the_optimizer_does_without_the_others(k, phase):
+def test_updates_equal_a_run_on_the_due_gradients_alone(k, phase):
     rate = jstep.constant(0.1)
     grads = [gradients(n) for n in range(8)]
     due = [n for n in range(8) if (n - phase) % k == k - 1]
     states = run(jstep.update_every(k, jstep.adam(rate), phase=phase), grads)
-    alone = run(jstep.adam(rate), [grads[n] for n in due])
+    reference = run(jstep.adam(rate), [grads[n] for n in due])
     done = 0
     for n, (before, after) in enumerate(itertools.pairwise(states)):
         done += n in due
-        assert_close(after.params, alone[done].params)
-        assert_close(kept(after.slots), kept(alone[done].slots))
+        assert_close(after.params, reference[done].params)
+        assert_close(without_start_steps(after.slots), without_start_steps(reference[done].slots))
         assert after.slots["start_step"] == n + 1 - done
         if n not in due:
             assert_same(after.params, before.params)
@@ -69,34 +69,34 @@ def test_schedules_are_read_at_the_global_step():
 
 
 @pytest.mark.parametrize("inner", [jstep.adam, lambda rate: jstep.skip_nonfinite(jstep.adam(rate))])
-def test_a_nan_of_an_unused_step_does_not_come_through(inner):
+def test_nan_gradients_of_other_steps_are_ignored(inner):
     optimizer = jstep.update_every(2, inner(0.1))
     nan = gradients(0, np.nan)
     clean = run(optimizer, [gradients(0), gradients(1), gradients(2), gradients(3)])
     assert_same(run(optimizer, [nan, gradients(1), nan, gradients(3)])[-1], clean[-1])
 
 
-def test_accumulated_gradients_are_their_mean():
+def test_accumulated_gradients_are_averaged():
     grads = [gradients(n) for n in range(6)]
     mean = [jax.tree.map(lambda *g: sum(g) / 3, *grads[i : i + 3]) for i in (0, 3)]
     optimizer = jstep.update_every(3, jstep.momentum(0.1, 0.9), accumulate=True)
     states = run(optimizer, grads)
-    alone = run(jstep.momentum(0.1, 0.9), mean)
+    reference = run(jstep.momentum(0.1, 0.9), mean)
     for n, state in enumerate(states):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, alone[n // 3].params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, reference[n // 3].params)
         assert all(count == n % 3 for count in jax.tree.leaves(state.slots["gradient_count"]))
 
 
-def test_a_nan_that_was_accumulated_is_used_once():
+def test_an_accumulated_nan_affects_one_update():
     optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.gradient_descent(0.5), accumulate=True))
     inside = jstep.update_every(2, jstep.skip_nonfinite(jstep.gradient_descent(0.5)), accumulate=True)
     grads = [{"w": jnp.float32(g)} for g in (np.nan, 2.0, 4.0, 2.0)]
-    # The guard outside leaves the first out of the mean; the one inside leaves out the whole mean.
+    # The outer guard excludes the first gradient from the mean; the inner one skips the update with the mean.
     assert [float(s.params["w"]) for s in run(optimizer, grads, {"w": 0.0})] == [0.0, 0.0, -1.0, -1.0, -2.5]
     assert [float(s.params["w"]) for s in run(inside, grads, {"w": 0.0})] == [0.0, 0.0, 0.0, 0.0, -1.5]
 
 
-def test_a_leaf_without_gradient_waits_with_its_mean():
+def test_a_leaf_without_a_gradient_keeps_its_sum():
     optimizer = jstep.update_every(2, jstep.gradient_descent(1.0), accumulate=True)
     one, both = {"a": jnp.float32(1.0), "b": None}, {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}
     states = run(optimizer, [both, one, one, both], {"a": 0.0, "b": 0.0})
@@ -106,7 +106,7 @@ def test_a_leaf_without_gradient_waits_with_its_mean():
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_part_without_any_gradient_sits_the_step_out(accumulate):
+def test_a_label_without_gradients_skips_the_step(accumulate):
     optimizer = jstep.partition(
         {"x": jstep.update_every(2, jstep.adam(0.1), accumulate=accumulate), "x/y": jstep.adam(0.1)},
         lambda path, leaf: "x" if path == "a" else "x/y",
@@ -121,7 +121,7 @@ def test_a_part_without_any_gradient_sits_the_step_out(accumulate):
         run(jstep.update_every(2, jstep.adam(), accumulate=accumulate), [{"a": None, "b": None}])
 
 
-def test_rows_of_a_table_are_accumulated():
+def test_sparse_gradients_are_accumulated():
     table = {"t": jnp.zeros((4, 1))}
     rows = [jstep.IndexedSlices(jnp.array([[1.0], [2.0]]), jnp.array(i), (4, 1)) for i in ([0, 0], [3, 1])]
     optimizer = jstep.update_every(2, jstep.adagrad(0.5), accumulate=True)
@@ -143,35 +143,35 @@ def test_low_precision_is_accumulated_in_float32():
     assert step(state).params["w"] == -1.0
 
 
-def test_averages_inside_hold_still_and_those_around_follow():
+def test_inner_and_outer_averages():
     ema = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
     inside = jstep.update_every(2, jstep.with_moving_average(jstep.adam(0.1), ema))
     outside = jstep.with_moving_average(jstep.update_every(2, jstep.adam(0.1)), ema)
     grads = [gradients(n) for n in range(6)]
-    alone = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
-    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(alone[-1]))
+    reference = run(jstep.with_moving_average(jstep.adam(0.1), ema), grads[1::2])
+    assert_close(jstep.averaged_params(run(inside, grads)[-1]), jstep.averaged_params(reference[-1]))
     states, average = run(outside, grads), ema.init(PARAMS)
     for n, state in enumerate(states[1:], 1):
         average = ema.apply(average, state.params, n)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jstep.averaged_params(state), average)
 
 
-def test_lookahead_counts_updates_inside_and_steps_around():
+def test_inner_lookahead_counts_updates_and_outer_steps():
     grads = [{"w": jnp.float32(-1.0)}] * 8
     inside = run(jstep.update_every(2, jstep.lookahead(jstep.adam(0.1), 2)), grads, {"w": 0.0})
-    alone = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
-    assert_close(inside[-1].params, alone[-1].params)
-    around = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
-    slow = [float(jstep.slow_params(state)["w"]) for state in around]
+    reference = run(jstep.lookahead(jstep.adam(0.1), 2), grads[:4], {"w": 0.0})
+    assert_close(inside[-1].params, reference[-1].params)
+    outer = run(jstep.lookahead(jstep.update_every(2, jstep.adam(0.1)), 4), grads, {"w": 0.0})
+    slow = [float(jstep.slow_params(state)["w"]) for state in outer]
     assert slow[:4] == [0.0] * 4
     assert slow[5:8] == [slow[4]] * 3
     assert 0 < slow[4] < slow[8]
 
 
-def test_two_of_them_update_where_both_are_due():
+def test_nested_ones_update_when_both_are_due():
     both = run(jstep.update_every(2, jstep.update_every(3, jstep.adam(0.1))), [gradients(n) for n in range(12)])
-    alone = run(jstep.adam(0.1), [gradients(5), gradients(11)])
-    assert_close(both[-1].params, alone[-1].params)
+    reference = run(jstep.adam(0.1), [gradients(5), gradients(11)])
+    assert_close(both[-1].params, reference[-1].params)
     assert both[-1].slots["start_step"] == 10
 
 
@@ -187,21 +187,21 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("how", WRAPPERS)
-def test_wrappers_around_it_change_nothing(how, accumulate):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_do_not_change_updates(wrapper, accumulate):
     inner = jstep.update_every(2, jstep.adam(jstep.held("rate", 0.1)), phase=1, accumulate=accumulate)
-    optimizer = WRAPPERS[how](inner)
+    optimizer = WRAPPERS[wrapper](inner)
     state = jstep.TrainState.create(PARAMS, optimizer)
     scale = state.slots.get("loss_scale", 1.0)
     grads = [gradients(n) for n in range(5)]
-    around = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
+    outer = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
     plain = run(inner, grads)[-1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), around.params, plain.params)
-    ages = [int(tree) for name, tree in around.slots.items() if name.endswith("start_step")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), outer.params, plain.params)
+    ages = [int(tree) for name, tree in outer.slots.items() if name.endswith("start_step")]
     assert ages == [int(plain.slots["start_step"])]
 
 
-def test_a_skipped_step_costs_no_age_inside_a_guard():
+def test_skipped_steps_inside_a_guard_do_not_age():
     optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.adam(0.1)))
     grads = [gradients(0), gradients(1, np.nan), gradients(2), gradients(3), gradients(4)]
     state = run(optimizer, grads)[-1]
@@ -216,17 +216,17 @@ def test_held_values_can_be_set_at_any_step():
     assert jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"] == -0.25
 
 
-def test_it_takes_what_optimizers_of_optax_keep():
+def test_states_of_optax_are_preserved():
     optax = pytest.importorskip("optax")
     optimizer = jstep.update_every(2, jstep.from_optax(optax.adam(0.1)))
     grads = [gradients(n) for n in range(4)]
-    alone = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
+    reference = run(jstep.from_optax(optax.adam(0.1)), grads[1::2])[-1]
     state = run(optimizer, grads)[-1]
-    assert_close(state.params, alone.params)
-    assert_close(state.slots, alone.slots)
+    assert_close(state.params, reference.params)
+    assert_close(state.slots, reference.slots)
 
 
-def test_context_reaches_it():
+def test_context_is_passed_through():
     def update(updates, slots, params, step, context):
         loss, grads = context.value_and_grad(params)
         return jax.tree.map(lambda g: -loss * g, grads), {}
@@ -241,7 +241,7 @@ def test_context_reaches_it():
     assert state.params["w"] == -1.0
 
 
-def test_a_loss_scale_inside_is_refused():
+def test_an_inner_loss_scale_is_rejected():
     optimizer = jstep.update_every(2, jstep.dynamic_loss_scale(jstep.adam()))
     state = jstep.TrainState.create(PARAMS, optimizer)
     with pytest.raises(ValueError, match=r"must be outermost, got the loss scale 'loss_scale', .*in update_every"):

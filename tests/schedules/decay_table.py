@@ -1,4 +1,4 @@
-"""Every decay next to its reference in exact quotients."""
+"""All decays with their references, computed with exact quotients."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jstep
 LAST = 2**31 - 1
 EDGES = [0, 1, 2, 9, 10, 11, 99, 100, 101, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**30, LAST - 1, LAST]
 
-# One of each, with decay_steps as its only argument, next to its reference.
+# Functions of decay_steps that return a schedule, with their references.
 DECAYS: dict[str, tuple[Callable[[float], jstep.Schedule], Callable[[int, float], float]]] = {
     "exponential": (
         lambda d: jstep.exponential_decay(0.1, d, 0.5),
@@ -84,7 +84,7 @@ DECAYS: dict[str, tuple[Callable[[float], jstep.Schedule], Callable[[int, float]
 
 
 def close(found: Any, expected: Any, scale: float = 0.1) -> None:
-    """To float32 rounding: relative where the value is a power, absolute where it is a difference."""
+    """Compare up to float32 rounding: relative error for powers, absolute error for differences."""
     np.testing.assert_allclose(
         np.asarray(found, np.float64), np.clip(expected, None, np.inf), rtol=3e-6, atol=5e-7 * scale
     )

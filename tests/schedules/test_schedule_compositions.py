@@ -1,4 +1,4 @@
-"""Schedules made of others."""
+"""Schedules composed of other schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import jstep
 )
 @example([2**24, 2**24 + 1], [2**24, 2**24 + 1, 2**24 + 2])
 @example([LAST], [LAST, LAST - 1])
-def test_piecewise_constant_changes_after_its_boundary(boundaries: list[int], steps: list[int]) -> None:
+def test_piecewise_constant_changes_after_a_boundary(boundaries: list[int], steps: list[int]) -> None:
     values = [float(i) for i in range(len(boundaries) + 1)]
     schedule = jstep.piecewise_constant(boundaries, values)
     for step in [*steps, *boundaries, *(b + 1 for b in boundaries if b < LAST)]:
@@ -36,7 +36,7 @@ def test_piecewise_constant_with_boundaries_between_and_beyond_steps() -> None:
 @example(2**24, 2**24 + 2)
 @example(LAST, LAST)
 @example(LAST - 1, LAST)
-def test_linear_warmup_is_one_from_its_last_step_on(step: int, warmup: int) -> None:
+def test_linear_warmup_ends_exactly_at_its_last_step(step: int, warmup: int) -> None:
     value = float(jstep.linear_warmup(2.0, warmup)(step))
     assert value == pytest.approx(2 * min(1.0, (step + 1) / warmup), rel=1e-6)
     if step + 1 >= warmup:
@@ -56,24 +56,24 @@ def test_linear_warmup_multiplies_the_schedule_at_the_same_step() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 1000, 2**24 + 1, LAST])
-def test_shift_begins_at_its_start(start: int) -> None:
-    seen = jstep.shift(lambda step: step, start)  # integers pass through, so that every bit shows
+def test_shift_starts_at_its_start_step(start: int) -> None:
+    shifted = jstep.shift(lambda step: step, start)  # integers are passed through, so that the comparison is bitwise
     for step in (0, 1, start - 1, start, start + 1, 2**24 + 3, LAST):
         if 0 <= step <= LAST:
-            assert int(seen(step)) == max(0, step - start)
+            assert int(shifted(step)) == max(0, step - start)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, LAST), min_size=1, max_size=4, unique=True).map(sorted))
 @example([2**24, 2**24 + 1, LAST])
-def test_join_gives_each_part_its_own_clock(boundaries: list[int]) -> None:
-    """Part i reports i in the units and the last digits of its own step in the fraction."""
+def test_join_gives_each_part_a_step_counter_of_its_own(boundaries: list[int]) -> None:
+    """Part i returns i plus a fraction that encodes the last digits of its local step."""
     parts = [lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)]
     schedule = jstep.join(parts, boundaries)
     for step in {0, *boundaries, *(b - 1 for b in boundaries), LAST}:
         i = sum(b <= step for b in boundaries)
-        own = step - ([0, *boundaries][i])
-        assert float(schedule(step)) == pytest.approx(i + own % 1000 / 1024, abs=1e-6)
+        local_step = step - ([0, *boundaries][i])
+        assert float(schedule(step)) == pytest.approx(i + local_step % 1000 / 1024, abs=1e-6)
 
 
 def test_join_of_a_warmup_a_plateau_and_a_decay() -> None:
@@ -85,8 +85,8 @@ def test_join_of_a_warmup_a_plateau_and_a_decay() -> None:
     )
 
 
-def test_a_learning_rate_may_be_traced() -> None:
-    """Sweeps over what a schedule is made of, under vmap and grad."""
+def test_arguments_of_schedules_may_be_traced() -> None:
+    """Arguments of schedules are swept with vmap and differentiated with grad."""
     rates = jnp.array([0.1, 0.2])
     for make in (
         lambda lr: jstep.constant(lr),

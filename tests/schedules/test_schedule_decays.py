@@ -1,4 +1,4 @@
-"""Schedules against exact quotients (tests/reference.py), at every size of step and on both sides of every edge."""
+"""Schedules, compared with exact quotients (tests/reference.py), for steps of all sizes and around every edge."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
 
 @pytest.mark.parametrize("decay_steps", [10, 1234.125])
 @pytest.mark.parametrize("name", DECAYS)
-def test_decays_of_python_numpy_jax_and_traced_steps_agree(name: str, decay_steps: float) -> None:
+def test_decays_agree_for_python_numpy_jax_and_traced_steps(name: str, decay_steps: float) -> None:
     schedule, n = DECAYS[name][0](decay_steps), 57
     value = schedule(n)
     assert value.shape == ()
@@ -69,7 +69,7 @@ def test_negative_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_steps_that_are_no_integers(name: str) -> None:
+def test_steps_that_are_not_integers(name: str) -> None:
     for bad in (1.0, np.float32(1), jnp.float32(1), None, "1", True):
         with pytest.raises(TypeError, match="step"):
             ALL[name](bad)
@@ -78,7 +78,7 @@ def test_steps_that_are_no_integers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_compositions_take_arrays_and_scalars_alike(name: str) -> None:
+def test_compositions_accept_arrays_and_scalars(name: str) -> None:
     schedule, steps = OTHERS[name], np.arange(100).reshape(10, 10)
     one_by_one = np.array([float(schedule(int(n))) for n in steps.ravel()[::9]])
     assert schedule(steps).shape == (10, 10)

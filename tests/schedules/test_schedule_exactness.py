@@ -1,4 +1,4 @@
-"""Schedules where float32 cannot count: staircases, ends, cycles and restarts at their exact steps."""
+"""Schedules at steps beyond the precision of float32: exact staircases, ends, cycles and restarts."""
 
 import math
 from fractions import Fraction
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jstep
 
 
-def test_the_classic_demonstration() -> None:
+def test_known_values_of_exponential_decay() -> None:
     schedule = jstep.exponential_decay(0.1, 10, 2)
     assert [f"{schedule(n):.6g}" for n in range(11)] == [
         "0.1",
@@ -30,7 +30,7 @@ def test_the_classic_demonstration() -> None:
 
 
 @pytest.mark.parametrize("length", [2**24 + 1, 2**24 - 1, 2**30 + 1, LAST])
-def test_staircases_step_where_float32_cannot_count(length: int) -> None:
+def test_staircases_are_exact_beyond_float32(length: int) -> None:
     schedule = jstep.exponential_decay(1.0, length, 0.5, staircase=True)
     assert float(schedule(length - 1)) == 1.0
     assert float(schedule(length)) == 0.5
@@ -47,12 +47,12 @@ def test_staircases_step_where_float32_cannot_count(length: int) -> None:
 @example(LAST - 1, LAST)
 @example(2**24 + 1, 2)
 def test_staircase_counts_whole_periods_exactly(step: int, length: int) -> None:
-    """The parity of the number of periods is its last bit: no rounding leaves it intact."""
+    """Rounding the number of periods would change its last bit, its parity."""
     value = float(jstep.exponential_decay(1.0, length, 0.5, staircase=True)(step))
-    whole = step // length
-    assert value == (0.5**whole if whole < 140 else 0.0) or whole > 126  # denormals may be flushed
+    periods = step // length
+    assert value == (0.5**periods if periods < 140 else 0.0) or periods > 126  # denormals may be flushed
     nearly_one = float(jstep.exponential_decay(1.0, length, 1.0000001, staircase=True)(step))
-    assert nearly_one == pytest.approx(finite(lambda: 1.0000001**whole), rel=3e-6)
+    assert nearly_one == pytest.approx(finite(lambda: 1.0000001**periods), rel=3e-6)
 
 
 @settings(max_examples=60)
@@ -60,7 +60,7 @@ def test_staircase_counts_whole_periods_exactly(step: int, length: int) -> None:
 @example(LAST, 2**20 - 1, 16, 3.0)
 def test_exponential_decay_with_fractional_decay_steps(step: int, num: int, den: int, exponent: float) -> None:
     length = num / den
-    assume(step * den < 2**31 * num)  # no more periods than an int32 counts
+    assume(step * den < 2**31 * num)  # the number of periods fits into int32
     rate = math.exp(exponent / max(1.0, step / length))
     assume(0 < rate < 1e30)
     for staircase in (False, True):
@@ -79,14 +79,14 @@ def test_smooth_decays_with_any_decay_steps(step: int, length: float, name: str)
 @given(st.integers(1, LAST))
 @example(LAST)
 @example(2**24 + 1)
-def test_the_last_step_of_a_decay_is_not_zero_and_the_end_is(length: int) -> None:
+def test_decays_reach_zero_exactly_at_their_end(length: int) -> None:
     line = jstep.polynomial_decay(1.0, length, 0.0)
     assert float(line(length - 1)) == pytest.approx(1 / length, rel=1e-6)
     assert float(line(length)) == 0.0
     assert float(line(LAST)) == (0.0 if length <= LAST else line(LAST))
     wave = jstep.cosine_decay(1.0, length)
     assert float(wave(length)) == 0.0
-    # sin²(π/2n), of which (1 + cos π(1 − 1/n))/2 keeps no digit.
+    # sin²(π/2n); all digits are lost in (1 + cos π(1 − 1/n))/2.
     assert float(wave(length - 1)) == pytest.approx(math.sin(math.pi / 2 / length) ** 2, rel=1e-5, abs=1e-37)
 
 

@@ -1,4 +1,4 @@
-"""The schedules that people train with today: against their references, exact quotients, and past 2^24."""
+"""Schedules of modern recipes, compared with their references and with exact quotients, also beyond 2^24."""
 
 import math
 import warnings
@@ -22,17 +22,17 @@ def close(found: object, expected: object) -> None:
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_linear_and_warmup_cosine_are_those_of_optax() -> None:
-    theirs = optax.linear_schedule(0.1, 0.9, 33)
-    close(jstep.linear(0.1, 0.9, 33)(STEPS), jax.vmap(theirs)(STEPS))
+def test_linear_and_warmup_cosine_match_optax() -> None:
+    expected_schedule = optax.linear_schedule(0.1, 0.9, 33)
+    close(jstep.linear(0.1, 0.9, 33)(STEPS), jax.vmap(expected_schedule)(STEPS))
     for warm in (0, 10):
-        theirs = optax.warmup_cosine_decay_schedule(0.01, 0.3, warm, 110, 0.002)
-        close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(theirs)(STEPS))
+        expected_schedule = optax.warmup_cosine_decay_schedule(0.01, 0.3, warm, 110, 0.002)
+        close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(expected_schedule)(STEPS))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.005, 0.25, 0.3, 0.333, 1.0])
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
-def test_one_cycle_is_that_of_torch(share: float, anneal: str) -> None:
+def test_one_cycle_matches_torch(share: float, anneal: str) -> None:
     torch = pytest.importorskip("torch")
     rates = torch_rates(
         torch,
@@ -41,13 +41,13 @@ def test_one_cycle_is_that_of_torch(share: float, anneal: str) -> None:
         ),
         101,
     )
-    ours = jstep.one_cycle(0.7, 101, share, final_div_factor=100, anneal=anneal)
-    close(ours(np.arange(101)), rates)
-    close(ours(LAST), rates[-1])
+    schedule = jstep.one_cycle(0.7, 101, share, final_div_factor=100, anneal=anneal)
+    close(schedule(np.arange(101)), rates)
+    close(schedule(LAST), rates[-1])
 
 
 @pytest.mark.parametrize("sizes", [(7, None), (7, 13), (5, 2)])
-def test_cyclical_is_that_of_torch(sizes: tuple[int, int | None]) -> None:
+def test_cyclical_matches_torch(sizes: tuple[int, int | None]) -> None:
     torch = pytest.importorskip("torch")
     rates = torch_rates(torch, lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.7, *sizes, cycle_momentum=False))
     close(jstep.cyclical(0.1, 0.7, *sizes)(STEPS), rates)
@@ -88,8 +88,8 @@ def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) ->
 
 
 @pytest.mark.parametrize("length", BIG)
-def test_the_last_digits_of_late_steps_count(length: int) -> None:
-    """One step before its end a decay to 0 is not 0, and at its end it is."""
+def test_late_steps_are_exact(length: int) -> None:
+    """A decay to 0 is not 0 one step before its end, and 0 at its end."""
     plateau = jstep.warmup_stable_decay(1.0, 3, length - 13, 10)
     close([plateau(length - 10), plateau(length - 9), plateau(length - 1), plateau(length)], [1.0, 0.9, 0.1, 0.0])
     line = jstep.linear(1.0, 0.0, length)
@@ -106,7 +106,7 @@ def test_the_last_digits_of_late_steps_count(length: int) -> None:
 
 
 @pytest.mark.parametrize("half", [3, 1000, 2**20 + 1])
-def test_triangles_stay_where_they_are(half: float) -> None:
+def test_triangles_do_not_drift(half: float) -> None:
     schedule = jstep.cyclical(0.0, 1.0, half)
     for n in (2**24 + 1, 2**24 + 3, 2**30 + 1, LAST - 1, LAST):
         x = (Fraction(n) / (2 * Fraction(half))) % 1 * 2
@@ -119,7 +119,7 @@ def test_inverse_sqrt_decay() -> None:
     close(schedule(np.array(steps)), [0.7 * min(1, (n + 1) / w) * math.sqrt(w / max(n, w)) for n in steps])
 
 
-def test_the_schedules_of_ademamix_count_updates_from_one() -> None:
+def test_ademamix_schedules_count_updates_from_one() -> None:
     first, last, length = 0.9, 0.9999, 100
     steps = [0, 5, 49, 98, 99, 100, 200, LAST]
 
@@ -138,7 +138,7 @@ def test_times_is_the_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "says"),
+    ("make", "error", "message"),
     [
         (lambda: jstep.exponential_decay(0.1, 5, 1000, 0.96), TypeError, "staircase=0.96.*global_step"),
         (lambda: jstep.natural_exp_decay(0.1, 5, 1000, 0.96), TypeError, "staircase=0.96.*global_step"),
@@ -192,12 +192,12 @@ def test_times_is_the_product() -> None:
         (lambda: jstep.ademamix_beta3(0.9, 1.0, 10), ValueError, "beta3=1.0"),
     ],
 )
-def test_bad_arguments(make, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_bad_arguments(make, error, message) -> None:
+    with pytest.raises(error, match=message):
         make()
 
 
-def test_what_they_are_made_of_may_be_traced() -> None:
+def test_arguments_may_be_traced() -> None:
     rates = jnp.array([0.1, 0.2])
     for make in (
         lambda lr: jstep.linear(lr, 0.5, 10),

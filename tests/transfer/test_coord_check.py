@@ -1,4 +1,4 @@
-"""coord_check: what it measures, on a model whose numbers are known and on a real one, and what it refuses."""
+"""`coord_check` on a model with known results and on a real one, and invalid arguments."""
 
 import pathlib
 from typing import Any
@@ -15,8 +15,8 @@ X = np.random.default_rng(0).normal(size=(16, 12)).astype(np.float32)
 Y = 3 * np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
 
 
-def known(width: int) -> Any:
-    """w grows by 0.5·width at each step."""
+def known_model(width: int) -> Any:
+    """Return a model whose parameter w grows by 0.5·width at each step."""
     optimizer = jstep.gradient_descent(0.5 * width)
     step = jstep.minimize(lambda params, x: -params["w"] * jnp.mean(x), optimizer)
     return step, jstep.TrainState.create({"w": 2.0}, optimizer), jnp.ones(3)
@@ -26,7 +26,7 @@ def test_sizes_changes_and_growth() -> None:
     def activations(params: Any, x: Any) -> Any:
         return {"linear": params["w"] * x, "same": x, "root": jnp.sqrt(jnp.abs(params["w"] - 2.0)) * x[None]}
 
-    check = jstep.coord_check(known, (4, 8, 16), activations, steps=2)
+    check = jstep.coord_check(known_model, (4, 8, 16), activations, steps=2)
     assert check.sizes["linear"] == {4: 2.0, 8: 2.0, 16: 2.0}
     assert check.changes["linear"] == {4: 4.0, 8: 8.0, 16: 16.0}
     assert check.growth["linear"] == pytest.approx(1.0)
@@ -37,26 +37,26 @@ def test_sizes_changes_and_growth() -> None:
     assert lines[2].split() == ["activation", "4", "8", "16", "growth"]
     assert any(line.split() == ["linear", "size", "2", "2", "2"] for line in lines)
     assert any(line.split() == ["change", "4", "8", "16", "1.00"] for line in lines)
-    assert jstep.coord_check(known, iter([4, 8]), activations).changes["linear"][8] == 20.0  # five steps
+    assert jstep.coord_check(known_model, iter([4, 8]), activations).changes["linear"][8] == 20.0  # five steps
 
 
-def test_a_view_of_a_parameter_is_that_before_training() -> None:
-    """The step takes the memory of the state over."""
-    check = jstep.coord_check(known, (4, 8), lambda params, x: {"w": params["w"]}, steps=1)
+def test_params_returned_as_activations_survive_donation() -> None:
+    """The step donates the state, and the value before training is still needed."""
+    check = jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": params["w"]}, steps=1)
     assert check.changes["w"] == {4: 2.0, 8: 4.0}
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_picture(tmp_path: pathlib.Path, ending: str) -> None:
+def test_plot(tmp_path: pathlib.Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
-    check = jstep.coord_check(known, (4, 8), lambda params, x: {"w": params["w"], "same": x}, steps=1)
+    check = jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": params["w"], "same": x}, steps=1)
     path = tmp_path / f"check.{ending}"
     check.plot(str(path))
     check.plot(path)
     assert path.stat().st_size > 1000
 
 
-# A real model: two hidden layers, a biased one among them, by Adam.
+# A real model with two hidden layers, one of them with a bias.
 
 
 def init(width: int) -> Any:
@@ -113,7 +113,7 @@ def growth(name: str, *, with_factors: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_factors_make_changes_flat_in_the_width(name: str) -> None:
+def test_with_factors_changes_do_not_depend_on_the_width(name: str) -> None:
     found = growth(name, with_factors=True)
     assert all(abs(slope) < 0.3 for slope in found.values()), found
 
@@ -122,7 +122,7 @@ def test_without_factors_changes_grow_with_the_width() -> None:
     found = growth("adam", with_factors=False)
     assert found["out"] > 0.6
     assert found["second"] > 0.4
-    assert growth("sgd", with_factors=False)["first"] < -0.3  # of gradients that fall like 1/√width
+    assert growth("sgd", with_factors=False)["first"] < -0.3  # the gradients decrease like 1/√width
 
 
 def test_bad_input() -> None:
@@ -135,24 +135,24 @@ def test_bad_input() -> None:
         (4.0, 8): TypeError,
     }.items():
         with pytest.raises(error, match="widths"):
-            jstep.coord_check(known, widths, one)
+            jstep.coord_check(known_model, widths, one)
     with pytest.raises(TypeError, match="widths=64: must be several integers"):
-        jstep.coord_check(known, 64, one)  # type: ignore[arg-type]
+        jstep.coord_check(known_model, 64, one)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="steps=0"):
-        jstep.coord_check(known, (4, 8), one, steps=0)
+        jstep.coord_check(known_model, (4, 8), one, steps=0)
     with pytest.raises(TypeError, match="make=3"):
         jstep.coord_check(3, (4, 8), one)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="activations=3"):
-        jstep.coord_check(known, (4, 8), 3)  # type: ignore[arg-type]
+        jstep.coord_check(known_model, (4, 8), 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"make: must return \(train_step, state, batch\) for width 4"):
-        jstep.coord_check(lambda width: known(width)[:2], (4, 8), one)  # type: ignore[arg-type, return-value]
+        jstep.coord_check(lambda width: known_model(width)[:2], (4, 8), one)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"make\(4\)\[0\]"):
-        jstep.coord_check(lambda width: (None, *known(width)[1:]), (4, 8), one)
+        jstep.coord_check(lambda width: (None, *known_model(width)[1:]), (4, 8), one)
     for wrong in (jnp.ones(3), {}, {"w": "x"}, {"w": jnp.ones(3, jnp.int32)}, {3: jnp.ones(3)}, None):
         with pytest.raises(TypeError, match="activations: "):
-            jstep.coord_check(known, (4, 8), lambda params, x, wrong=wrong: wrong)
+            jstep.coord_check(known_model, (4, 8), lambda params, x, wrong=wrong: wrong)
     with pytest.raises(ValueError, match="activations: 'w' must not be empty"):
-        jstep.coord_check(known, (4, 8), lambda params, x: {"w": jnp.zeros(0)})
+        jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": jnp.zeros(0)})
     names = iter("aabb")
     with pytest.raises(ValueError, match=r"same names at each width, got \['a'\] at 4 and \['b'\] at 8"):
-        jstep.coord_check(known, (4, 8), lambda params, x: {next(names): x})
+        jstep.coord_check(known_model, (4, 8), lambda params, x: {next(names): x})

@@ -1,4 +1,4 @@
-"""mup: the factors of table 3 by path, what it refuses, and what they do in an optimizer."""
+"""`mup`: the factors of table 3 by path, invalid arguments, and the factors in an optimizer."""
 
 import dataclasses
 import math
@@ -70,12 +70,12 @@ def test_equal_trees_change_nothing(optimizer: str, init: str) -> None:
         factors = jstep.mup(shapes(8), shapes(8), delta=delta, optimizer=optimizer, init=init)
         assert {*factors.rates.values(), *factors.decays.values(), *factors.initials.values()} == {1.0}
         params = {"a": jnp.arange(3.0)}
-        same = jstep.mup(params, params).initial(params)
-        assert jstep.fingerprint(same).tolist() == jstep.fingerprint(params).tolist()
+        unchanged = jstep.mup(params, params).initial(params)
+        assert jstep.fingerprint(unchanged).tolist() == jstep.fingerprint(params).tolist()
 
 
-def test_ratios_that_differ_by_way() -> None:
-    """Fan-in ×2, fan-out ×8."""
+def test_different_ratios_of_fan_in_and_fan_out() -> None:
+    """The fan-in grows by 2 and the fan-out by 8."""
     small, wide = {"w": jnp.zeros((4, 4))}, {"w": jnp.zeros((8, 32))}
     rates = {name: jstep.mup(small, wide, optimizer=name).rates["w"] for name in RATES}
     expected = {"adam": 0.5, "sgd": 4, "muon": 2 / math.sqrt(8), "muon_original": 1, "hyperball": 1}
@@ -110,8 +110,8 @@ def test_axes() -> None:
     assert by_row.widths["w"].kind == "output"
 
 
-def test_delta_says_what_is_a_width() -> None:
-    """The base's width is by accident that of the target's vocabulary, or the target no wider than the base."""
+def test_delta_determines_which_axes_are_widths() -> None:
+    """Sizes in base and target may be equal by coincidence; delta shows which axes are widths."""
     f = lambda *shape: {"w": jnp.zeros(shape)}  # noqa: E731
     assert jstep.mup(f(8, 8), f(8, 32), delta=f(8, 16)).widths["w"].kind == "input"
     factors = jstep.mup(f(8, 8), f(16, 32), delta=f(12, 16))
@@ -176,8 +176,8 @@ def test_initial_values() -> None:
         np.testing.assert_array_equal(found["w"], np.full((16, 2), 0.5))
         assert found["n"] == 5
         assert found["none"] is None
-    half = factors.initial({**wide, "w": wide["w"].astype(jnp.bfloat16)})
-    assert half["w"].dtype == jnp.bfloat16
+    low = factors.initial({**wide, "w": wide["w"].astype(jnp.bfloat16)})
+    assert low["w"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match=r"params: the leaf at 'w' has shape \(4, 2\), in target \(16, 2\)"):
         factors.initial(small)
     with pytest.raises(ValueError, match=r"lacks \['w'\]"):
@@ -186,7 +186,7 @@ def test_initial_values() -> None:
         factors.initial({**wide, "ww": jnp.zeros(3)})
 
 
-def test_the_table_names_every_leaf() -> None:
+def test_str_lists_every_leaf() -> None:
     lines = str(jstep.mup(shapes(8), shapes(32))).splitlines()
     assert lines[0].split() == ["path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay"]
     assert len(lines) == 1 + len({*INPUT, *HIDDEN, *OUTPUT, *NONE})
@@ -199,7 +199,7 @@ def step_with(optimizer: jstep.Optimizer, params: Any) -> Any:
 
 
 def test_rates_and_decays_in_a_chain() -> None:
-    """lr·wd stays what it is in the base, while the rate is scaled; paths begin alike, or look like globs."""
+    """lr·wd is that of the base while the rate is scaled; paths share prefixes or contain glob characters."""
     names = ["w", "ww", "w*", "w[x]"]
     small = {name: jnp.ones((2 + i, 2)) for i, name in enumerate(names)}
     wide = {name: jnp.ones(((2 + i) * (i + 2), 2)) for i, name in enumerate(names)}
@@ -214,15 +214,15 @@ def test_rates_and_decays_in_a_chain() -> None:
         np.testing.assert_allclose(found[name], 1 - 0.01 / (i + 2) - 0.01 * 0.1, rtol=1e-6, err_msg=name)
 
 
-def test_it_works_below_a_label() -> None:
+def test_factors_inside_a_partition() -> None:
     factors = jstep.mup({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
-    half = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors.rates))
-    optimizer = jstep.partition({"a": half, "b": half}, lambda path, leaf: path)
+    scaled = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors.rates))
+    optimizer = jstep.partition({"a": scaled, "b": scaled}, lambda path, leaf: path)
     found = step_with(optimizer, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
     np.testing.assert_allclose([found["a"][0, 0], found["b"][0, 0]], [0.5, 0.75])
 
 
-def test_modules_that_know_their_width() -> None:
+def test_modules_with_a_static_width() -> None:
     """In Equinox the width is part of the structure, which then differs between the models."""
 
     @jax.tree_util.register_dataclass

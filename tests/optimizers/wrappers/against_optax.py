@@ -1,4 +1,4 @@
-"""The same gradients through Optax and through jstep."""
+"""Run the same gradients with Optax and with jstep."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ PARAMS = _tree()
 GRADS = [_tree(scale) for scale in (1.0, 0.1, 3.0, 1.0, 0.5)]
 
 
-def ours(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARAMS) -> jstep.TrainState:
+def run_jstep(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARAMS) -> jstep.TrainState:
     state = jstep.TrainState.create(params, optimizer)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
     for g in grads:
@@ -29,15 +29,15 @@ def ours(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARAMS) -
     return state
 
 
-def theirs(transformation: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+def run_optax(transformation: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        kept, update = transformation.init(params), jax.jit(transformation.update)
+        opt_state, update = transformation.init(params), jax.jit(transformation.update)
         for g in grads:
-            updates, kept = update(g, kept, params)
+            updates, opt_state = update(g, opt_state, params)
             params = optax.apply_updates(params, updates)
     return params
 
 
-def close(a: Any, b: Any, rtol: float = 1e-5) -> None:
+def assert_close(a: Any, b: Any, rtol: float = 1e-5) -> None:
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6)

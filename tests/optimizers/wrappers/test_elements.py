@@ -1,4 +1,4 @@
-"""Elements of a chain, against Optax and by hand."""
+"""Elements of a chain, compared with Optax and with results computed by hand."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from against_optax import GRADS, PARAMS, close, ours, theirs
+from against_optax import GRADS, PARAMS, assert_close, run_jstep, run_optax
 
 import jstep
 
@@ -19,60 +19,60 @@ PAIRS = {
 }
 
 
-def before(element: jstep.Optimizer) -> jstep.Optimizer:
+def with_descent(element: jstep.Optimizer) -> jstep.Optimizer:
     return jstep.chain(element, jstep.gradient_descent(1.0))
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_elements_equal_optax(name: str) -> None:
+def test_elements_match_optax(name: str) -> None:
     element, transformation = PAIRS[name]
-    close(ours(before(element)).params, theirs(optax.chain(transformation, optax.sgd(1.0))))
+    assert_close(run_jstep(with_descent(element)).params, run_optax(optax.chain(transformation, optax.sgd(1.0))))
 
 
 def test_axes_of_units() -> None:
     kernel = lambda path, leaf: tuple(range(leaf.ndim - 1))  # noqa: E731
     g = GRADS[0]
-    new = ours(before(jstep.centralize_gradients(kernel)), [g]).params
+    new = run_jstep(with_descent(jstep.centralize_gradients(kernel)), [g]).params
     np.testing.assert_allclose(
         PARAMS["w"] - new["w"], g["w"] - jnp.mean(g["w"], 0, keepdims=True), rtol=1e-5, atol=1e-6
     )
     np.testing.assert_allclose(PARAMS["b"] - new["b"], g["b"], rtol=1e-5, atol=1e-6)
-    clipped = ours(before(jstep.clip_gradients(adaptive=0.01, axes=lambda path, leaf: -1)), [g]).params
+    clipped = run_jstep(with_descent(jstep.clip_gradients(adaptive=0.01, axes=lambda path, leaf: -1)), [g]).params
     ratio = np.linalg.norm(PARAMS["w"] - clipped["w"], axis=-1) / np.linalg.norm(PARAMS["w"], axis=-1)
     np.testing.assert_allclose(ratio, 0.01, rtol=1e-3)
     with pytest.raises(ValueError, match=r"axes=\(3,\): the leaf at 'b' of shape \(4,\) has no axis 3"):
-        ours(before(jstep.clip_gradients(adaptive=0.01, axes=3)), [g])
+        run_jstep(with_descent(jstep.clip_gradients(adaptive=0.01, axes=3)), [g])
     with pytest.raises(TypeError, match="axes='x'"):
         jstep.centralize_gradients("x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only clip_gradients"):
         jstep.clip_gradients(by_norm=1.0, axes=0)
 
 
-def test_adaptive_clipping_of_large_and_broken_gradients() -> None:
-    optimizer = before(jstep.clip_gradients(adaptive=0.1))
+def test_adaptive_clipping_of_huge_and_nan_gradients() -> None:
+    optimizer = with_descent(jstep.clip_gradients(adaptive=0.1))
     state = jstep.TrainState.create({"w": jnp.ones((2, 2))}, optimizer)
     new = jstep.apply_gradients(state, {"w": jnp.array([[1e30, jnp.nan], [1e30, 1.0]])}, optimizer).params["w"]
     np.testing.assert_allclose(new[:, 0], 1 - 0.1, rtol=1e-5)
     assert np.isnan(new[:, 1]).all()
 
 
-def test_noise_falls_with_the_step_and_is_a_function_of_it() -> None:
+def test_noise_decays_and_is_a_function_of_the_step() -> None:
     key, shape = jax.random.key(3), (20_000,)
-    optimizer = before(jstep.add_noise(0.04, 1.0, key))
+    optimizer = with_descent(jstep.add_noise(0.04, 1.0, key))
 
     def noise_at(step: int, split: bool = False) -> Any:
-        made: Any = optimizer
+        wrapped: Any = optimizer
         if split:
-            made = jstep.partition({"x": optimizer, "y": optimizer}, lambda path, leaf: "x" if path == "a" else "y")
+            wrapped = jstep.partition({"x": optimizer, "y": optimizer}, lambda path, leaf: "x" if path == "a" else "y")
         params = {"a": jnp.zeros(shape), "b": jnp.zeros(shape)}
-        state = jstep.TrainState.create(params, made, step)
-        return jstep.apply_gradients(state, jax.tree.map(jnp.zeros_like, params), made).params
+        state = jstep.TrainState.create(params, wrapped, step)
+        return jstep.apply_gradients(state, jax.tree.map(jnp.zeros_like, params), wrapped).params
 
-    first, again, later, parts = noise_at(0), noise_at(0), noise_at(3), noise_at(0, split=True)
+    first, again, later, partitioned = noise_at(0), noise_at(0), noise_at(3), noise_at(0, split=True)
     np.testing.assert_allclose(np.std(first["a"]), 0.2, rtol=0.03)
     np.testing.assert_allclose(np.std(later["a"]), 0.1, rtol=0.03)
     np.testing.assert_array_equal(first["a"], again["a"])
-    np.testing.assert_array_equal(first["b"], parts["b"])  # leaves keep their numbers inside a partition
+    np.testing.assert_array_equal(first["b"], partitioned["b"])  # leaves keep their indices inside a partition
     assert abs(np.corrcoef(first["a"], first["b"])[0, 1]) < 0.05
     assert abs(np.corrcoef(first["a"], later["a"])[0, 1]) < 0.05
     folded = jax.random.fold_in(jax.random.fold_in(key, 3), 1)
@@ -84,17 +84,19 @@ def test_noise_falls_with_the_step_and_is_a_function_of_it() -> None:
         jstep.add_noise(0.1, 0.5, jax.random.split(key))
 
 
-def test_decay_by_masks_and_with_caution() -> None:
+def test_decay_with_masks_and_cautious_decay() -> None:
     params = {"w": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([1.0])}
     grads = {"w": jnp.array([1.0, 1.0, 0.0]), "b": jnp.array([1.0])}
     for mask in (["w"], lambda path, leaf: leaf.size > 1, {"w": True, "b": False}, "w*"):
-        new = ours(jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, mask)), [grads], params).params
+        new = run_jstep(
+            jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, mask)), [grads], params
+        ).params
         np.testing.assert_allclose(new["w"], [0.4, -1.4, 1.8], rtol=1e-6)
         np.testing.assert_allclose(new["b"], [0.5], rtol=1e-6)
-    careful = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, cautious=True))
-    np.testing.assert_allclose(ours(careful, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6)
+    cautious = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, cautious=True))
+    np.testing.assert_allclose(run_jstep(cautious, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6)
     with pytest.raises(ValueError, match=r"mask: 'v' matches no parameter; nearest: 'b', 'w'"):
-        ours(jstep.decay_weights(0.1, ["v"]), [grads], params)
+        run_jstep(jstep.decay_weights(0.1, ["v"]), [grads], params)
     with pytest.raises(TypeError, match="cautious='yes'"):
         jstep.decay_weights(0.1, cautious="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mask=3"):
@@ -103,43 +105,43 @@ def test_decay_by_masks_and_with_caution() -> None:
         jstep.decay_weights(-0.1)
 
 
-def test_factors_by_the_first_glob_that_matches() -> None:
+def test_the_first_matching_glob_determines_the_factor() -> None:
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     factors: Any = {"w": 0.5, "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4), "b": jstep.held("b", 0.0)}
     optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors))
-    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, ours(optimizer, [grads]).params)
+    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(optimizer, [grads]).params)
     assert moved == pytest.approx({"w": 0.5, "c": 0.25, "b": 0.0, "k": 1.0}, rel=1e-5)
     assert set(optimizer.hyperparameters(0)) == {"learning_rate", "scale/w", "scale/[wc]"}
     by_depth = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: 0.5**leaf.ndim))
-    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, ours(by_depth, [grads]).params)
+    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(by_depth, [grads]).params)
     assert moved == pytest.approx({"w": 0.25, "c": 0.125, "b": 0.5, "k": 0.0625}, rel=1e-4)
     with pytest.raises(ValueError, match=r"factors: 'emb/.' matches no parameter"):
-        ours(jstep.scale_updates({"emb/*": 0.5}), [grads])
+        run_jstep(jstep.scale_updates({"emb/*": 0.5}), [grads])
     for wrong, error in ((0.5, TypeError), ({"w": -1.0}, ValueError), ({"w": "x"}, TypeError), ({1: 1.0}, TypeError)):
         with pytest.raises(error, match="factors"):
             jstep.scale_updates(wrong)  # type: ignore[arg-type]
 
 
-def test_caution_scales_what_agrees() -> None:
+def test_cautious_scales_the_agreeing_updates() -> None:
     optimizer = jstep.cautious(jstep.stateless(lambda updates, params, step: {"w": jnp.array([-1.0, 1.0, -1.0, 0.0])}))
-    new = ours(optimizer, [{"w": jnp.array([2.0, 2.0, -2.0, 2.0])}], {"w": jnp.zeros(4)}).params
+    new = run_jstep(optimizer, [{"w": jnp.array([2.0, 2.0, -2.0, 2.0])}], {"w": jnp.zeros(4)}).params
     np.testing.assert_allclose(new["w"], [-4.0, 0.0, 0.0, 0.0])
 
 
-def test_lookahead_equals_optax() -> None:
+def test_lookahead_matches_optax() -> None:
     transformation = optax.lookahead(optax.adam(1e-2), 2, 0.3)
     optimizer = jstep.lookahead(jstep.from_optax(optax.adam(1e-2)), 2, 0.3)
     with jax.numpy_dtype_promotion("standard"):
         params = optax.LookaheadParams.init_synced(PARAMS)
-        kept = transformation.init(params)
+        opt_state = transformation.init(params)
         for g in GRADS:
-            updates, kept = transformation.update(g, kept, params)
+            updates, opt_state = transformation.update(g, opt_state, params)
             params = optax.apply_updates(params, updates)
-    state = ours(optimizer)
-    close(state.params, params.fast)
-    close(jstep.slow_params(state), params.slow)
+    state = run_jstep(optimizer)
+    assert_close(state.params, params.fast)
+    assert_close(jstep.slow_params(state), params.slow)
     with pytest.raises(ValueError, match=r"no such slot.*jstep\.lookahead"):
-        jstep.slow_params(ours(jstep.adam()))
+        jstep.slow_params(run_jstep(jstep.adam()))
     with pytest.raises(ValueError, match="sync_period=0"):
         jstep.lookahead(jstep.adam(), 0)
     with pytest.raises(ValueError, match="slow_step_size=2"):

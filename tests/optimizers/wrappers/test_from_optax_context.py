@@ -29,24 +29,24 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def theirs(transformation: Any, steps: int) -> Any:
+def run_optax(transformation: Any, steps: int) -> Any:
     params = START
     value_fn = lambda p: loss_fn(p, X)  # noqa: E731
 
     @jax.jit
-    def step(params: Any, kept: Any) -> Any:
+    def step(params: Any, opt_state: Any) -> Any:
         value, grad = jax.value_and_grad(value_fn)(params)
-        updates, kept = transformation.update(grad, kept, params, value=value, grad=grad, value_fn=value_fn)
-        return optax.apply_updates(params, updates), kept
+        updates, opt_state = transformation.update(grad, opt_state, params, value=value, grad=grad, value_fn=value_fn)
+        return optax.apply_updates(params, updates), opt_state
 
     with jax.numpy_dtype_promotion("standard"):
-        kept = transformation.init(params)
+        opt_state = transformation.init(params)
         for _ in range(steps):
-            params, kept = step(params, kept)
+            params, opt_state = step(params, opt_state)
     return params
 
 
-def ours(optimizer: jstep.Optimizer, steps: int, params: Any = START, **kwargs: Any) -> jstep.TrainState:
+def run_jstep(optimizer: jstep.Optimizer, steps: int, params: Any = START, **kwargs: Any) -> jstep.TrainState:
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     state = jstep.TrainState.create(params, optimizer)
     for _ in range(steps):
@@ -56,13 +56,13 @@ def ours(optimizer: jstep.Optimizer, steps: int, params: Any = START, **kwargs: 
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_it_does_what_optax_does(name: str) -> None:
-    state = ours(jstep.from_optax(TRANSFORMATIONS[name]()), 6)
-    want = theirs(TRANSFORMATIONS[name](), 6)
+def test_matches_optax(name: str) -> None:
+    state = run_jstep(jstep.from_optax(TRANSFORMATIONS[name]()), 6)
+    want = run_optax(TRANSFORMATIONS[name](), 6)
     np.testing.assert_allclose([state.params["x"], state.params["y"]], [want["x"], want["y"]], rtol=1e-3)
 
 
-AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "scope": lambda one: jstep.scope("s", one),
     "label": lambda one: jstep.partition({"a": one}, lambda path, leaf: "a"),
     "guard": jstep.skip_nonfinite,
@@ -74,10 +74,10 @@ AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_a_line_search_works_below_wrappers(around: str) -> None:
-    alone = ours(jstep.from_optax(optax.lbfgs()), 5)
-    state = ours(AROUND[around](jstep.from_optax(optax.lbfgs())), 5)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_line_search_inside_wrappers(wrapper: str) -> None:
+    alone = run_jstep(jstep.from_optax(optax.lbfgs()), 5)
+    state = run_jstep(WRAPPERS[wrapper](jstep.from_optax(optax.lbfgs())), 5)
     np.testing.assert_allclose(state.params["x"], alone.params["x"], rtol=2e-3)
     np.testing.assert_allclose(state.params["y"], alone.params["y"], rtol=2e-3)
 
@@ -90,27 +90,27 @@ def test_with_microbatches_and_keys(kwargs: Any) -> None:
     optimizer = jstep.from_optax(optax.lbfgs())
     step = jstep.minimize(with_rng, optimizer, **kwargs)
     state, _ = step(jstep.TrainState.create(START, optimizer), X)
-    np.testing.assert_allclose(state.params["x"], ours(optimizer, 1).params["x"], rtol=1e-4)
+    np.testing.assert_allclose(state.params["x"], run_jstep(optimizer, 1).params["x"], rtol=1e-4)
 
 
-def test_a_part_of_the_leaves() -> None:
+def test_line_search_over_some_leaves() -> None:
     line_search = jstep.from_optax(optax.lbfgs())
     frozen = jstep.partition({"a": line_search}, lambda path, leaf: "a" if path == "x" else None)
     for optimizer, kwargs in ((frozen, {}), (line_search, {"var_list": ["x"]})):
-        state = ours(optimizer, 4, **kwargs)
+        state = run_jstep(optimizer, 4, **kwargs)
         assert float(state.params["y"]) == 2.0
-        assert float(loss_fn(state.params, X)) < 6  # the lowest near x = -1.41: 5.8
+        assert float(loss_fn(state.params, X)) < 6  # the minimum over x is 5.8, near x = -1.41
     low = {"x": jnp.bfloat16(-1.0), "y": jnp.bfloat16(2.0), "n": jnp.int32(3), "none": None}
-    state = ours(jstep.master_weights(jstep.from_optax(optax.lbfgs())), 12, low)
+    state = run_jstep(jstep.master_weights(jstep.from_optax(optax.lbfgs())), 12, low)
     assert state.params["x"].dtype == jnp.bfloat16
-    assert float(loss_fn(state.params, X)) < 4  # it was 14; the loss is as coarse as the parameters
+    assert float(loss_fn(state.params, X)) < 4  # initially 14; the loss is as coarse as the bfloat16 parameters
 
 
-def test_scanned_and_restored(tmp_path: Any) -> None:
+def test_scan_and_restore(tmp_path: Any) -> None:
     optimizer = jstep.from_optax(optax.lbfgs())
     step = jstep.minimize(loss_fn, optimizer)
     state, _ = jstep.scan_steps(step)(jstep.TrainState.create(START, optimizer), jnp.ones((4, 4)))
-    np.testing.assert_allclose(state.params["x"], ours(optimizer, 4).params["x"], rtol=1e-3)
+    np.testing.assert_allclose(state.params["x"], run_jstep(optimizer, 4).params["x"], rtol=1e-3)
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
         restored = saver.restore(jstep.TrainState.create(START, optimizer))
@@ -127,7 +127,7 @@ def test_scanned_and_restored(tmp_path: Any) -> None:
         (optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau()), "needs value of"),
     ],
 )
-def test_what_is_missing_is_named(transformation: Any, missing: str) -> None:
+def test_missing_arguments_are_named(transformation: Any, missing: str) -> None:
     grads = {"x": jnp.float32(1.0), "y": jnp.float32(1.0)}
     inner = jstep.from_optax(transformation)
     for optimizer in (inner, jstep.skip_nonfinite(jstep.scope("s", inner))):
@@ -141,19 +141,19 @@ def test_what_is_missing_is_named(transformation: Any, missing: str) -> None:
     assert float(moved.params["x"]) != float(START["x"])
 
 
-def test_optax_lookahead_says_what_is_wrong() -> None:
+def test_optax_lookahead_is_rejected() -> None:
     optimizer = jstep.from_optax(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     with pytest.raises(TypeError, match=r"does not take a plain tree of parameters.*use jstep\.lookahead"):
-        ours(optimizer, 1)
+        run_jstep(optimizer, 1)
 
 
-def test_other_errors_of_a_transformation_are_its_own() -> None:
+def test_other_errors_of_a_transformation_propagate() -> None:
     class Wrong:
         init = staticmethod(lambda params: ())
 
         @staticmethod
-        def update(grads: Any, kept: Any, params: Any, **extra: Any) -> Any:
+        def update(grads: Any, opt_state: Any, params: Any, **extra: Any) -> Any:
             raise TypeError("'value' is mine")
 
     with pytest.raises(TypeError, match=r"^'value' is mine"):
-        ours(jstep.from_optax(Wrong()), 1)
+        run_jstep(jstep.from_optax(Wrong()), 1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_optax import GRADS, PARAMS, ours
+from against_optax import GRADS, PARAMS, run_jstep
 
 import jstep
 
@@ -19,50 +19,52 @@ def low(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("make", [jstep.adam, lambda: jstep.momentum(1e-3, 0.9)])
-def test_parameters_are_the_rounding_of_a_float32_run(dtype: Any, make: Any) -> None:
+def test_params_are_a_rounded_float32_run(dtype: Any, make: Any) -> None:
     grads, start = [low(g, dtype) for g in GRADS * 4], low(PARAMS, dtype)
-    state = ours(jstep.master_weights(make()), grads, start)
-    wide = ours(make(), grads, low(start, jnp.float32))
+    state = run_jstep(jstep.master_weights(make()), grads, start)
+    wide = run_jstep(make(), grads, low(start, jnp.float32))
     for name in PARAMS:
         np.testing.assert_array_equal(state.slots["master"][name], wide.params[name])
         np.testing.assert_array_equal(state.params[name], wide.params[name].astype(dtype))
         assert state.params[name].dtype == dtype
 
 
-def test_averages_inside_are_those_of_the_master() -> None:
+def test_inner_averages_are_those_of_the_master_weights() -> None:
     ema = jstep.ExponentialMovingAverage(0.5)
-    state = ours(
+    state = run_jstep(
         jstep.master_weights(jstep.with_moving_average(jstep.adam(), ema)), [low(g) for g in GRADS], low(PARAMS)
     )
-    wide = ours(jstep.with_moving_average(jstep.adam(), ema), [low(g) for g in GRADS], low(low(PARAMS), jnp.float32))
+    wide = run_jstep(
+        jstep.with_moving_average(jstep.adam(), ema), [low(g) for g in GRADS], low(low(PARAMS), jnp.float32)
+    )
     np.testing.assert_array_equal(state.slots[ema.name]["w"], wide.slots[ema.name]["w"])
     assert jstep.averaged_params(state)["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32, "x", None])
-def test_a_master_is_wide(dtype: Any) -> None:
+def test_master_weights_need_a_wide_dtype(dtype: Any) -> None:
     with pytest.raises(TypeError, match="dtype="):
         jstep.master_weights(jstep.adam(), dtype)
 
 
-def test_rounding_is_right_on_average_and_replayable() -> None:
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)
     optimizer = jstep.stochastic_rounding(jstep.gradient_descent(2.0**-10), KEY)
-    one, again = ours(optimizer, [grads], params), ours(optimizer, [grads], params)
+    one, again = run_jstep(optimizer, [grads], params), run_jstep(optimizer, [grads], params)
     np.testing.assert_array_equal(one.params["w"], again.params["w"])
     assert set(np.unique(one.params["w"].astype(jnp.float32))) == {1.0, 1.0 - 2.0**-8}
     np.testing.assert_allclose(np.mean(one.params["w"].astype(jnp.float32)), 1 - 2.0**-10, atol=5e-5)
     np.testing.assert_array_equal(one.params["f"], 1 - jnp.float32(2.0**-10))
-    many = ours(optimizer, [grads] * 16, params).params["w"].astype(jnp.float32)
+    many = run_jstep(optimizer, [grads] * 16, params).params["w"].astype(jnp.float32)
     np.testing.assert_allclose(np.mean(many), 1 - 16 * 2.0**-10, atol=2e-4)
-    negative = ours(optimizer, [jax.tree.map(jnp.negative, grads)], jax.tree.map(jnp.negative, params))
+    negative = run_jstep(optimizer, [jax.tree.map(jnp.negative, grads)], jax.tree.map(jnp.negative, params))
     np.testing.assert_allclose(np.mean(negative.params["w"].astype(jnp.float32)), -1 + 2.0**-10, atol=5e-5)
 
 
-def test_rounding_keeps_infinities_and_nan() -> None:
+def test_stochastic_rounding_keeps_infinities_and_nan() -> None:
     params = {"w": jnp.array([jnp.inf, jnp.nan, 3.38e38, 1.0], jnp.bfloat16)}
-    state = ours(
+    state = run_jstep(
         jstep.stochastic_rounding(jstep.gradient_descent(1.0), KEY), [jax.tree.map(jnp.zeros_like, params)], params
     )
     np.testing.assert_array_equal(state.params["w"].astype(jnp.float32)[2:], params["w"].astype(jnp.float32)[2:])
@@ -75,9 +77,9 @@ def scaled(grad: float, state: Any) -> Any:
 
 @pytest.mark.parametrize("wrap", [lambda o: o, jstep.skip_nonfinite])
 @pytest.mark.parametrize("inner", [lambda o: o, jstep.skip_nonfinite])
-def test_the_scale_grows_and_shrinks_as_torchs_scaler(wrap: Any, inner: Any) -> None:
+def test_loss_scale_changes_like_torch_grad_scaler(wrap: Any, inner: Any) -> None:
     if wrap is inner is jstep.skip_nonfinite:
-        return  # two guards have one slot
+        return  # two guards would need the same slot
     optimizer = wrap(jstep.dynamic_loss_scale(inner(jstep.adam(0.1)), initial=8.0, period=2))
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer, 100)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
@@ -88,14 +90,14 @@ def test_the_scale_grows_and_shrinks_as_torchs_scaler(wrap: Any, inner: Any) -> 
         since.append(int(state.slots["scale_since"]))
     assert scales == [8, 16, 8, 4, 4, 8, 8]
     assert since == [100, 102, 103, 104, 104, 106, 106]
-    assert int(state.slots["start_step"]) == 102  # two were skipped
+    assert int(state.slots["start_step"]) == 102  # two updates were skipped
     plain = jstep.adam(0.1)
     np.testing.assert_allclose(
-        state.params["w"], ours(plain, [{"w": jnp.ones(2)}] * 5, {"w": jnp.zeros(2)}).params["w"], rtol=1e-5
+        state.params["w"], run_jstep(plain, [{"w": jnp.ones(2)}] * 5, {"w": jnp.zeros(2)}).params["w"], rtol=1e-5
     )
 
 
-def test_the_scale_stays_a_number() -> None:
+def test_loss_scale_stays_finite_and_nonzero() -> None:
     optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.1), initial=2.0**126, period=1)
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.zeros(2)}, optimizer)

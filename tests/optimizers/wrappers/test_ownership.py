@@ -1,4 +1,4 @@
-"""A slot belongs to the part that made it, whatever its name."""
+"""A slot belongs to the optimizer that created it, whatever its name."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PARAMS = {"decoder": {"attn": jnp.ones(2), "mlp": jnp.ones(2)}, "head": jnp.ones
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def by_place(path: str, leaf: Any) -> str | None:
+def by_path(path: str, leaf: Any) -> str | None:
     return {"decoder/attn": "decoder/attn", "decoder/mlp": "decoder", "head": None}[path]
 
 
@@ -22,8 +22,8 @@ def update(state: Any, optimizer: Any, grads: Any = GRADS) -> Any:
 
 
 @pytest.mark.parametrize("frozen", ["decoder/mlp", "decoder/attn"])
-def test_labels_that_begin_alike_keep_apart_where_one_has_no_gradients(frozen: str) -> None:
-    optimizer = jstep.partition({"decoder/attn": jstep.adam(0.1), "decoder": jstep.adam(0.1)}, by_place)
+def test_labels_with_a_common_prefix_and_missing_gradients(frozen: str) -> None:
+    optimizer = jstep.partition({"decoder/attn": jstep.adam(0.1), "decoder": jstep.adam(0.1)}, by_path)
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"decoder": {"attn": jnp.ones(2), "mlp": jnp.ones(2)}, "head": None}
     grads["decoder"][frozen.split("/")[1]] = None
@@ -35,7 +35,7 @@ def test_labels_that_begin_alike_keep_apart_where_one_has_no_gradients(frozen: s
         np.testing.assert_allclose(value, 0.0 if path == frozen else 1e-3 + 1e-3 * 0.999, rtol=1e-6)
 
 
-def test_scopes_that_begin_alike_and_nest() -> None:
+def test_nested_scopes_with_a_common_prefix() -> None:
     nothing = jstep.stateless(lambda updates, params, step: updates)
     optimizer = jstep.chain(
         jstep.scope("a", jstep.scope("b", jstep.skip_nonfinite(jstep.adam(0.1)))),
@@ -54,7 +54,7 @@ def test_scopes_that_begin_alike_and_nest() -> None:
     assert {"a/b/learning_rate", "a/bc/decoupled_weight_decay"} <= set(optimizer.hyperparameters(0))
 
 
-def test_frozen_leaves_have_no_slots_and_stay() -> None:
+def test_frozen_leaves_have_no_slots_and_do_not_change() -> None:
     optimizer = jstep.partition({"net": jstep.momentum(0.1, 0.9)}, lambda path, leaf: None if path == "head" else "net")
     state = jstep.TrainState.create(PARAMS, optimizer)
     assert jstep.get_slot(state, "net/momentum", "head") is None
@@ -65,23 +65,25 @@ def test_frozen_leaves_have_no_slots_and_stay() -> None:
         update(state, optimizer, {"decoder": {"attn": None, "mlp": None}, "head": jnp.ones(2)})
 
 
-def test_an_optimizer_of_ones_own_may_hand_back_what_it_was_given() -> None:
-    """It sees its own slots alone, so that it cannot overwrite others'."""
+def test_custom_optimizers_may_return_the_slots_they_got() -> None:
+    """A custom optimizer gets only its own slots, so that it cannot overwrite others."""
     seen = []
 
-    def own(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+    def custom_update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
         seen.append(sorted(slots))
         return updates, {**slots, "calls": slots["calls"] + 1}
 
-    mine = jstep.Optimizer(lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)}, own, lambda step: {})
-    optimizer = jstep.chain(jstep.adam(0.1), jstep.scope("mine", mine), mine)
+    custom = jstep.Optimizer(
+        lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)}, custom_update, lambda step: {}
+    )
+    optimizer = jstep.chain(jstep.adam(0.1), jstep.scope("mine", custom), custom)
     state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
     assert seen == [["calls"], ["calls"]]
     assert int(state.slots["calls"]) == int(state.slots["mine/calls"]) == 1
     assert float(state.slots["m"]["head"][0]) > 0
 
 
-def test_collisions_point_to_scope() -> None:
+def test_errors_about_collisions_suggest_scope() -> None:
     with pytest.raises(ValueError, match=r"label 'a' and .* label 'a/b' both have a slot named 'a/b/m'.*jstep.scope"):
         jstep.partition({"a": jstep.scope("b", jstep.adam()), "a/b": jstep.adam()}, lambda path, leaf: "a")
     with pytest.raises(ValueError, match="and skip_nonfinite both have a slot named 'last_finite_step'"):
@@ -90,40 +92,40 @@ def test_collisions_point_to_scope() -> None:
         jstep.chain(jstep.adam(), jstep.decay_weights(0.1), jstep.decay_weights(0.2))
 
 
-def test_two_finished_updates_in_a_row_are_warned_about() -> None:
+def test_two_finished_updates_in_a_chain_warn() -> None:
     first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
     with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates.*climb.*scale_by_adam.*partition"):
         optimizer = jstep.chain(first, second)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
-    np.testing.assert_allclose(state.params["w"], 0.1, rtol=1e-6)  # up the gradient
+    np.testing.assert_allclose(state.params["w"], 0.1, rtol=1e-6)  # gradient ascent
     with pytest.raises(ValueError, match="'learning_rate'") as caught:
         jstep.chain(jstep.adam(1.0), second)
     assert "climb" in str(caught.value.__notes__)
     held = jstep.scope("b", jstep.gradient_descent(jstep.held("rate", 0.1)))
     with pytest.warns(UserWarning, match="climb"):
         jstep.chain(jstep.skip_nonfinite(first), held)
-    mine = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
+    custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
     with pytest.warns(UserWarning, match="climb"):
-        jstep.chain(first, mine)
+        jstep.chain(first, custom)
     jstep.chain(first, jstep.clip_gradients(by_norm=1.0), jstep.decay_weights(0.1), jstep.scale_updates({"*": 0.5}))
 
 
-def test_a_list_of_optimizers_is_told_in_a_line() -> None:
+def test_a_list_of_optimizers_raises_a_short_error() -> None:
     with pytest.raises(TypeError, match=r"chain\(\*\[…\]\)") as caught:
         jstep.chain([jstep.adam(), jstep.momentum(0.1, 0.9)])  # type: ignore[arg-type]
     assert len(str(caught.value)) < 150
 
 
 @pytest.mark.parametrize("name", ["held", "a/held", "held/b"])
-def test_the_mark_of_held_values_is_no_prefix(name: str) -> None:
+def test_held_is_reserved_in_names(name: str) -> None:
     with pytest.raises(ValueError, match="must not have the part 'held'"):
         jstep.scope(name, jstep.adam())
     with pytest.raises(ValueError, match="must not have the part 'held'"):
         jstep.partition({name: jstep.adam()}, lambda path, leaf: name)
 
 
-def test_masks_speak_of_all_parameters_inside_partition() -> None:
+def test_masks_inside_partition_match_against_all_params() -> None:
     mask, bools = ["decoder/*", "head"], {"decoder": True, "head": False}
     optimizer = jstep.partition(
         {

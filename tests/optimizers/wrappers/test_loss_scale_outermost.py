@@ -1,4 +1,4 @@
-"""A loss scale stands around the whole optimizer; anywhere else it is refused."""
+"""A loss scale must wrap the whole optimizer; anywhere else it is rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import jstep
 PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
 SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
 SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
-WRONG: dict[str, Callable[[], jstep.Optimizer]] = {
+REJECTED: dict[str, Callable[[], jstep.Optimizer]] = {
     "label": lambda: jstep.partition({"a": SCALED(), "b": SGD()}, lambda path, leaf: path),
     "only-label": lambda: jstep.partition({"a": SCALED()}, lambda path, leaf: "a"),
     "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), SCALED()),
@@ -23,7 +23,7 @@ WRONG: dict[str, Callable[[], jstep.Optimizer]] = {
     ),
     "twice": lambda: jstep.dynamic_loss_scale(jstep.scope("s", SCALED())),
 }
-RIGHT: dict[str, Callable[[], jstep.Optimizer]] = {
+ACCEPTED: dict[str, Callable[[], jstep.Optimizer]] = {
     "alone": SCALED,
     "scope": lambda: jstep.scope("s", SCALED()),
     "one-element": lambda: jstep.chain(SCALED()),
@@ -39,9 +39,9 @@ def loss_fn(params: Any, x: Any) -> Any:
     return params["a"] * x + params["b"]
 
 
-@pytest.mark.parametrize("place", WRONG)
-def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
-    optimizer = WRONG[place]()
+@pytest.mark.parametrize("case", REJECTED)
+def test_loss_scales_inside_are_rejected(case: str) -> None:
+    optimizer = REJECTED[case]()
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer)
     with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.*around the whole"):
@@ -50,9 +50,9 @@ def test_elsewhere_it_says_where_it_belongs(place: str) -> None:
         jstep.apply_gradients(state, PARAMS, optimizer)
 
 
-@pytest.mark.parametrize("place", RIGHT)
-def test_what_does_not_mind_may_stand_around_it(place: str) -> None:
-    optimizer = RIGHT[place]()
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_some_wrappers_may_be_around_a_loss_scale(case: str) -> None:
+    optimizer = ACCEPTED[case]()
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm",))
     state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), jnp.float32(0.5))
     np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
@@ -63,7 +63,7 @@ def test_what_does_not_mind_may_stand_around_it(place: str) -> None:
     np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
 
 
-def test_at_its_limits_a_skip_is_still_a_skip() -> None:
+def test_skips_are_reported_at_the_limits_of_the_scale() -> None:
     for initial, x, skipped in ((2.0**-126, jnp.inf, 1), (2.0**126, 1e-30, 0)):
         optimizer = jstep.dynamic_loss_scale(SGD(), initial=initial, period=1)
         for counted in (True, False):

@@ -1,4 +1,4 @@
-"""Everything twice, wrapped, bound, and under every context that a user's JAX may be in."""
+"""Resumed runs and reused hooks in every JAX context that a user may have set, and wrapped steps."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ def loss_fn(params, rows, rng):
 
 
 def key():
-    """A key of the implementation in force; that it is moved to the device is JAX's affair."""
+    """Return a key of the current implementation; JAX itself transfers it to the device."""
     with jax.transfer_guard("allow"):
         return jax.random.key(0)
 
@@ -58,21 +58,21 @@ def make():
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_run_in_one_go_is_a_run_in_two(context, tmp_path):
+def test_resume_is_bitwise_in_every_context(context, tmp_path):
     with CONTEXTS[context]():
         state, train_step = make()
         data = jstep.batches(ROWS, 8, seed=3)
         run = functools.partial(jstep.train, train_step, batches=data, progress=False, save_checkpoint_secs=None)
-        whole = run(make()[0], last_step=8)
+        uninterrupted = run(make()[0], last_step=8)
         run(state, last_step=4, checkpoint_dir=tmp_path)
-        halves = run(make()[0], last_step=8, checkpoint_dir=tmp_path)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(halves), strict=True):
+        resumed = run(make()[0], last_step=8, checkpoint_dir=tmp_path)
+    for a, b in zip(jax.tree.leaves(uninterrupted), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert jstep.global_step(halves) == 8
+    assert jstep.global_step(resumed) == 8
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_several_steps_a_call(context):
+def test_several_steps_per_call(context):
     with CONTEXTS[context]():
         state, train_step = make()
         other, _ = make()
@@ -83,7 +83,7 @@ def test_several_steps_a_call(context):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_hooks_serve_two_runs(context):
+def test_hooks_can_be_used_in_two_runs(context):
     lines = []
     with CONTEXTS[context]():
         hooks = [
@@ -131,8 +131,8 @@ WRAPPINGS = {
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_the_step_that_is_given_is_the_step_that_trains(wrapping):
-    """Also where several steps make a call: what wraps a step may not be looked through."""
+def test_wrappers_of_the_step_are_not_bypassed(wrapping):
+    """This includes several steps per call, where a decorated step must not be unwrapped."""
     ends = []
     for steps_per_call in (1, 3):
         optimizer = jstep.gradient_descent(0.1)
@@ -141,7 +141,7 @@ def test_the_step_that_is_given_is_the_step_that_trains(wrapping):
             jstep.minimize(lambda params, rows: jnp.mean(jnp.square(rows @ params["w"])), optimizer)
         )
         data = jstep.batches(ROWS, 8, shuffle=False)
-        # An undecorated run between, which must leave nothing behind.
+        # A first run, which must not affect the second one.
         jstep.train(train_step, state, data, last_step=3, steps_per_call=steps_per_call, progress=False)
         state = jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer)
         end = jstep.train(train_step, state, data, last_step=3, steps_per_call=steps_per_call, progress=False)

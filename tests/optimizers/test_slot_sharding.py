@@ -1,4 +1,4 @@
-"""Slots of other shapes lie as their parameter does, without the dimensions that they have not."""
+"""Slots of other shapes are sharded like their parameter, without the dimensions that they lack."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def spec(state: Any, slot: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("by", ["create", "shard_state"])
-def test_where_they_lie_before_and_after_a_step(by: str) -> None:
+def test_slot_shardings_before_and_after_a_step(by: str) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     if by == "create":
         state = jstep.TrainState.create(PARAMS, OPTIMIZER, mesh=mesh, param_specs=SPECS, slot_axis="data")
@@ -69,7 +69,7 @@ def test_where_they_lie_before_and_after_a_step(by: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_of_replicated_parameters_they_are_split_where_they_divide() -> None:
+def test_slots_of_replicated_params_are_sharded_if_divisible() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     state = jstep.TrainState.create(PARAMS, OPTIMIZER, mesh=mesh, slot_axis="data")
     assert spec(state, "first", "w") == P("data")

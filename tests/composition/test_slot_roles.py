@@ -1,4 +1,4 @@
-"""What a slot means is known from the optimizer that made it, never from its name or its place."""
+"""The role of a slot is determined by the optimizer that created it, never by its name or position."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ KEY = jax.random.key(5)
 
 
 def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
-    """Descent whose rate grows by what each slot counts: whoever touches a slot changes the parameters."""
+    """Return a descent whose rate depends on counters in its slots: changing a slot changes the parameters."""
 
     def init(params: Any, global_step: Any = 0) -> Any:
         if kind == "trees":
@@ -25,9 +25,9 @@ def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
         return {name: jnp.zeros((), jnp.int32 if kind == "integers" else jnp.float32) for name in names}
 
     def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-        mine = {name: jax.tree.map(lambda x: x + 1, slots[name]) for name in names}
-        total = sum(jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in mine.values())
-        return jax.tree.map(lambda g: -0.01 * total * g, updates), mine
+        counts = {name: jax.tree.map(lambda x: x + 1, slots[name]) for name in names}
+        total = sum(jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in counts.values())
+        return jax.tree.map(lambda g: -0.01 * total * g, updates), counts
 
     return jstep.Optimizer(init, update, lambda step: {})
 
@@ -37,7 +37,7 @@ def by_label(*labels: str) -> Callable[[str, Any], str]:
 
 
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
-AROUND: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
     "nothing": lambda one: one,
     "scope": lambda one: jstep.scope("start_step", one),
     "skip_nonfinite": lambda one: jstep.skip_nonfinite(jstep.scope("x", one)),
@@ -66,7 +66,7 @@ OWN_AGE = {
     "averages": "with_moving_average/start_step",
     "averages-of-lookahead": "with_moving_average/start_step",
 }
-"""What the age that a wrapper keeps is called if the usual name is taken."""
+"""Name of the age slot of a wrapper if the usual name is taken."""
 
 
 def loss_fn(params: Any, x: Any) -> Any:
@@ -76,30 +76,30 @@ def loss_fn(params: Any, x: Any) -> Any:
 def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, list[dict[str, Any]]]:
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
-    shown = []
+    history = []
     for x in (1.0, jnp.nan, 0.5, 2.0):
         state, metrics = step(state, jnp.float32(x))
-        shown.append(metrics)
-    return state, shown
+        history.append(metrics)
+    return state, history
 
 
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
-@pytest.mark.parametrize("around", AROUND)
-def test_a_slot_of_ones_own_is_a_slot_like_any_other(around: str, kind: str) -> None:
-    (odd, shown), (plain, want) = (run(AROUND[around](counting(names, kind))) for names in (ODD, PLAIN))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) -> None:
+    (odd, history), (plain, want) = (run(WRAPPERS[wrapper](counting(names, kind))) for names in (ODD, PLAIN))
     np.testing.assert_equal(jax.tree.map(np.asarray, odd.params), jax.tree.map(np.asarray, plain.params))
-    assert [sorted(one) for one in shown] == [sorted(one) for one in want]
-    for one, other in zip(shown, want, strict=True):
+    assert [sorted(one) for one in history] == [sorted(one) for one in want]
+    for one, other in zip(history, want, strict=True):
         np.testing.assert_equal(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, other))
     rename = dict(zip(PLAIN, ODD, strict=True))
     for name, tree in plain.slots.items():
-        called = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
+        names = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
         if name == "start_step":
-            called = {OWN_AGE.get(around, name)}
-        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[called.pop()]), jax.tree.map(np.asarray, tree))
+            names = {OWN_AGE.get(wrapper, name)}
+        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[names.pop()]), jax.tree.map(np.asarray, tree))
 
 
-# Guards, wherever they stand.
+# Guards in all positions.
 
 GUARD = jstep.skip_nonfinite
 GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] = {
@@ -144,30 +144,30 @@ GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] =
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_step_is_skipped_where_a_guard_skipped_and_nothing_else_was_spoiled(name: str, counted: bool) -> None:
-    make, prefixes, whole = GUARDS[name]
+def test_steps_are_skipped_only_if_no_nan_passed_the_guards(name: str, counted: bool) -> None:
+    make, prefixes, protects_all = GUARDS[name]
     optimizer = make()
-    state, shown = run(optimizer, increment_global_step=counted)
+    state, history = run(optimizer, increment_global_step=counted)
     names = {f"{prefix}skipped" for prefix in prefixes}
-    assert {key for key in shown[0] if key.endswith("skipped")} == names
-    spoils = not whole  # then a NaN reached what no guard protects
-    assert [float(one["skipped"]) for one in shown][:2] == [0, 0 if spoils else 1]
-    if not spoils:
-        assert [float(one["skipped"]) for one in shown][2:] == [0, 0]
+    assert {key for key in history[0] if key.endswith("skipped")} == names
+    spoiled = not protects_all  # a NaN then reached state that no guard protects
+    assert [float(one["skipped"]) for one in history][:2] == [0, 0 if spoiled else 1]
+    if not spoiled:
+        assert [float(one["skipped"]) for one in history][2:] == [0, 0]
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     assert int(state.global_step) == 4 * counted
     constants = jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2]
     assert constants.skipped == constants.repeated(3).skipped == "skipped"
 
 
-def test_without_a_guard_there_is_no_such_metric() -> None:
+def test_skipped_is_not_reported_without_a_guard() -> None:
     optimizer = jstep.scope("a", counting(ODD, "floats"))
-    state, shown = run(optimizer)
-    assert sorted(shown[0]) == ["loss"]
+    state, history = run(optimizer)
+    assert sorted(history[0]) == ["loss"]
     assert jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2].skipped is None
 
 
-def test_a_part_that_sits_out_was_not_skipped() -> None:
+def test_labels_without_gradients_are_not_reported_as_skipped() -> None:
     optimizer = jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b"))
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer, var_list=["v"])
@@ -177,7 +177,7 @@ def test_a_part_that_sits_out_was_not_skipped() -> None:
     assert int(state.slots["a/b/last_finite_step"]) == 1
 
 
-# Ages: of optimizers of one's own, of parts without gradients.
+# Ages of custom optimizers and of labels without gradients.
 
 
 def aged(declared: bool) -> jstep.Optimizer:
@@ -194,54 +194,54 @@ def aged(declared: bool) -> jstep.Optimizer:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_an_age_is_declared(declared: bool) -> None:
+def test_custom_ages_must_be_declared(declared: bool) -> None:
     state, _ = run(GUARD(jstep.scope("a", aged(declared))))
     assert int(state.slots["a/born"]) == int(declared)
 
 
-def test_slots_handed_through_by_a_wrapper_of_ones_own_keep_their_roles() -> None:
+def test_slots_inside_a_custom_wrapper_keep_their_roles() -> None:
     def wrapper(inner: jstep.Optimizer) -> jstep.Optimizer:
         def init(params: Any, global_step: Any = 0) -> Any:
             slots = {f"my/{name}": tree for name, tree in inner.init(params, global_step).items()}
             return slots | {"extra": jnp.zeros(())}
 
         def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-            own = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
-            updates, own = inner.update(updates, own, params, step)
-            return updates, {f"my/{name}": tree for name, tree in own.items()} | {"extra": slots["extra"]}
+            inner_slots = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
+            updates, inner_slots = inner.update(updates, inner_slots, params, step)
+            return updates, {f"my/{name}": tree for name, tree in inner_slots.items()} | {"extra": slots["extra"]}
 
         return jstep.Optimizer(init, update, inner.hyperparameters)
 
-    state, shown = run(GUARD(wrapper(jstep.adam())))
+    state, history = run(GUARD(wrapper(jstep.adam())))
     want, _ = run(GUARD(jstep.adam()))
     np.testing.assert_array_equal(state.params["w"], want.params["w"])
     assert int(state.slots["my/start_step"]) == 1
-    scaled, shown = run(wrapper(jstep.dynamic_loss_scale(jstep.adam(), initial=8.0)))
+    scaled, history = run(wrapper(jstep.dynamic_loss_scale(jstep.adam(), initial=8.0)))
     np.testing.assert_allclose(scaled.params["w"], want.params["w"], rtol=1e-5)
-    assert [float(one["skipped"]) for one in shown] == [0, 1, 0, 0]
-    assert float(shown[0]["my/loss_scale"]) == 8
+    assert [float(one["skipped"]) for one in history] == [0, 1, 0, 0]
+    assert float(history[0]["my/loss_scale"]) == 8
 
 
-def waits(inner: jstep.Optimizer) -> jstep.Optimizer:
+def partition_of(inner: jstep.Optimizer) -> jstep.Optimizer:
     return jstep.partition({"w": inner, "w/v": jstep.adam(0.1)}, by_label("w", "w/v"))
 
 
-WAITING: dict[str, Callable[[], jstep.Optimizer]] = {
-    "a-label": lambda: waits(jstep.adam(0.1)),
-    "a-scope": lambda: waits(jstep.scope("s", jstep.adam(0.1))),
-    "a-label-in-a-label": lambda: waits(jstep.partition({"w": jstep.adam(0.1)}, lambda path, leaf: "w")),
-    "a-chain": lambda: waits(jstep.chain(jstep.scale_by_adam(), jstep.scale(-0.1))),
-    "masters": lambda: jstep.master_weights(waits(jstep.adam(0.1))),
-    "a-guard": lambda: GUARD(waits(jstep.scope("t", jstep.adam(0.1)))),
-    "guards": lambda: jstep.scope("u", waits(GUARD(jstep.adam(0.1)))),
-    "an-average": lambda: waits(jstep.with_moving_average(jstep.adam(0.1), EMA)),
-    "declared": lambda: waits(jstep.chain(aged(True), jstep.scale(0.1))),
+PARTITIONS: dict[str, Callable[[], jstep.Optimizer]] = {
+    "a-label": lambda: partition_of(jstep.adam(0.1)),
+    "a-scope": lambda: partition_of(jstep.scope("s", jstep.adam(0.1))),
+    "a-label-in-a-label": lambda: partition_of(jstep.partition({"w": jstep.adam(0.1)}, lambda path, leaf: "w")),
+    "a-chain": lambda: partition_of(jstep.chain(jstep.scale_by_adam(), jstep.scale(-0.1))),
+    "masters": lambda: jstep.master_weights(partition_of(jstep.adam(0.1))),
+    "a-guard": lambda: GUARD(partition_of(jstep.scope("t", jstep.adam(0.1)))),
+    "guards": lambda: jstep.scope("u", partition_of(GUARD(jstep.adam(0.1)))),
+    "an-average": lambda: partition_of(jstep.with_moving_average(jstep.adam(0.1), EMA)),
+    "declared": lambda: partition_of(jstep.chain(aged(True), jstep.scale(0.1))),
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_what_has_no_gradient_does_not_age(name: str) -> None:
-    optimizer = WAITING[name]()
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_labels_without_gradients_do_not_age(name: str) -> None:
+    optimizer = PARTITIONS[name]()
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     state = alone = jstep.TrainState.create(PARAMS, optimizer)
     for n in range(9):
@@ -252,8 +252,8 @@ def test_what_has_no_gradient_does_not_age(name: str) -> None:
     np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-6)
 
 
-def test_all_parts_without_gradients_are_an_error() -> None:
-    optimizer = waits(jstep.partition({"x": jstep.adam()}, lambda path, leaf: None))
+def test_no_gradients_in_any_label_raise() -> None:
+    optimizer = partition_of(jstep.partition({"x": jstep.adam()}, lambda path, leaf: None))
     state = jstep.TrainState.create(PARAMS, optimizer)
     with pytest.raises(ValueError, match="No gradients provided for any variable"):
         jstep.apply_gradients(state, {"w": jnp.ones(2), "v": None}, optimizer)
@@ -261,16 +261,16 @@ def test_all_parts_without_gradients_are_an_error() -> None:
     np.testing.assert_array_equal(moved.params["w"], PARAMS["w"])
 
 
-def test_slots_that_are_not_known_before_they_are_made_are_nobody_elses() -> None:
+def test_slots_that_need_values_belong_to_their_optimizer() -> None:
     def init(params: Any, global_step: Any = 0) -> Any:
-        return {"sum": jnp.float32(np.sum(np.asarray(params["w"]))), "b/x": jnp.zeros(())}  # wants values
+        return {"sum": jnp.float32(np.sum(np.asarray(params["w"]))), "b/x": jnp.zeros(())}  # needs concrete values
 
     def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
         return jax.tree.map(lambda g: -g * slots["sum"], updates), {name: slots[name] + 1 for name in ("sum", "b/x")}
 
-    mine = jstep.Optimizer(init, update, lambda step: {})
+    custom = jstep.Optimizer(init, update, lambda step: {})
     for labels in (("a", "a/b"), ("a/b", "a")):
-        optimizer = jstep.partition({labels[1]: jstep.adam(0.1), labels[0]: mine}, by_label(*labels))
+        optimizer = jstep.partition({labels[1]: jstep.adam(0.1), labels[0]: custom}, by_label(*labels))
         step = jax.jit(lambda state, grads, optimizer=optimizer: jstep.apply_gradients(state, grads, optimizer))
         state = jstep.TrainState.create(PARAMS, optimizer)
         state = step(state, {"w": None, "v": jnp.float32(1.0)})

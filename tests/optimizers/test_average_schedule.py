@@ -1,4 +1,4 @@
-"""Averages that begin late, move now and then, or are of some parameters alone."""
+"""Moving averages with a start step, an interval or a `var_list`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PARAMS = {"w": jnp.array([1.0, 2.0]), "deep": {"b": jnp.array(3.0)}, "n": jnp.ar
 
 
 def run(optimizer: Any, steps: int, start: int = 0, skipped: tuple[int, ...] = ()) -> tuple[Any, list[Any]]:
-    """The state after each step, and the parameters."""
+    """Return the last state and the states after each step."""
     state = jstep.TrainState.create(PARAMS, optimizer, start)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
     states = []
@@ -43,7 +43,7 @@ def test_swa_is_the_plain_mean(every: int, start_step: int, created: int) -> Non
 
 
 @pytest.mark.parametrize("num_updates", [False, True])
-def test_after_the_start_it_moves_when_due(num_updates: bool) -> None:
+def test_averages_move_every_k_steps_after_the_start(num_updates: bool) -> None:
     ema = jstep.ExponentialMovingAverage(0.75, num_updates=num_updates, start_step=3, every=2)
     _, states = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema), 8)
     want = None
@@ -57,13 +57,13 @@ def test_after_the_start_it_moves_when_due(num_updates: bool) -> None:
         np.testing.assert_allclose(jstep.averaged_params(state)["w"], want, rtol=1e-5, atol=1e-6)
 
 
-def test_up_to_the_start_the_averages_are_the_parameters_to_the_bit() -> None:
+def test_averages_equal_params_bitwise_until_the_start() -> None:
     ema = jstep.ExponentialMovingAverage(0.9, start_step=5)
     state, _ = run(jstep.with_moving_average(jstep.adam(0.3), ema), 5)
     np.testing.assert_array_equal(jstep.averaged_params(state)["w"], state.params["w"])
 
 
-def test_by_hand_it_needs_the_number_of_updates() -> None:
+def test_apply_with_every_requires_num_updates() -> None:
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.init({"w": jnp.float32(0.0)})
     with pytest.raises(ValueError, match="num_updates=None"):
@@ -73,15 +73,15 @@ def test_by_hand_it_needs_the_number_of_updates() -> None:
         assert float(averages["w"]) == want
 
 
-def test_what_is_not_finite_waits_outside() -> None:
-    """Between two moves nothing of the parameters comes in, not even 0 · ∞."""
+def test_nonfinite_params_between_updates_are_ignored() -> None:
+    """Between two updates the parameters do not enter the average, not even as 0 · ∞."""
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.apply(ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1)
     assert float(averages["w"]) == 1.0
 
 
 @pytest.mark.parametrize("name", ["start_step", "every"])
-def test_phases_are_whole_numbers(name: str) -> None:
+def test_start_step_and_every_must_be_integers(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         jstep.ExponentialMovingAverage(0.5, **{name: 1.5})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=name):
@@ -91,7 +91,7 @@ def test_phases_are_whole_numbers(name: str) -> None:
 @pytest.mark.parametrize(
     "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
 )
-def test_some_are_averaged_and_the_rest_is_as_it_is(var_list: Any) -> None:
+def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
     ema = jstep.ExponentialMovingAverage(0.5)
     state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, var_list), 3)
     assert jstep.get_slot(state, ema.name, "deep/b") is None
@@ -100,7 +100,7 @@ def test_some_are_averaged_and_the_rest_is_as_it_is(var_list: Any) -> None:
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
-def test_a_var_list_that_means_nothing() -> None:
+def test_invalid_var_list() -> None:
     ema = jstep.ExponentialMovingAverage(0.5)
     with pytest.raises(ValueError, match=r"var_list: 'dep/b' matches no parameter; nearest: 'deep/b'"):
         run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, ["dep/b"]), 1)
@@ -108,7 +108,7 @@ def test_a_var_list_that_means_nothing() -> None:
         jstep.with_moving_average(jstep.gradient_descent(0.1), ema, 3)
 
 
-def test_averaged_params_of_something_else() -> None:
+def test_averaged_params_with_invalid_arguments() -> None:
     with pytest.raises(TypeError, match="state=None: must be a TrainState"):
         jstep.averaged_params(None)  # type: ignore[arg-type]
     ema = jstep.ExponentialMovingAverage(0.5)

@@ -1,4 +1,4 @@
-"""Clipping by hand, where nothing is compiled around it."""
+"""Clipping outside a compiled step."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import jstep
 
 
-def test_outside_of_a_step_nothing_is_compiled_twice(compilations: Any) -> None:
+def test_clipping_outside_a_step_compiles_once(compilations: Any) -> None:
     def clips() -> None:
         tree = {"a": np.ones(7, np.float32), "b": [jnp.ones((7, 2))]}
         jstep.clip_by_global_norm(tree, 1.0)

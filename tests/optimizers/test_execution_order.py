@@ -1,4 +1,4 @@
-"""What a CPU makes first, so that it copies no slot, TPUs and GPUs make in the kernel of all arrays of a leaf."""
+"""Barriers order computations on CPUs, so that no slot is copied; TPUs and GPUs fuse them into one kernel per leaf."""
 
 import re
 
@@ -15,7 +15,7 @@ IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adabelief", "adan", 
 
 
 def barriers(name, platform):
-    """The shapes of arrays that stand behind a barrier in an update."""
+    """Return the shapes of the results of optimization barriers in an update."""
     optimizer = TABLE[name].make(0.1)
     state = jax.eval_shape(lambda: jstep.TrainState.create({"a": jnp.ones((4, 3))}, optimizer))
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
@@ -25,17 +25,17 @@ def barriers(name, platform):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_only_cpus_keep_arrays_apart(name):
+def test_no_barriers_on_tpus_and_gpus(name):
     assert not barriers(name, "tpu")
     assert not barriers(name, "cuda")
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-def test_cpus_do(name):
+def test_barriers_on_cpus(name):
     assert barriers(name, "cpu")
 
 
-def test_nothing_but_the_order_changes():
+def test_ordering_changes_neither_values_nor_gradients():
     a, b = jnp.arange(6.0).reshape(2, 3), jnp.asarray([[1.0, -2.0, 0.0]] * 2)
     tree, same = compute_first({"a": a, "none": None}, b)
     np.testing.assert_array_equal(tree["a"], a)
@@ -46,7 +46,7 @@ def test_nothing_but_the_order_changes():
     np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(ordered_after(compute_first(a)[0] ** 2, b)))(a), 2 * a)
 
 
-def test_norms_outside_of_a_step_compile_once(compilations):
+def test_norms_outside_a_step_compile_once(compilations):
     tree = {"a": jnp.ones((7, 5)), "b": jnp.ones(3)}
     jstep.global_norm(tree)
     with compilations() as seen:

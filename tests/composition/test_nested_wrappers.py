@@ -1,4 +1,4 @@
-"""Random nestings of optimizers over random trees: names are known, structure is kept, what is skipped stays."""
+"""Randomly nested optimizers and random trees: slot names, structure, and skipped steps."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ PLAIN = [
     lambda: jstep.schedule_free_adamw(0.1),
     lambda: jstep.from_optax(optax.adam(0.1)),
 ]
-AROUND = [
+WRAPPERS = [
     jstep.skip_nonfinite,
     jstep.master_weights,
     jstep.lookahead,
@@ -41,31 +41,31 @@ AROUND = [
 ]
 
 
-def by_size(labels: Any) -> Any:
+def by_path_length(labels: Any) -> Any:
     return lambda path, leaf: labels[len(path) % len(labels)]
 
 
-def parted(parts: Any) -> Any:
-    """One part for each label, and one more where leaves are frozen."""
+def partitioned(parts: Any) -> Any:
+    """Return a partition with a label for each part; the other leaves are frozen."""
     labels = list(LABELS[: len(parts)])
-    return jstep.partition(dict(zip(labels, parts, strict=True)), by_size([*labels, None]))
+    return jstep.partition(dict(zip(labels, parts, strict=True)), by_path_length([*labels, None]))
 
 
 optimizers = st.recursive(
     st.sampled_from(PLAIN).map(lambda make: (make,)),
     lambda inner: st.one_of(
-        st.tuples(st.sampled_from(AROUND), inner),
-        st.tuples(st.just(parted), st.lists(inner, min_size=1, max_size=3)),
+        st.tuples(st.sampled_from(WRAPPERS), inner),
+        st.tuples(st.just(partitioned), st.lists(inner, min_size=1, max_size=3)),
     ),
     max_leaves=5,
 )
 
 
-def built(plan: Any) -> jstep.Optimizer:
+def build(plan: Any) -> jstep.Optimizer:
     make, *inner = plan
     if not inner:
         return make()
-    return make([built(one) for one in inner[0]]) if make is parted else make(built(inner[0]))
+    return make([build(one) for one in inner[0]]) if make is partitioned else make(build(inner[0]))
 
 
 shapes = st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 4)])
@@ -83,27 +83,27 @@ def gradient(leaf: Any) -> Any:
     return jnp.full_like(leaf, 0.25) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
 
 
-def kinds(tree: Any) -> Any:
+def shapes_and_dtypes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-def check(error: ValueError, *texts: str) -> None:
-    assert all(text in str(error) for text in texts), error
+def check_message(error: ValueError, *fragments: str) -> None:
+    assert all(text in str(error) for text in fragments), error
 
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(optimizers, trees, st.booleans())
-def test_any_nesting_knows_its_names_and_keeps_its_structure(plan: Any, params: Any, guarded: bool) -> None:
+def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any, guarded: bool) -> None:
     try:
-        optimizer = built(plan)
+        optimizer = build(plan)
         optimizer = jstep.skip_nonfinite(optimizer) if guarded else optimizer
     except ValueError as error:
-        check(error, "both have a", "jstep.scope(")  # two of one name: it says so when it is built
+        check_message(error, "both have a", "jstep.scope(")  # duplicate names raise when the optimizer is built
         hypothesis.reject()
     try:
         state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params)
     except ValueError as error:
-        check(error, "matches")  # a mask over leaves that cannot be trained
+        check_message(error, "matches")  # the mask selects only leaves that cannot be trained
         return
     assert sorted(slot_names(optimizer, state.params) or ()) == sorted(state.slots)
     assert len(hyperparameter_names(optimizer)) == len(set(hyperparameter_names(optimizer)))
@@ -111,37 +111,37 @@ def test_any_nesting_knows_its_names_and_keeps_its_structure(plan: Any, params: 
     try:
         new = jax.eval_shape(lambda s, g: jstep.apply_gradients(s, g, optimizer), state, grads)
     except ValueError as error:
-        check(error, "must be outermost" if "loss_scale" in str(error) else "No gradients provided")
+        check_message(error, "must be outermost" if "loss_scale" in str(error) else "No gradients provided")
         return
-    assert kinds(new) == kinds(state)
+    assert shapes_and_dtypes(new) == shapes_and_dtypes(state)
     slots = {name: tree for name, tree in state.slots.items() if "held" in name.split("/")}
     assert all(tree.dtype == jnp.float32 for tree in slots.values())
 
 
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(optimizers)
-def test_any_guarded_nesting_skips_and_goes_on(plan: Any) -> None:
+def test_guarded_optimizers_skip_and_continue(plan: Any) -> None:
     params = {"a": jnp.ones((2, 3)), "bb": jnp.ones(3, jnp.bfloat16), "ccc": jnp.ones(())}
     grads = jax.tree.map(lambda p: jnp.full_like(p, 0.25), params)
     try:
-        optimizer = jstep.skip_nonfinite(jstep.scope("inner", built(plan)))
+        optimizer = jstep.skip_nonfinite(jstep.scope("inner", build(plan)))
     except ValueError as error:
-        check(error, "both have a")
+        check_message(error, "both have a")
         hypothesis.reject()
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
     try:
         state = jstep.TrainState.create(params, optimizer)
         first = step(state, grads)
     except ValueError as error:
-        wanted = "must be outermost" if "loss_scale" in str(error) else "matches"
-        check(error, "No gradients provided" if "No gradients" in str(error) else wanted)
+        fragment = "must be outermost" if "loss_scale" in str(error) else "matches"
+        check_message(error, "No gradients provided" if "No gradients" in str(error) else fragment)
         return
     skipped = step(first, {**grads, "a": jnp.full((2, 3), jnp.nan)})
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(skipped.params), strict=True):
         np.testing.assert_array_equal(a, b)
-    moving = ("start_step", "loss_scale", "scale_since")
+    counters = ("start_step", "loss_scale", "scale_since")
     for name in first.slots:
-        if name.rsplit("/", 1)[-1] not in moving:
+        if name.rsplit("/", 1)[-1] not in counters:
             for a, b in zip(jax.tree.leaves(first.slots[name]), jax.tree.leaves(skipped.slots[name]), strict=True):
                 np.testing.assert_array_equal(a, b)
     after = step(skipped, grads)

@@ -1,4 +1,4 @@
-"""Random optimizers made of optimizers, and what each leaf of the parameters should see of them."""
+"""Random nested optimizers, and the updates that each leaf of the parameters should get."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jstep
 
-# Names that are prefixes of one another, that contain slashes, and that slots themselves have.
+# Names that are prefixes of each other, that contain slashes, or that slots have too.
 NAMES = ("a", "a/b", "a/b/c", "m", "decoder", "decoder/attn", "held", "start_step")
 WRAPPERS = ("scope", "average", "skip", "chain", "every")
 BASES = {
@@ -34,21 +34,21 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A scope, an average, a guard, a chain with one element or an `update_every` of 1, around another."""
+    """An optimizer inside a scope, an average, a guard, a chain or `update_every(1)`."""
 
-    how: str
+    wrapper: str
     name: str
     inner: object
 
     def build(self):
         inner = self.inner.build()
-        if self.how == "scope":
+        if self.wrapper == "scope":
             return jstep.scope(self.name, inner)
-        if self.how == "average":
+        if self.wrapper == "average":
             return jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.5, name=f"avg_{self.name}"))
-        if self.how == "skip":
+        if self.wrapper == "skip":
             return jstep.skip_nonfinite(inner)
-        if self.how == "every":
+        if self.wrapper == "every":
             return jstep.update_every(1, inner)
         return jstep.chain(jstep.clip_gradients(by_value=1e6), inner)
 
@@ -58,7 +58,7 @@ class Wrapped:
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned:
-    """Leaves go round the labels; one of them may be frozen."""
+    """A partition that assigns labels by path; labels may be frozen."""
 
     parts: Mapping[str, object]
 
@@ -81,8 +81,8 @@ def _partitions(children):
     return parts.filter(lambda parts: any(part is not None for part in parts.values())).map(Partitioned)
 
 
-def nests():
-    """Nested optimizers, a few storeys high."""
+def nested_optimizers():
+    """Return a strategy for nested optimizers, a few levels deep."""
     return st.recursive(
         st.sampled_from(sorted(BASES)).map(Base),
         lambda children: st.one_of(
@@ -97,7 +97,7 @@ PATHS = ("w", "b", "decoder/w", "decoder/attn/w", "m")
 
 
 def params_of(rng):
-    """A tree whose paths are prefixes of one another, with an integer and a None among its leaves."""
+    """Return parameters whose paths are prefixes of each other, with an integer and a None among the leaves."""
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     return {
         "w": array(3),
@@ -108,7 +108,7 @@ def params_of(rng):
 
 
 def gradients_of(rng, params):
-    """Gradients for the floating leaves; None for the others."""
+    """Return gradients for the floating leaves and None for the others."""
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.dtype == jnp.float32 else None,
         params,
@@ -121,8 +121,8 @@ def leaf_at(tree, path):
     return tree
 
 
-def alone(kind, leaf, gradients):
-    """What one leaf becomes under one optimizer that has nothing else to do."""
+def train_alone(kind, leaf, gradients):
+    """Return a leaf after training it alone with one optimizer."""
     if kind is None:
         return np.asarray(leaf)
     optimizer = BASES[kind]()

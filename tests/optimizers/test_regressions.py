@@ -1,4 +1,4 @@
-"""Edges that were wrong once: found by reading the contract against the first library."""
+"""Regression tests of edge cases of clipping, schedules, training, states and errors."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ create = jstep.TrainState.create
         lambda x: jstep.clip_by_value(x, -0.9, 3.5),
     ],
 )
-def test_clipped_rows_are_rows_of_the_table(clip: Callable[[Any], Any]) -> None:
+def test_clipping_sparse_gradients_equals_clipping_dense_ones(clip: Callable[[Any], Any]) -> None:
     sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
     np.testing.assert_allclose(clip(sparse).to_dense(), clip(sparse.to_dense()), rtol=1e-6)
 
@@ -41,7 +41,7 @@ def test_clipped_rows_are_rows_of_the_table(clip: Callable[[Any], Any]) -> None:
         (jstep.gradient_descent(1.0), jstep.scope("second", jstep.momentum(1.0, 0.5))),
     ],
 )
-def test_a_chain_takes_repeated_rows_without_jit(elements: Any) -> None:
+def test_chains_accept_repeated_rows_without_jit(elements: Any) -> None:
     optimizer = jstep.chain(*elements)
     rows = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
     state = create({"t": jnp.zeros((5, 1))}, optimizer)
@@ -54,15 +54,15 @@ def test_a_chain_takes_repeated_rows_without_jit(elements: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [1_100_000_000, 1_500_000_000, 2**31 - 1])
-def test_more_periods_than_an_int32_counts(step: int) -> None:
-    """decay_steps < 1: any positive number will do."""
+def test_more_periods_than_fit_into_int32(step: int) -> None:
+    """decay_steps may be any positive number, even below 1."""
     value = float(jstep.inverse_time_decay(1.0, 0.5, 1e-9)(step))
     assert value == pytest.approx(reference.inverse_time_decay(step, 1.0, 0.5, 1e-9), rel=1e-5)
     value = float(jstep.exponential_decay(1.0, 0.5, 1 - 1e-9)(step))
     assert value == pytest.approx(math.exp(2 * step * math.log(1 - 1e-9)), rel=1e-5)
 
 
-# 2.4 epochs of ImageNet at a batch of 1024; a decimal; a number with every digit.
+# 2.4 epochs of ImageNet at a batch size of 1024; a decimal fraction; a number that uses all digits.
 @pytest.mark.parametrize("decay_steps", [1281167 / 1024 * 2.4, 1234.5678, 100 * math.pi])
 def test_staircases_are_exact_for_any_decay_steps(decay_steps: float) -> None:
     stairs = jstep.inverse_time_decay(1.0, decay_steps, 1e-6, staircase=True)
@@ -90,7 +90,7 @@ def test_the_power_of_a_polynomial_may_be_traced() -> None:
 
 
 @pytest.mark.parametrize("zero", [np.int64(0), np.int32(0), np.float32(0), jnp.int32(0)])
-def test_a_warmup_of_no_steps_may_be_numpys_zero(zero: Any) -> None:
+def test_zero_warmup_steps_of_any_type(zero: Any) -> None:
     assert float(jstep.linear_warmup(0.5, zero)(0)) == 0.5
 
 
@@ -100,14 +100,14 @@ def test_a_warmup_of_no_steps_may_be_numpys_zero(zero: Any) -> None:
 @pytest.mark.parametrize(
     "inner", [jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam()), jstep.adam(), jstep.adagrad(0.1)]
 )
-def test_finite_gradients_whose_squares_overflow_poison_nothing(inner: Any) -> None:
+def test_gradients_whose_squares_overflow_keep_states_finite(inner: Any) -> None:
     optimizer = jstep.skip_nonfinite(inner)
     before = create({"w": jnp.ones(2)}, optimizer)
     after = jstep.apply_gradients(before, {"w": jnp.array([1e30, 1.0])}, optimizer)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-def test_a_skipped_update_that_is_not_counted_does_not_age_backwards() -> None:
+def test_uncounted_skipped_updates_do_not_reduce_the_age() -> None:
     optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
     state = jstep.apply_gradients(create({"w": jnp.ones(2)}, optimizer), {"w": jnp.ones(2)}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer, increment_global_step=False)
@@ -124,12 +124,12 @@ def test_repr_of_an_abstract_state() -> None:
     assert "ShapeDtypeStruct" not in text
 
 
-def test_the_last_step_does_not_wrap_around() -> None:
+def test_the_last_step_does_not_overflow() -> None:
     with pytest.raises(ValueError, match=r"int32|2147483647"):
         jstep.increment_global_step(create({"w": 1.0}, jstep.adam(), 2**31 - 1))
 
 
-# architecture
+# documentation
 
 
 @pytest.mark.parametrize("name", ["get_global_step", "get_or_create_global_step"])
@@ -238,10 +238,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Exception
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_and_explained(name: str) -> None:
+def test_errors_name_argument_and_value(name: str) -> None:
     call, kind, fragments = CASES[name]
     with pytest.raises(kind) as caught:
         call()
     message = str(caught.value)
     missing = [fragment for fragment in fragments if fragment not in message]
-    assert not missing, f"{message!r} does not say {missing}"
+    assert not missing, f"{message!r} lacks {missing}"

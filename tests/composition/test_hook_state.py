@@ -1,4 +1,4 @@
-"""Hooks and `then` functions find their own memory across restarts, and no other's, whatever the lists look like."""
+"""Hooks and callbacks restore their own state across restarts, whatever else is in the lists."""
 
 import logging
 import random
@@ -11,8 +11,8 @@ import jstep
 
 OPTIMIZER = jstep.momentum(jstep.held("learning_rate", 0.25), 0.5)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), OPTIMIZER)
-PART = 3
-"""Steps, and evaluations, between two restarts."""
+STEPS_PER_RUN = 3
+"""Number of steps, and of evaluations, between two restarts."""
 
 
 def train(last_step, hooks, directory, **kwargs):
@@ -22,12 +22,12 @@ def train(last_step, hooks, directory, **kwargs):
 
 
 def results_at(step):
-    """Nothing gets better after the first evaluations, each metric in its own way."""
+    """Return metrics that stop improving after the first evaluations, each in another way."""
     return {"a": 1.0 / min(step, 4), "b": 3.0 + min(step, 5), "a/b": 5.0}
 
 
-class Remembers:
-    """Remembers the steps that it saw; a hook, and a function in `then`."""
+class Recorder:
+    """Records the steps that it saw; a hook, and a callback of `EvaluationHook`."""
 
     def __init__(self, key=None):
         if key is not None:
@@ -50,19 +50,19 @@ class Remembers:
         self.seen = list(value)
 
 
-class Other(Remembers):
-    """Of another class."""
+class Other(Recorder):
+    """The same, of another class."""
 
 
-def of_another_module():
-    class Remembers(Other):
+def recorder_of_another_module():
+    class Recorder(Other):
         pass
 
-    Remembers.__module__, Remembers.__qualname__ = "elsewhere", "Remembers"
-    return Remembers()
+    Recorder.__module__, Recorder.__qualname__ = "elsewhere", "Recorder"
+    return Recorder()
 
 
-THEN = {
+CALLBACKS = {
     "stop a": lambda: jstep.EarlyStopping("a", 30),
     "stop b": lambda: jstep.EarlyStopping("b", 30, mode="max"),
     "stop a/b": lambda: jstep.EarlyStopping("a/b", 30),
@@ -70,59 +70,61 @@ THEN = {
     "keyed twin": lambda: jstep.EarlyStopping("a", 30, key="mine too"),
     "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", 0.9, patience=30),
     "plateau b": lambda: jstep.ReduceOnPlateau("b", "learning_rate", 0.9, patience=30, mode="max"),
-    "own": Remembers,
+    "recorder": Recorder,
     "other": Other,
-    "own, elsewhere": of_another_module,
-    "own, keyed": lambda: Remembers("Remembers"),
+    "recorder of another module": recorder_of_another_module,
+    "recorder, keyed": lambda: Recorder("Recorder"),
     "plain": lambda: lambda step, state, results: None,
 }
 
 
-def alone(make, steps):
-    """What one remembers that saw these evaluations, with nothing around it."""
+def standalone_state(make, steps):
+    """Return the state of a callback that saw these evaluations."""
     one = make()
     for step in steps:
         one(step, jstep.TrainState.create({"w": 1.0}, OPTIMIZER), results_at(step))
     return one.get_state()
 
 
-def lists(names, seed):
-    """Three lists: one, one with some taken out and some put in, and another; each in an order of its own."""
+def random_selections(names, seed):
+    """Return three random selections of the names, each in random order."""
     rng = random.Random(seed)
     return [rng.sample(list(names), rng.randint(2, len(names))) for _ in range(3)]
 
 
 def expected_steps(name, parts):
-    """The steps since which one has been there without a gap."""
+    """Return the steps that `name` has seen without a gap until now."""
     steps = []
     for number, part in enumerate(parts):
-        steps = steps + list(range(number * PART + 1, (number + 1) * PART + 1)) if name in part else []
+        steps = (
+            steps + list(range(number * STEPS_PER_RUN + 1, (number + 1) * STEPS_PER_RUN + 1)) if name in part else []
+        )
     return steps
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_then_functions_remember_what_each_would_alone(seed, steps_per_call, tmp_path):
-    parts = lists(THEN, seed)
+def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
+    parts = random_selections(CALLBACKS, seed)
     for number, part in enumerate(parts):
-        then = {name: THEN[name]() for name in part}
+        then = {name: CALLBACKS[name]() for name in part}
         hook = jstep.EvaluationHook(
             lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=list(then.values())
         )
-        train((number + 1) * PART, [hook], tmp_path, steps_per_call=steps_per_call)
+        train((number + 1) * STEPS_PER_RUN, [hook], tmp_path, steps_per_call=steps_per_call)
         for name, one in then.items():
             if name != "plain":
                 steps = expected_steps(name, parts[: number + 1])
-                assert one.get_state() == alone(THEN[name], steps), (name, parts)
+                assert one.get_state() == standalone_state(CALLBACKS[name], steps), (name, parts)
 
 
 def evaluation(prefix, key=None):
-    """With functions like those of the others."""
-    then = [jstep.EarlyStopping("a", 30), Remembers()]
+    """Return an evaluation hook; all have the same callbacks."""
+    then = [jstep.EarlyStopping("a", 30), Recorder()]
     hook = jstep.EvaluationHook(
         lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, then=then
     )
-    hook.stop, hook.own = then
+    hook.stop, hook.recorder = then
     return hook
 
 
@@ -131,43 +133,43 @@ HOOKS = {
     "eval/train": lambda: evaluation("eval/train"),
     "train": lambda: evaluation("train"),
     "keyed": lambda: evaluation("keyed", key="EvaluationHook(eval)"),
-    "own": Remembers,
+    "recorder": Recorder,
     "other": Other,
-    "own, keyed": lambda: Remembers("Other"),
+    "recorder, keyed": lambda: Recorder("Other"),
     "every": lambda: jstep.every(2, lambda step, state, metrics: None),
 }
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_hooks_remember_what_each_would_alone(seed, tmp_path):
-    parts = lists(HOOKS, seed)
+def test_hooks_restore_their_own_state(seed, tmp_path):
+    parts = random_selections(HOOKS, seed)
     for number, part in enumerate(parts):
         hooks = {name: HOOKS[name]() for name in part}
-        train((number + 1) * PART, list(hooks.values()), tmp_path)
+        train((number + 1) * STEPS_PER_RUN, list(hooks.values()), tmp_path)
         for name, one in hooks.items():
             steps = expected_steps(name, parts[: number + 1])
-            if isinstance(one, Remembers):
+            if isinstance(one, Recorder):
                 assert one.seen == steps, (name, parts)
             elif isinstance(one, jstep.EvaluationHook):
-                assert one.own.seen == steps, (name, parts)
-                assert one.stop.get_state() == alone(THEN["stop a"], steps), (name, parts)
+                assert one.recorder.seen == steps, (name, parts)
+                assert one.stop.get_state() == standalone_state(CALLBACKS["stop a"], steps), (name, parts)
 
 
-# Twins
+# Several objects of one class
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 3)])
-def test_where_the_number_of_twins_changed_none_remembers(before, after, tmp_path, caplog):
-    train(2, [Other(), *(Remembers() for _ in range(before))], tmp_path)
-    twins, other = [Remembers() for _ in range(after)], Other()
+def test_twins_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
+    train(2, [Other(), *(Recorder() for _ in range(before))], tmp_path)
+    twins, other = [Recorder() for _ in range(after)], Other()
     train(4, [*twins, other], tmp_path)
     assert [one.seen for one in twins] == [[3, 4]] * after
     assert other.seen == [1, 2, 3, 4]
-    assert f"the checkpoint remembers {before} of Remembers, and there are {after} now" in caplog.text
+    assert f"the checkpoint remembers {before} of Recorder, and there are {after} now" in caplog.text
 
 
-def test_twins_are_told_apart_by_how_they_were_made(tmp_path):
-    """Swapped, each finds its own."""
+def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
+    """Each one restores its own state when the order changes."""
 
     def then():
         return [
@@ -186,23 +188,23 @@ def test_twins_are_told_apart_by_how_they_were_made(tmp_path):
     run(3, then())
     swapped = run(6, then()[::-1])[::-1]
     for make, one in zip(range(3), swapped, strict=True):
-        assert one.get_state() == alone(lambda make=make: then()[make], range(1, 7))
+        assert one.get_state() == standalone_state(lambda make=make: then()[make], range(1, 7))
 
 
-def test_two_of_one_key_are_refused(tmp_path):
+def test_duplicate_keys_are_rejected(tmp_path):
     for hooks in (
-        [Remembers("mine"), Other("mine")],
-        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, then=[Remembers("mine"), Remembers("mine")])],
+        [Recorder("mine"), Other("mine")],
+        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, then=[Recorder("mine"), Recorder("mine")])],
     ):
         for directory in (tmp_path, None):
             with pytest.raises(ValueError, match="key='mine': must be the key of one"):
                 train(2, hooks, directory)
 
 
-# What cannot be given back
+# State that cannot be restored
 
 
-def stop_of(directory, stop, last_step=4):
+def run_with_callback(directory, stop, last_step=4):
     hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=[stop])
     train(last_step, [hook], directory)
     return stop.get_state()
@@ -213,41 +215,41 @@ def stop_of(directory, stop, last_step=4):
     [
         (lambda: jstep.EarlyStopping("a", 30), lambda: jstep.EarlyStopping("a", 30, mode="max")),
         (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: jstep.EarlyStopping("b", 30, key="k")),
-        (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: Remembers("k")),
-        (lambda: Remembers("k"), lambda: jstep.EarlyStopping("a", 30, key="k")),
+        (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: Recorder("k")),
+        (lambda: Recorder("k"), lambda: jstep.EarlyStopping("a", 30, key="k")),
         (
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, key="k"),
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
         ),
-        (lambda: Remembers("k"), lambda: Other("k")),
+        (lambda: Recorder("k"), lambda: Other("k")),
     ],
 )
-def test_another_mode_metric_or_class_starts_fresh_and_says_so(first, second, tmp_path, caplog):
-    stop_of(tmp_path, first(), 2)
+def test_other_modes_metrics_or_classes_start_fresh_and_warn(first, second, tmp_path, caplog):
+    run_with_callback(tmp_path, first(), 2)
     caplog.clear()
-    assert stop_of(tmp_path, second()) == alone(second, [3, 4])
+    assert run_with_callback(tmp_path, second()) == standalone_state(second, [3, 4])
     assert any("starts fresh" in record.getMessage() for record in caplog.records if record.name == "jstep")
 
 
-def test_memories_of_older_versions_start_fresh(tmp_path, caplog):
+def test_state_of_older_versions_is_ignored_with_a_warning(tmp_path, caplog):
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER, global_step=2)
-    old = {"EvaluationHook": {"step": 2, "then": {"EarlyStopping": {"best": 1.0, "bad": 30}}}, "Remembers#1": [1]}
+    old = {"EvaluationHook": {"step": 2, "then": {"EarlyStopping": {"best": 1.0, "bad": 30}}}, "Recorder#1": [1]}
     with jstep.Saver(tmp_path) as saver:
         saver.save(state, extra={"hooks": old})
-    assert stop_of(tmp_path, jstep.EarlyStopping("a", 30)) == alone(THEN["stop a"], [3, 4])
+    assert run_with_callback(tmp_path, jstep.EarlyStopping("a", 30)) == standalone_state(CALLBACKS["stop a"], [3, 4])
     assert "written by an older version of jstep: all start fresh" in caplog.text
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, {"best": 1.0, "bad": 2}, {"metric": "a", "mode": "min"}])
-@pytest.mark.parametrize("broken", [{}, {"best": "low"}, {"bad": -1}, {"bad": None}, {"best": [1]}, {"cooling": 0.5}])
-def test_stock_objects_start_fresh_where_a_memory_is_nonsense(value, broken, caplog):
-    for one in (THEN["stop a"](), THEN["plateau a"]()):
+@pytest.mark.parametrize("invalid", [{}, {"best": "low"}, {"bad": -1}, {"bad": None}, {"best": [1]}, {"cooling": 0.5}])
+def test_builtin_callbacks_start_fresh_from_invalid_state(value, invalid, caplog):
+    for one in (CALLBACKS["stop a"](), CALLBACKS["plateau a"]()):
         fresh = one.get_state()
-        nonsense = {**fresh, **broken} if broken else value
-        if broken and not (broken.keys() <= fresh.keys()):
+        invalid_state = {**fresh, **invalid} if invalid else value
+        if invalid and not (invalid.keys() <= fresh.keys()):
             continue
         caplog.clear()
-        assert not one.set_state(nonsense)
+        assert not one.set_state(invalid_state)
         assert one.get_state() == fresh
         assert "starts fresh" in caplog.text
     hook = evaluation("eval")
@@ -255,8 +257,8 @@ def test_stock_objects_start_fresh_where_a_memory_is_nonsense(value, broken, cap
     assert "starts fresh" in caplog.text
 
 
-def test_a_state_whose_hook_is_gone_is_a_line_in_the_log(tmp_path, caplog):
+def test_state_of_a_missing_hook_is_logged(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    train(2, [Remembers(), Other()], tmp_path)
+    train(2, [Recorder(), Other()], tmp_path)
     train(4, [Other()], tmp_path)
-    assert "hooks: the checkpoint has the state of Remembers, which is not among them any more" in caplog.text
+    assert "hooks: the checkpoint has the state of Recorder, which is not among them any more" in caplog.text

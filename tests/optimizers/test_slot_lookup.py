@@ -1,4 +1,4 @@
-"""Averages, slow weights and schedule-free parameters are found wherever they stand."""
+"""Averages, slow weights and schedule-free parameters are found in nested optimizers."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PARTS: dict[str, tuple[Callable[[], jstep.Optimizer], Callable[..., Any], str]] 
     "slow": (lambda: jstep.lookahead(jstep.gradient_descent(0.5)), jstep.slow_params, "slow"),
     "schedule-free": (FREE, jstep.schedule_free_params, "z"),
 }
-AROUND: dict[str, tuple[Callable[[jstep.Optimizer], jstep.Optimizer], str]] = {
+WRAPPERS: dict[str, tuple[Callable[[jstep.Optimizer], jstep.Optimizer], str]] = {
     "scope": (lambda one: jstep.scope("s", one), "s/"),
     "label": (
         lambda one: jstep.partition({"x": one, "x/y": jstep.adam()}, lambda path, leaf: "x" if path == "a" else "x/y"),
@@ -38,7 +38,7 @@ AROUND: dict[str, tuple[Callable[[jstep.Optimizer], jstep.Optimizer], str]] = {
 }
 
 
-def after(optimizer: jstep.Optimizer) -> jstep.TrainState:
+def run_two_steps(optimizer: jstep.Optimizer) -> jstep.TrainState:
     state = jstep.TrainState.create(PARAMS, optimizer)
     for _ in range(2):
         state = jstep.apply_gradients(state, GRADS, optimizer)
@@ -46,39 +46,41 @@ def after(optimizer: jstep.Optimizer) -> jstep.TrainState:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("around", AROUND)
-def test_found_below_scopes_and_labels(part: str, around: str) -> None:
-    make, found, slot = PARTS[part]
-    wrap, prefix = AROUND[around]
-    want, state = found(after(make())), after(wrap(make()))
-    for params in (found(state), found(state, name=prefix + slot), found(state, name=slot)):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_slots_are_found_in_scopes_and_partitions(part: str, wrapper: str) -> None:
+    make, extract, slot = PARTS[part]
+    wrap, prefix = WRAPPERS[wrapper]
+    want, state = extract(run_two_steps(make())), run_two_steps(wrap(make()))
+    for params in (extract(state), extract(state, name=prefix + slot), extract(state, name=slot)):
         np.testing.assert_allclose(params["a"], want["a"])
-        if around != "scope":
+        if wrapper != "scope":
             np.testing.assert_array_equal(params["b"], state.params["b"])
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_several_are_an_error_that_lists_them(part: str) -> None:
-    make, found, slot = PARTS[part]
-    listed = [f"x/{slot}", f"x/y/{slot}"]
-    state = after(jstep.partition({"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y"))
-    with pytest.raises(ValueError, match=re.escape(f"several such slots, {sorted(listed)}; give")):
-        found(state)
-    np.testing.assert_allclose(found(state, f"x/{slot}")["a"], found(after(make()))["a"])
-    np.testing.assert_array_equal(found(state, f"x/{slot}")["b"], state.params["b"])
+def test_several_candidates_raise_and_are_listed(part: str) -> None:
+    make, extract, slot = PARTS[part]
+    candidates = [f"x/{slot}", f"x/y/{slot}"]
+    state = run_two_steps(
+        jstep.partition({"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y")
+    )
+    with pytest.raises(ValueError, match=re.escape(f"several such slots, {sorted(candidates)}; give")):
+        extract(state)
+    np.testing.assert_allclose(extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"])
+    np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_number_of_that_name_is_not_one(part: str) -> None:
-    make, found, slot = PARTS[part]
+def test_scalar_slots_of_the_same_name_are_ignored(part: str) -> None:
+    make, extract, slot = PARTS[part]
 
     def init(params: Any, global_step: Any = 0) -> Any:
         return {slot: jnp.zeros(()), "weight_sum": {"no": jnp.zeros(())}}
 
-    mine = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
-    state = after(jstep.chain(jstep.scope("mine", mine), jstep.scope("s", make())))
-    np.testing.assert_allclose(found(state)["a"], found(after(make()))["a"])
+    custom = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+    state = run_two_steps(jstep.chain(jstep.scope("custom", custom), jstep.scope("s", make())))
+    np.testing.assert_allclose(extract(state)["a"], extract(run_two_steps(make()))["a"])
     with pytest.raises(ValueError, match="no such slot"):
-        found(after(jstep.scope("mine", mine)))
+        extract(run_two_steps(jstep.scope("custom", custom)))
     with pytest.raises(TypeError, match="must be a TrainState"):
-        found({"a": 1})
+        extract({"a": 1})
