@@ -105,8 +105,8 @@ def names_in(source: str) -> list[str]:
 
 
 def in_words(name: str) -> str:
-    """Return a name in snake_case as words."""
-    return " ".join(name.split("_"))
+    """Return a name in snake_case as words; in names, `none` is the value."""
+    return " ".join("None" if word == "none" else word for word in name.split("_"))
 
 
 def test_docstrings_and_comments_of_tests() -> None:
