@@ -167,7 +167,7 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
 
     first, busy = {}, {}
     run(4, 1)  # compiles
-    for iterations in (500, 5_000, 25_000):  # a loop that waits takes longer than any step; a stalled host does not
+    for iterations in (500, 5_000, 25_000):  # a longer first step if the host was stalled during the run
         run(20, iterations)
         assert list(busy) == list(range(2, 21, 2))
         if all(busy[step] for step in range(2, 17, 2)):
