@@ -7,7 +7,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import assert_same, files_of, flip
+from checkpoint_states import assert_same, flip
 
 import jstep
 from jstep.checkpoint import Saver
@@ -55,7 +55,7 @@ def test_every_form_selects_the_same_leaves(tmp_path, leave_out):
         saved, absent = saved_paths(saver)
         assert {leaf["path"] for leaf in absent} == BASE
         assert not BASE & set(saved)
-        everything = trees.paths_of({"params": 0}) and trees.paths_of(state_of())
+        everything = trees.paths_of(state_of())
         assert sorted([*saved, *BASE]) == sorted(everything)
         prints = jstep.fingerprint(state_of(), per_leaf=True)
         assert {leaf["path"]: leaf["fingerprint"] for leaf in absent} == {
@@ -227,7 +227,6 @@ def test_a_dict_state_with_params(tmp_path):
 def test_the_state_may_be_donated_after_save(tmp_path):
     """The fingerprints are those of the state as it was passed, although the next steps reuse its memory."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    prints = jstep.fingerprint(state_of().params["base"], per_leaf=True)
     with Saver(tmp_path, leave_out="base/w", max_to_keep=None) as saver:
         state = state_of()
         saver.save(state)
@@ -237,7 +236,6 @@ def test_the_state_may_be_donated_after_save(tmp_path):
         (record, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
         expected = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
         assert record["fingerprint"] == "".join(f"{int(word):08x}" for word in expected["params/base/w"])
-        assert prints.keys() == {"w", "scale"}
 
 
 def test_on_a_mesh(tmp_path, caplog):
@@ -260,4 +258,3 @@ def test_corruption_is_detected(tmp_path):
         flip(os.path.join(path, "manifest.json"), 400)
         with pytest.raises(jstep.CheckpointError, match="corrupted"):
             saver.restore(state_of())
-    assert files_of(path)

@@ -40,13 +40,6 @@ def without(key):
     return lambda data: data.pop(key) and None
 
 
-def deep(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 INVALID = {
     "no step": without("step"),
     "no format": without("format"),

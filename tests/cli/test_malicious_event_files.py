@@ -137,16 +137,6 @@ def test_output_escapes_and_valid_json():
     }
 
 
-def test_help_fits_one_screen(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 24
-    for word in ("plot", "events", "Exit codes: 0; 1 where diff found a difference; 2"):
-        assert word in text
-
-
 @pytest.mark.parametrize("command", ["plot", "events"])
 def test_urls_of_other_schemes(tmp_path, capsys, command):
     arguments = [command, "ftp://host/run", *(["-o", str(tmp_path / "x.png")] if command == "plot" else [])]

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +192,7 @@ def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_p
 
 def test_keep_best_saves_the_state_of_that_step(tmp_path):
     keep(tmp_path, [0.5, 0.9, 0.7], mode="max", prefix="top")
-    assert os.listdir(tmp_path) == ["top-2"] or "top-2" in os.listdir(tmp_path)
+    assert set(steps(tmp_path, "top")) == {2}
     restored = jstep.Saver(tmp_path, prefix="top").restore(state_at())
     assert restored.params["w"].tolist() == [2, 2, 2]
 
@@ -244,9 +244,10 @@ def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        jstep.KeepBest(tmp_path / "file", "loss").begin(state_at())
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        jstep.KeepBest(path, "loss").begin(state_at())
 
 
 # Bad input

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 import time
 
 import jax.numpy as jnp
@@ -56,8 +57,16 @@ def test_a_loader_can_reuse_its_buffer(wait, kwargs, offset):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_prefetch_to_device_copies_reused_buffers(offset):
-    items = jstep.prefetch_to_device(itertools.islice(reused_buffer(offset=offset), 8), size=8)
-    time.sleep(0.1)
+    last_read = threading.Event()
+
+    def source():
+        for n, buffer in enumerate(itertools.islice(reused_buffer(offset=offset), 8), 1):
+            if n == 8:
+                last_read.set()
+            yield buffer
+
+    items = jstep.prefetch_to_device(source(), size=8)
+    assert last_read.wait(60)
     assert [float(item[0]) for item in items] == list(range(8))
 
 

@@ -1,5 +1,6 @@
 """`train(compile_cache=…)`: JAX's persistent compilation cache, enabled during a run."""
 
+import contextlib
 import logging
 import os
 import stat
@@ -66,15 +67,17 @@ def failing(step, state, metrics):
     raise KeyError("on purpose")
 
 
-@pytest.mark.parametrize("hooks", [[], [jstep.every(1, failing)]])
-def test_settings_are_restored(hooks, tmp_path):
+@pytest.mark.parametrize(
+    ("hooks", "ends"),
+    [([], contextlib.nullcontext()), ([jstep.every(1, failing)], pytest.raises(KeyError, match="on purpose"))],
+    ids=["complete", "failing"],
+)
+def test_settings_are_restored(hooks, ends, tmp_path):
     before = settings()
     seen = [jstep.every(1, lambda *_: during.append(settings()))]
     during = []
-    try:
+    with ends:
         train(2, hooks=[*seen, *hooks], compile_cache=tmp_path / "cache")
-    except KeyError:
-        assert hooks
     assert during[0] == [str(tmp_path / "cache"), True, 0.0, -1]
     assert settings() == before
 

@@ -18,8 +18,8 @@ ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
 TIMEOUT_SECS = 60
 
 
-def make_step(scale=1.0):
-    return jstep.minimize(lambda params, x: scale * jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
+def make_step():
+    return jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
 
 
 def make_state(mesh=None):
@@ -58,7 +58,7 @@ def compiled():
 def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call, tmp_path, compiled, monkeypatch):
     batches, (seen, done) = batches_of(kind), compiled
     train(make_step(), batches, 3, tmp_path)
-    uninterrupted = train(make_step(2.0), batches, 9, None, steps_per_call=steps_per_call)
+    uninterrupted = train(make_step(), batches, 9, None, steps_per_call=steps_per_call)
     compiled_first, restore = [], jstep.Saver.restore
 
     def slow(self, *args, **kwargs):
@@ -71,8 +71,7 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call,
     state = train(make_step(), batches, 9, tmp_path, steps_per_call=steps_per_call)
     assert compiled_first == [True]
     assert seen.count("jstep-compile") == 1
-    assert jstep.global_step(state) == 9
-    assert jstep.global_step(uninterrupted) == 9
+    assert same(state, uninterrupted)
 
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
@@ -97,7 +96,7 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
 def test_results_are_bitwise_identical(tmp_path):
     train(make_step(), batches_of("data"), 4, tmp_path / "a")
     resumed = train(make_step(), batches_of("data"), 9, tmp_path / "a")
-    uninterrupted = train(make_step(), iter([ROWS[:8]] * 0 + [batches_of("data")[n] for n in range(9)]), 9, None)
+    uninterrupted = train(make_step(), iter([batches_of("data")[n] for n in range(9)]), 9, None)
     assert same(resumed.params, uninterrupted.params)
 
 

@@ -32,7 +32,7 @@ class StepRecorder(jstep.Hook):
     def after_step(self, step, state, metrics):
         self.steps.append(step)
         if step == self.die:
-            raise OSError("killed")
+            raise OSError("the host died")
 
 
 def generator_at(at):
@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
         "progress": False,
     }
     uninterrupted = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
-    with pytest.raises(OSError, match="killed"):
+    with pytest.raises(OSError, match="the host died"):
         jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[StepRecorder(die=9)], **options)
     loader, seen = Stateful(40, *kind), StepRecorder()
     resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **options)

@@ -34,23 +34,22 @@ def steps(store, key="run/logs/fingerprints.jsonl"):
     return [json.loads(line)["step"] for line in store.data(key).splitlines()]
 
 
+def delete(store, prefix):
+    with store.lock:
+        for key in store.keys(prefix):
+            del store.objects["bkt"][key]
+
+
 def test_fingerprint_logs_across_restarts(store, caplog):
     run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5]
     run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5, 6, 7, 8]
-    for step in (5, 8):
-        jstep.Saver(store.run)
-        with store.lock:
-            for key in store.keys(f"run/model-{step}/"):
-                if step == 8:
-                    del store.objects["bkt"][key]
+    delete(store, "run/model-8/")
     with caplog.at_level(logging.WARNING, "jstep"):
         run(store.run, 8, hooks=[jstep.FingerprintHook(every_n_steps=1)])
         assert not [record for record in caplog.records if "run again" in record.message]
-        with store.lock:
-            for key in store.keys("run/model-8/"):
-                del store.objects["bkt"][key]
+        delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "run again" in record.message]
     assert sorted(log.read(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -2,8 +2,8 @@
 
 import logging
 import os
+import re
 import shutil
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def test_a_logdir_that_cannot_be_recreated_is_an_error(tmp_path):
     shutil.rmtree(logdir)
     logdir.write_text("in the way")
     writer.add_summary(summary.scalar("loss", 2.0), 2)
-    with pytest.raises(OSError, match="run"):
+    with pytest.raises(OSError, match=re.escape(str(logdir))):
         writer.close()
 
 
@@ -164,7 +164,6 @@ def test_the_thread_inherits_the_jax_settings_of_its_creator(tmp_path):
         writer._worker._encode = lambda *args: x64_enabled.append(jax.config.jax_enable_x64) or encode(*args)
         writer.add_summary(summary.scalar("loss", jnp.float64(1.0)), 1)
     assert x64_enabled == [True]
-    assert threading.active_count() >= 1
 
 
 def test_to_proto():

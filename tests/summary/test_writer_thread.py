@@ -16,25 +16,35 @@ from jstep.summary.write.writer import SummaryWriter
 
 
 @jax.jit
-def slow(x):
-    """Compute for about a second."""
-    y = jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), jnp.full((700, 700), x))
+def slow(x, iterations):
+    y = jax.lax.fori_loop(0, iterations, lambda _, y: jnp.tanh(y @ y), jnp.full((700, 700), x))
     return summary.merge([summary.scalar("loss", y[0, 0] * 0 + x), summary.histogram("h", y)])
 
 
-def test_add_summary_does_not_wait_for_arrays(tmp_path, accumulate):
+def add_while_computing(logdir, iterations):
+    """Write summaries of arrays that are being computed; return whether the computation outlasted the calls."""
+
     def add_eagerly(created):
         writer.add_summary(summary.scalar("eager", created.parts[0].values), created.parts[1].exponent)
 
-    with SummaryWriter(tmp_path, max_queue=1) as writer:
-        add_eagerly(slow(2.0))  # compiles everything
+    with SummaryWriter(logdir, max_queue=1) as writer:
+        add_eagerly(slow(2.0, 1))  # compiles everything
         writer.flush()
-        created = slow(2.0)
+        created = slow(2.0, iterations)
         for step in range(1, 30):
             writer.add_summary(created, step)
         add_eagerly(created)
-        assert not created.parts[0].values.is_ready()
-    events = accumulate(tmp_path)
+        return not created.parts[0].values.is_ready()
+
+
+def test_add_summary_does_not_wait_for_arrays(tmp_path, accumulate):
+    for iterations in (20, 200, 1000):  # a longer one if the host was stalled during the calls
+        logdir = tmp_path / str(iterations)
+        if add_while_computing(logdir, iterations):
+            break
+    else:
+        pytest.fail("every computation had finished when add_summary returned")
+    events = accumulate(logdir)
     assert scalars(events) == [(step, 2.0) for step in range(1, 30)]
     assert [value for _, value in scalars(events, "eager")] == [2.0, 2.0]
 
