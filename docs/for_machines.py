@@ -22,7 +22,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Writes the page as Markdown, and tells in its head where that is."""
+    """Writes the page as Markdown, and links to it in its head."""
     target = pathlib.Path(config["site_dir"], page.file.src_uri)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(as_markdown(_source(page)), encoding="utf-8")

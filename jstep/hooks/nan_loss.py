@@ -39,7 +39,7 @@ class NanLossHook(RunHook):
     and also before each checkpoint and at the end. There it also checks the state, because a finite loss can have a
     gradient that is not finite, which only a later loss would show. `train` therefore saves no checkpoint with a
     parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). The
-    metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, tells the step of the gradient. If the
+    metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the
     state contains NaN when the run begins, a warning is logged, and the run stops if it skips every update.
 
     Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
@@ -191,7 +191,7 @@ class NanLossHook(RunHook):
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:
-            hint = "" if self._has_norm else '; minimize(metrics=["grad_norm"]) tells which one'
+            hint = "" if self._has_norm else '; minimize(metrics=["grad_norm"]) shows which one'
             message += f"; one of the updates {self._checked} → {step} made it{hint}"
         origin = self._gradient or step
         self._stop(message + _advice(origin), origin, prevents_saving=True)

@@ -15,7 +15,7 @@ _logger = logging.getLogger("jstep")
 def warn_if_past_changed(batches: Any, where: str, prefix: str, restored: int, now: Mapping[str, Any]) -> None:
     """Log a warning if the batches before the restored step have another definition than when it was saved.
 
-    Nothing is logged if the timeline does not tell which start saved the checkpoint, or has no card of it.
+    Nothing is logged if the timeline does not record which start saved the checkpoint, or has no card of it.
 
     Args:
         batches: The argument of `train`.
@@ -119,7 +119,7 @@ def _stages(value: Any, end: int) -> dict[int, Any]:
 
 def _first_change(name: str, then: Mapping[int, Any], now: Mapping[int, Any]) -> Iterator[str]:
     if not then or not now:
-        return  # recorded as a hash, which does not tell from which step
+        return  # recorded as a hash, which does not show from which step
     one = other = None
     for first in sorted({*then, *now}):
         one, other = then.get(first, one), now.get(first, other)

@@ -107,7 +107,7 @@ def _key_data(impl: str) -> Any:
 
 
 def by_id(saved: Sequence[Leaf]) -> dict[tuple[str, int], Leaf]:
-    """Return the leaves by path and number, which tells leaves with the same path apart."""
+    """Return the leaves by path and number, which distinguishes leaves with the same path."""
     return dict(zip(ids(leaf.path for leaf in saved), saved, strict=True))
 
 

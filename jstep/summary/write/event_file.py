@@ -13,7 +13,7 @@ from jstep.summary.write.encode import event_bytes
 from jstep.summary.write.sinks import LocalFile, ObjectFile, Sink
 
 FILE_VERSION = "brain.Event:2"
-"""From this version on, TensorBoard uses session logs to tell which events a restart has replaced."""
+"""From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
 
 _PREFIX = "events.out.tfevents."
 _START = 38.0
