@@ -43,44 +43,29 @@ EMA = jstep.ExponentialMovingAverage(0.5)
 CASES: dict[str, Callable[[], jstep.Optimizer]] = {
     "labels": partition_by_dtype,
     "labels-in-labels": lambda: jstep.partition(
-        {"x": partition_by_dtype()}, lambda path, leaf: "x" if by_dtype else None
+        {"x": partition_by_dtype()}, lambda path, leaf: "x" if by_dtype(path, leaf) else None
     ),
     "decay": lambda: jstep.chain(jstep.add_weight_decay(1.0, is_low), jstep.stateless(_decay_alone)),
     "decoupled": lambda: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(1.0, is_low)),
     "factors": lambda: jstep.chain(
         jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf)))
     ),
-    "axes": lambda: jstep.chain(jstep.orthogonalize(scale=None, axes=_axes), jstep.stateless(_ones_alone)),
-    "neurons": lambda: jstep.chain(jstep.normalize_neurons(axes=_axes), jstep.stateless(_ones_alone)),
-    "sphere": lambda: jstep.chain(
-        jstep.on_hyperball(0.1, lambda path, leaf: 1.0 + _axes(path, leaf)[0], axes=_axes),
-        jstep.stateless(_ones_alone),
-    ),
-    "units": lambda: jstep.chain(jstep.clip_gradients(adaptive=1.0, axes=_units), jstep.stateless(_ones_alone)),
-    "centred": lambda: jstep.chain(jstep.centralize_gradients(axes=_units), jstep.stateless(_ones_alone)),
     "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),
+}
+# Each case calls its functions, which return the axes of a leaf or the radius, with a path and a leaf.
+AXES_CASES: dict[str, Callable[[Callable[..., tuple[int, int]]], jstep.Optimizer]] = {
+    "orthogonalize": lambda axes: jstep.orthogonalize(scale=None, axes=axes),
+    "neurons": lambda axes: jstep.normalize_neurons(axes=axes),
+    "hyperball-axes": lambda axes: jstep.on_hyperball(0.1, axes=axes),
+    "hyperball-radius": lambda axes: jstep.on_hyperball(0.1, lambda path, leaf: 1.0 + axes(path, leaf)[0]),
+    "units": lambda axes: jstep.clip_gradients(adaptive=1.0, axes=axes),
+    "centralize": lambda axes: jstep.centralize_gradients(axes=axes),
 }
 
 
 def _decay_alone(updates: Any, params: Any, step: Any) -> Any:
     """Return −(u − g): the term that decay added to gradients of 1."""
     return jax.tree.map(lambda u: 1 - u, updates)
-
-
-def _axes(path: str, leaf: Any) -> tuple[int, int]:
-    seen.append((path, str(leaf.dtype)))
-    return 0, 1
-
-
-def _units(path: str, leaf: Any) -> tuple[int, ...]:
-    return _axes(path, leaf)
-
-
-seen: list[tuple[str, str]] = []
-
-
-def _ones_alone(updates: Any, params: Any, step: Any) -> Any:
-    return {"low": jnp.full((2, 2), -1.0), "high": jnp.zeros((2, 2)), "n": None, "none": None}
 
 
 def _shape(path: str, leaf: Any) -> tuple[int, ...] | None:
@@ -94,13 +79,27 @@ def _slotted(g: Any, p: Any, slots: Any, h: Any) -> Any:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", CASES)
 def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:
-    seen.clear()
     optimizer = WRAPPERS[wrapper](CASES[case]())
     state = jstep.TrainState.create(PARAMS, optimizer)
     state = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, GRADS)
     np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.0, atol=1e-6)
     np.testing.assert_array_equal(state.params["high"], 1.0)
-    assert set(seen) <= {("low", "bfloat16"), ("high", "float32")}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", AXES_CASES)
+def test_functions_of_axes_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def axes(path: str, leaf: Any) -> tuple[int, int]:
+        seen.append((path, str(leaf.dtype)))
+        return 0, 1
+
+    optimizer = WRAPPERS[wrapper](AXES_CASES[case](axes))
+    state = jax.eval_shape(lambda: jstep.TrainState.create(PARAMS, optimizer))
+    seen.clear()
+    jax.eval_shape(lambda s: jstep.apply_gradients(s, GRADS, optimizer), state)
+    assert set(seen) == {("low", "bfloat16"), ("high", "float32")}
 
 
 def test_averages_and_trust_ratios_see_the_dtypes_of_the_state() -> None:
