@@ -88,8 +88,14 @@ def test_nonfinite_values_are_rejected(value: Any) -> None:
         jstep.set_hyperparameter(state, "rate", value)
     with pytest.raises(TypeError, match="must be a number"):
         jstep.set_hyperparameter(state, "rate", "0.1")
-    with pytest.raises(ValueError, match="scalar"):
-        jstep.set_hyperparameter(state, "rate", [0.1] and np.ones(2))
+
+
+def test_lists_and_arrays_are_not_scalars() -> None:
+    state = state_of(jstep.gradient_descent(jstep.held("rate", 0.5)))
+    with pytest.raises(TypeError, match="must be a number or a scalar array, got list"):
+        jstep.set_hyperparameter(state, "rate", [0.1])
+    with pytest.raises(ValueError, match=r"must be a scalar, got shape \(2,\)"):
+        jstep.set_hyperparameter(state, "rate", np.ones(2))
 
 
 def test_name_and_initial_value_are_validated() -> None:
