@@ -20,7 +20,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean(x) * jnp.sum(params["w"].astype(jnp.float32) ** 2) + params["v"].astype(jnp.float32) ** 3
 
 
-def recording(seen: dict[str, Any], **moves: float) -> jstep.Optimizer:
+def recording(seen: dict[str, Any]) -> jstep.Optimizer:
     """Return an optimizer that stores the loss, and loss and gradient at moved parameters, in its slots."""
 
     def init(params: Any, global_step: Any = 0) -> Any:

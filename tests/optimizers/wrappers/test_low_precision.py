@@ -75,12 +75,20 @@ def scaled(grad: float, state: Any) -> Any:
     return {"w": jnp.full(2, grad, jnp.float32) * state.slots["loss_scale"]}
 
 
-@pytest.mark.parametrize("wrap", [lambda o: o, jstep.skip_nonfinite])
-@pytest.mark.parametrize("inner", [lambda o: o, jstep.skip_nonfinite])
-def test_loss_scale_changes_like_torch_grad_scaler(wrap: Any, inner: Any) -> None:
-    if wrap is inner is jstep.skip_nonfinite:
-        return  # two guards would need the same slot
-    optimizer = wrap(jstep.dynamic_loss_scale(inner(jstep.adam(0.1)), initial=8.0, period=2))
+def scale(optimizer: jstep.Optimizer) -> jstep.Optimizer:
+    return jstep.dynamic_loss_scale(optimizer, initial=8.0, period=2)
+
+
+LOSS_SCALES = {
+    "unguarded": lambda: scale(jstep.adam(0.1)),
+    "guard inside": lambda: scale(jstep.skip_nonfinite(jstep.adam(0.1))),
+    "guard outside": lambda: jstep.skip_nonfinite(scale(jstep.adam(0.1))),
+}
+
+
+@pytest.mark.parametrize("case", LOSS_SCALES)
+def test_loss_scale_changes_like_torch_grad_scaler(case: str) -> None:
+    optimizer = LOSS_SCALES[case]()
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer, 100)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
     scales, since = [], []
