@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import random_optimizers as nests
 from hypothesis import given, settings
-from random_optimizers import PATHS, gradients_of, leaf_at, nested_optimizers, params_of, train_alone
+from random_optimizers import PATHS, Wrapped, gradients_of, leaf_at, nested_optimizers, params_of, train_alone
 
 import jstep
 
@@ -16,10 +15,11 @@ def build(spec):
     """Return the optimizer and the state of a spec; reject specs whose names collide."""
     try:
         optimizer = spec.build()
-        state = jstep.TrainState.create(params_of(np.random.default_rng(0)), optimizer)
-    except ValueError:
-        hypothesis.assume(False)
-    return optimizer, state
+    except ValueError as error:
+        if "both have a" not in str(error):
+            raise
+        hypothesis.reject()
+    return optimizer, jstep.TrainState.create(params_of(np.random.default_rng(0)), optimizer)
 
 
 @settings(max_examples=25)
@@ -29,12 +29,8 @@ def test_each_leaf_is_updated_by_its_own_optimizer(spec):
     rng = np.random.default_rng(1)
     gradients = [gradients_of(rng, state.params) for _ in range(3)]
     before = state
-    try:
-        for gradient in gradients:
-            state = jstep.apply_gradients(state, gradient, optimizer)
-    except ValueError:  # every leaf is frozen
-        hypothesis.assume(any(spec.base_of(path) is not None for path in PATHS))
-        raise
+    for gradient in gradients:
+        state = jstep.apply_gradients(state, gradient, optimizer)
     for path in PATHS:
         expected = train_alone(
             spec.base_of(path),
@@ -47,25 +43,17 @@ def test_each_leaf_is_updated_by_its_own_optimizer(spec):
     assert jax.tree.structure(state) == jax.tree.structure(before)
 
 
-# TODO: reject specs that freeze every leaf, as the first test does. Hypothesis derives its examples from the source of
-# the function, so that any edit of this one, even a rename, may generate such a spec and fail.
 @settings(max_examples=20)
-@given(nest=nested_optimizers())
-def test_a_guard_around_everything_keeps_everything(nest):
-    optimizer, _ = build(nest)
-    try:
-        optimizer = jstep.skip_nonfinite(optimizer)
-        state = jstep.TrainState.create(nests.params_of(np.random.default_rng(0)), optimizer)
-    except ValueError:  # a guard inside a guard
-        hypothesis.assume(False)
-    gradient = nests.gradients_of(np.random.default_rng(1), state.params)
-    bad = jax.tree.map(lambda g: g.at[0].set(jnp.nan), gradient)
+@given(spec=nested_optimizers())
+def test_a_skipped_update_changes_no_params_and_no_slots(spec):
+    optimizer, state = build(Wrapped("skip", "", spec))
+    gradient = gradients_of(np.random.default_rng(1), state.params)
+    nonfinite = jax.tree.map(lambda g: g.at[0].set(jnp.nan), gradient)
     state = jstep.apply_gradients(state, gradient, optimizer)
-    after = jstep.apply_gradients(state, bad, optimizer)
-    for path in nests.PATHS:
-        np.testing.assert_array_equal(nests.leaf_at(after.params, path), nests.leaf_at(state.params, path))
-    names = jstep.get_slot_names(state)
-    for name in names:
+    after = jstep.apply_gradients(state, nonfinite, optimizer)
+    for path in PATHS:
+        np.testing.assert_array_equal(leaf_at(after.params, path), leaf_at(state.params, path), err_msg=path)
+    for name in jstep.get_slot_names(state):
         for a, b in zip(jax.tree.leaves(after.slots[name]), jax.tree.leaves(state.slots[name]), strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
     assert after.global_step == 2
@@ -78,10 +66,7 @@ def test_resume_of_nested_optimizers_is_bitwise(spec, tmp_path_factory):
     rng = np.random.default_rng(2)
     gradients = [gradients_of(rng, state.params) for _ in range(2)]
     step = jax.jit(lambda state, gradient: jstep.apply_gradients(state, gradient, optimizer))
-    try:
-        half = step(state, gradients[0])
-    except ValueError:
-        hypothesis.assume(False)
+    half = step(state, gradients[0])
     with jstep.Saver(tmp_path_factory.mktemp("nest"), async_save=False) as saver:
         saver.save(half)
         restored = saver.restore(jstep.TrainState.create(params_of(rng), optimizer))
