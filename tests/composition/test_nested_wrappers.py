@@ -151,6 +151,8 @@ def shapes_and_dtypes(tree: Any) -> Any:
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(optimizers, trees_of_params, st.booleans())
+@hypothesis.example((partitioned, [(jstep.dynamic_loss_scale, (PLAIN[0],))]), {"a": jnp.ones(3)}, False)
+@hypothesis.example((MASKED[0], (PLAIN[0],)), {"a": jnp.array([1, 2])}, False)
 def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any, guarded: bool) -> None:
     optimizer = build(plan)
     optimizer = without_collision(lambda: jstep.skip_nonfinite(optimizer)) if guarded else optimizer
