@@ -49,10 +49,21 @@ class Ended:
     at: float
 
 
+_reserved = []
+"""Sockets that hold the ports of `free_address` until the tests end; they do not listen."""
+
+
 def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """Return an address for a coordinator that no other process gets from the kernel.
+
+    gRPC binds with SO_REUSEPORT, so that a coordinator shares the port with the socket that holds it, and two
+    coordinators on the same port would not notice each other.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    _reserved.append(held)
+    return f"127.0.0.1:{held.getsockname()[1]}"
 
 
 def start(script, count, directory, *args, devices=4):
