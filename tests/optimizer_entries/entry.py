@@ -1,4 +1,4 @@
-"""The contract of one optimizer, as data."""
+"""An entry of the optimizer table: how to create an optimizer, and its expected properties."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -37,8 +37,8 @@ class Entry(NamedTuple):
     """Whether updates depend on the global step itself, as with noise and averages with a start step."""
     idle: int = 0
     """Number of first updates with fresh slots that do not change the parameters, but only read the gradient."""
-    alike: int = 50
-    """Number of steps for which a run with another sharding agrees; 0 if rounding errors determine bases at once."""
+    matching_steps: int = 50
+    """Number of steps over which sharded training matches training on one device; 0 if rounding errors prevent it."""
     rtol: float = 1e-5
     """Relative tolerance between a vmapped run and a single one."""
 

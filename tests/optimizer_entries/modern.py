@@ -131,7 +131,7 @@ MODERN = {
         rate=0.02,
         copies=9.0,
         idle=1,
-        alike=0,
+        matching_steps=0,
     ),
     "prodigy": Entry(
         lambda lr: jstep.prodigy(lr, d0=0.1),
@@ -139,7 +139,7 @@ MODERN = {
         names("d0", "d_coef", *DECAY),
         PRODIGY_SCALARS,
         rate=0.5,
-        alike=5,
+        matching_steps=5,
     ),
     "ademamix": Entry(
         lambda lr: jstep.ademamix(lr, beta3=0.99, alpha=2.0),
@@ -170,7 +170,7 @@ MODERN = {
         AGED,
         rate=0.02,
     ),
-    "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, alike=10),
+    "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, matching_steps=10),
     "madgrad": Entry(
         jstep.madgrad,
         {"s": 0.0, "grad_sum_sq": 0.0, "initial": "copy"},

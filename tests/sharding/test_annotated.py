@@ -47,7 +47,7 @@ def annotated(layout):
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_annotated_training_matches_one_device(name, layout, compilations, caplog):
     entry = TABLE[name]
-    optimizer, steps = entry.make(entry.rate), min(entry.alike or 6, 6)
+    optimizer, steps = entry.make(entry.rate), min(entry.matching_steps or 6, 6)
     reference_step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
     step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
     state = create(layout, optimizer)
@@ -57,7 +57,7 @@ def test_annotated_training_matches_one_device(name, layout, compilations, caplo
     assert len(seen) == 1
     assert shardings(state) == before
     assert not [line for line in caplog.messages if "Auto axes" in line]
-    if entry.alike == 0:  # rounding errors change the eigenbases of SOAP
+    if entry.matching_steps == 0:  # rounding errors change the eigenbases of SOAP
         assert np.isfinite(got["loss"])
         return
     want, metrics = run(reference_step, jstep.TrainState.create(init(), optimizer), steps=steps)

@@ -15,8 +15,8 @@ import jstep
 @pytest.mark.parametrize("name", TABLE)
 def test_sharded_training_matches_one_device(name, compilations):
     """50 steps of every optimizer: one compilation, unchanged shardings, donated states."""
-    optimizer, steps = TABLE[name].make(TABLE[name].rate), TABLE[name].alike or 50
-    if TABLE[name].alike:
+    optimizer, steps = TABLE[name].make(TABLE[name].rate), TABLE[name].matching_steps or 50
+    if TABLE[name].matching_steps:
         reference = jstep.TrainState.create(init(), optimizer)
         want, metrics = run(
             jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "param_norm")), reference, steps=steps
@@ -34,7 +34,7 @@ def test_sharded_training_matches_one_device(name, compilations):
         assert shardings(state) == before
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
         assert int(state.global_step) == steps
-        if TABLE[name].alike:
+        if TABLE[name].matching_steps:
             norms = ("grad_norm", "param_norm")
             assert_close((state.params, state.slots), (want.params, want.slots))
             assert_close([got[norm] for norm in norms], [metrics[norm] for norm in norms], rtol=1e-3)
