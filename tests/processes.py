@@ -40,8 +40,8 @@ def weights(state):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """A process that has ended: exit code, output, and the time at which it ended."""
+class Finished:
+    """A process that has finished: exit code, output, and the time at which it finished."""
 
     code: int
     out: str
@@ -75,32 +75,32 @@ def start(script, count, directory, *args, devices=4):
     return [forked.start(code, i, count, address, directory, *args, env=env) for i in range(count)]
 
 
-def end(processes, timeout=120):
+def wait_for(processes, timeout=120):
     """Wait for all processes, and kill those that do not end in time."""
     until = time.monotonic() + timeout
-    ended = []
+    finished = []
     try:
         for process in processes:
             out, err = process.communicate(timeout=max(1, until - time.monotonic()))
-            ended.append(Ended(process.returncode, out, err, time.monotonic()))
+            finished.append(Finished(process.returncode, out, err, time.monotonic()))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    return ended
+    return finished
 
 
 def run(script, count, directory, *args, devices=4):
     """Run the processes and return the lines that each one printed; all of them must exit with 0."""
-    ended = end(start(script, count, directory, *args, devices=devices))
-    for one in ended:
+    finished = wait_for(start(script, count, directory, *args, devices=devices))
+    for one in finished:
         assert one.code == 0, one.err[-4000:]
-    return [one.out.split("\n") for one in ended]
+    return [one.out.split("\n") for one in finished]
 
 
 @contextlib.contextmanager
-def talking(program, *args, timeout=60):
+def running_program(program, *args, timeout=60):
     """Start a program whose output can be read while it runs; it is killed after `timeout` seconds."""
     with forked.start(textwrap.dedent(program), *args) as process:
         limit = threading.Timer(timeout, process.kill)
@@ -111,7 +111,7 @@ def talking(program, *args, timeout=60):
             limit.cancel()
 
 
-def said(program, *args, timeout=60):
+def run_program(program, *args, timeout=60):
     """Run a program and return its exit code, stdout and stderr."""
-    (one,) = end([forked.start(textwrap.dedent(program), *args)], timeout)
+    (one,) = wait_for([forked.start(textwrap.dedent(program), *args)], timeout)
     return one.code, one.out, one.err

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from processes import said
+from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.cli.main import main
@@ -121,7 +121,7 @@ def test_a_pipe_does_not_block(tmp_path):
         commands = ["events", pipe], ["events", run], ["plot", run, "-o", f"{run}/loss.png"]
         print(*map(main, commands))
     """
-    code, out, err = said(program, tmp_path / "run", pipe)
+    code, out, err = run_program(program, tmp_path / "run", pipe)
     assert code == 0, err
     message, *_, codes = out.splitlines()
     assert "is not a file" in message

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batch_rows import Items, rows, same
-from processes import said
+from processes import run_program
 
 from jstep.data import batches
 
@@ -126,4 +126,4 @@ def test_creating_batches_does_not_initialize_a_backend():
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()
     """
-    assert said(program) == (0, "", "")
+    assert run_program(program) == (0, "", "")

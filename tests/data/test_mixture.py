@@ -8,7 +8,7 @@ import pytest
 from batch_rows import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import said
+from processes import run_program
 
 from jstep.data import Batches, mixture
 
@@ -201,4 +201,4 @@ def test_creating_a_mixture_does_not_initialize_a_backend():
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()
     """
-    assert said(program) == (0, "", "")
+    assert run_program(program) == (0, "", "")

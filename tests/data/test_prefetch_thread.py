@@ -7,7 +7,7 @@ import time
 
 import pytest
 from prefetch_source import TIMEOUT, Source, check_no_leftover_threads, threads, wait_until
-from processes import said, talking
+from processes import run_program, running_program
 
 from jstep.data.prefetch import prefetch_to_device
 
@@ -111,7 +111,7 @@ class TestThreadEnds:
                 next(items)
             raise SystemExit(5)
         """
-        assert said(program) == (5, "", "")
+        assert run_program(program) == (5, "", "")
 
     def test_ctrl_c_interrupts_next(self):
         program = """
@@ -127,7 +127,7 @@ class TestThreadEnds:
             except KeyboardInterrupt:
                 print("interrupted")
         """
-        with talking(program) as process:
+        with running_program(program) as process:
             assert process.stdout.readline() == "ready\n"
             time.sleep(0.2)  # so that the signal most likely arrives during the wait
             process.send_signal(signal.SIGINT)

@@ -6,7 +6,7 @@ import textwrap
 import forked
 import jax
 import pytest
-from processes import end, free_address
+from processes import free_address, wait_for
 
 import jstep
 
@@ -235,7 +235,7 @@ LAUNCHERS = {
 def test_two_processes_connect(launcher):
     address = free_address()
     environments = [LAUNCHERS[launcher](i, address) for i in range(2)]
-    ended = end([forked.start(textwrap.dedent(PROGRAM), env=one) for one in environments])
+    ended = wait_for([forked.start(textwrap.dedent(PROGRAM), env=one) for one in environments])
     for i, one in enumerate(ended):
         assert one.code == 0, one.err[-3000:]
         first, *refused = [line for line in one.out.splitlines() if not line.startswith("[Gloo]")]

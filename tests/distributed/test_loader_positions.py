@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from processes import end, run, start
+from processes import run, start, wait_for
 
 import jstep
 from jstep.loop import positions
@@ -75,7 +75,7 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
     uninterrupted = run(TRAIN, 2, tmp_path / "uninterrupted", kind, -1)
     killed = start(TRAIN, 2, tmp_path / "killed", kind, 10)
     assert killed[1].wait(100) == -signal.SIGKILL
-    end(killed)
+    wait_for(killed)
     resumed = run(TRAIN, 2, tmp_path / "killed", kind, -1)
     for lines in resumed:
         assert value_of(lines, "step") == "12"
@@ -105,7 +105,7 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
 def test_equal_positions_work_on_any_number_of_processes(tmp_path):
     killed = start(TRAIN, 2, tmp_path, "same", 10)
     assert killed[1].wait(100) == -signal.SIGKILL
-    end(killed)
+    wait_for(killed)
     with jstep.Saver(tmp_path) as saver:
         assert len(saver.extra()[positions.POSITIONS]["positions"]) == 1
     for count in (1, 4):

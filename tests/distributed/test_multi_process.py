@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import end, free_address, run, start
+from processes import free_address, run, start, wait_for
 
 import jstep
 
@@ -60,7 +60,7 @@ def value(lines, name):
 def uninterrupted(tmp_path_factory):
     """An uninterrupted run of 60 steps on 2 processes."""
     directory = tmp_path_factory.mktemp("uninterrupted")
-    ended = end(start(TRAIN, 2, directory, "none"))
+    ended = wait_for(start(TRAIN, 2, directory, "none"))
     assert [one.code for one in ended] == [0, 0], ended[0].err[-3000:] + ended[1].err[-3000:]
     return directory, ended
 
@@ -79,7 +79,7 @@ def test_process_0_logs_and_all_processes_save(uninterrupted):
 @pytest.mark.parametrize("mode", ["term", "int"])
 def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, mode):
     """All processes save that step and exit; the resumed run is bitwise identical."""
-    ended = end(start(TRAIN, 2, tmp_path, mode))
+    ended = wait_for(start(TRAIN, 2, tmp_path, mode))
     lines = [one.out.split("\n") for one in ended]
     raised = [value(one, "raised") for one in lines]
     assert value(lines[0], "saved") == value(lines[1], "saved")
@@ -98,7 +98,7 @@ def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninte
     processes = start(TRAIN, 2, tmp_path, "die")
     assert processes[1].wait(60) == -signal.SIGKILL
     died = time.monotonic()
-    survivor, _ = end(processes, timeout=60)
+    survivor, _ = wait_for(processes, timeout=60)
     assert survivor.code not in (0, 143)
     assert survivor.at - died < 40  # missing heartbeats are detected after 10 s
     assert jstep.Saver(tmp_path).latest_step() == 20
@@ -108,7 +108,7 @@ def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninte
 
 
 def test_an_error_in_one_process_ends_the_others(tmp_path):
-    ended = end(start(TRAIN, 2, tmp_path, "raise"), timeout=60)
+    ended = wait_for(start(TRAIN, 2, tmp_path, "raise"), timeout=60)
     assert ended[1].code not in (0, 143)
     assert "OSError: the disk of process 1 is gone" in ended[1].err
     assert ended[0].code not in (0, 143)

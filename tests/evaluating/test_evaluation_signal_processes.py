@@ -1,6 +1,6 @@
 """A signal to one process during an evaluation: all processes abandon it at the same batch, save and exit."""
 
-from processes import end, run, start
+from processes import run, start, wait_for
 
 import jstep
 
@@ -37,7 +37,7 @@ def values_of(one, word):
 
 
 def test_all_processes_abandon_and_repeat_the_evaluation(tmp_path):
-    ended = end(start(SCRIPT, 2, tmp_path, "term"))
+    ended = wait_for(start(SCRIPT, 2, tmp_path, "term"))
     assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]
     assert [values_of(one.out.split("\n"), "seen") for one in ended] == [["5"], ["5"]]  # step 10 was abandoned
     with jstep.Saver(tmp_path) as saver:

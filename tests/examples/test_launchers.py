@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import end, free_address
+from processes import free_address, wait_for
 from programs import ROOT, start
 
 import jstep
@@ -152,7 +152,7 @@ def steps(out):
 
 
 def test_it_trains_on_one_process(tmp_path):
-    (one,) = end([start("launchers/train.py", "--steps", 20, "--checkpoint-dir", tmp_path)])
+    (one,) = wait_for([start("launchers/train.py", "--steps", 20, "--checkpoint-dir", tmp_path)])
     assert one.code == 0, one.err
     assert "trained 20 steps on 1 processes" in one.out
 
@@ -191,7 +191,7 @@ def test_a_stopped_run_resumes(tmp_path, launcher):
                 both[1].terminate()
                 break
             time.sleep(0.1)
-        return end(both)
+        return wait_for(both)
 
     stopped = run(10**7, stop_after=1)
     assert [one.code for one in stopped] == [143, 143], stopped[0].err[-3000:]

@@ -9,9 +9,9 @@ import signal
 
 import pytest
 from children import IMPORTS, end, kill_all, start
-from processes import end as end_all
 from processes import run as run_all
 from processes import start as start_all
+from processes import wait_for
 
 SCORE = """
 def near(params, x):
@@ -145,7 +145,7 @@ def test_killed_on_two_processes(tmp_path):
         finally:
             for process in both:
                 process.kill()
-        began += values_of(end_all(both)[0].out, "began")
+        began += values_of(wait_for(both)[0].out, "began")
     outs = ["\n".join(out) for out in run_all(script, 2, tmp_path / "killed", 1)]
     assert [*began, *values_of(outs[0], "began")] == ["0", "8", "18", "28"]
     assert [values_of(out, "ended") for out in outs] == [[uninterrupted]] * 2

@@ -67,7 +67,7 @@ def test_killed_and_resumed(tmp_path, kind):
         pytest.skip(f"{package} is not installed")
 
     def run_program(where, die_at):
-        (completed,) = processes.end([forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100)
+        (completed,) = processes.wait_for([forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100)
         return completed
 
     uninterrupted = run_program("uninterrupted", -1)

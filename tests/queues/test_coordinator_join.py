@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from coordinator_threads import TIMEOUT, blocking_event, fail_with, start_thread
-from processes import talking
+from processes import running_program
 
 from jstep.queues.coordinator import Coordinator
 
@@ -154,7 +154,7 @@ def test_signals_interrupt_join_and_wait_for_stop():
                 except KeyboardInterrupt:
                     print("interrupted", flush=True)
     """
-    with talking(program) as process:
+    with running_program(program) as process:
         for signum, output in [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")] * 2:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signum)

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from processes import talking
+from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
@@ -139,7 +139,7 @@ class TestInterrupts:
                     queue.dequeue()
                     print("interrupted", flush=True)
         """
-        with talking(program) as process:
+        with running_program(program) as process:
             for _ in range(3):
                 assert process.stdout.readline() == "ready\n"
                 time.sleep(0.1)  # so that the signal most likely arrives during the wait

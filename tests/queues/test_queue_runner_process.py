@@ -2,7 +2,7 @@
 
 import time
 
-from processes import said
+from processes import run_program
 from runner_ops import counting_op, drain, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner
@@ -27,7 +27,7 @@ def test_threads_do_not_keep_the_process_alive():
             print(start(Coordinator(), daemon) < start(None, daemon), flush=True)
         raise SystemExit(5)
     """
-    assert said(program) == (5, "True\nTrue\n", "")
+    assert run_program(program) == (5, "True\nTrue\n", "")
 
 
 def test_other_threads_keep_waiting_after_the_main_thread():
@@ -46,7 +46,7 @@ def test_other_threads_keep_waiting_after_the_main_thread():
         for target in (consume, produce):
             threading.Thread(target=target).start()
     """
-    assert said(program) == (0, "late later\n", "")
+    assert run_program(program) == (0, "late later\n", "")
 
 
 def test_polling_the_main_thread_loses_no_wake_up():

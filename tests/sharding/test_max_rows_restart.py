@@ -6,7 +6,7 @@ import textwrap
 import forked
 import numpy as np
 import pytest
-from processes import end
+from processes import wait_for
 
 PROGRAM = """
 import os, signal, sys
@@ -53,7 +53,7 @@ finally:
 def run(directory, devices, stop_at, *args):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     started = forked.start(textwrap.dedent(PROGRAM), directory, devices, stop_at, *args, env={"XLA_FLAGS": flags})
-    (process,) = end([started])
+    (process,) = wait_for([started])
     assert process.code == (143 if stop_at else 0), process.err[-4000:]
     lines = [line.split() for line in process.out.splitlines()]
     assert [int(line[1]) for line in lines if line[0] == "rows"] == [4 * devices]

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from processes import run, talking
+from processes import run, running_program
 from safetensors_files import write_arrays
 
 import jstep
@@ -101,7 +101,7 @@ def test_sigkill_during_a_save(tmp_path, at):
     path = tmp_path / "model.safetensors"
     jstep.save_weights(path, old, max_shard_bytes=64)
     files = sorted(os.listdir(tmp_path))
-    with talking(KILLED, tmp_path, at) as process:
+    with running_program(KILLED, tmp_path, at) as process:
         assert process.stdout.readline() == "here\n"
         assert len(os.listdir(tmp_path)) > len(files)
         if at == "written":  # a concurrent save of another process does not delete its files
