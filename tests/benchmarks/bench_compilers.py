@@ -105,6 +105,7 @@ def zeros(shapes):
 
 CLIPPED = "norm: gradients read twice; the conditional for an overflowing norm seldom runs but counts as a third read"
 FINITE = "gradients are read before the update to check that they are finite; one more read is not explained"
+NEWTON_SCHULZ = "five Newton–Schulz iterations of three products"
 BY_LEAF = "norms per leaf: their input is read twice"
 WHY = {
     "chain": CLIPPED,
@@ -115,7 +116,10 @@ WHY = {
     "adaptive_clipping": "unit-wise norms of gradients and parameters, and a conditional for each norm that overflows",
     "adafactor": "row and column sums, and the clipping of the update, are computed first",
     "adafactor_momentum": "row and column sums, and the clipping of the update, are computed first",
-    "muon": "five Newton–Schulz iterations of three products",
+    "muon": NEWTON_SCHULZ,
+    "normuon": NEWTON_SCHULZ,
+    "normuonh": f"{NEWTON_SCHULZ}; {BY_LEAF}",
+    "adamh": BY_LEAF,
     "lamb": BY_LEAF,
     "lars": BY_LEAF,
     "novograd": BY_LEAF,

@@ -1,7 +1,6 @@
 """Restoring onto other devices and shardings, and checkpoints of several processes."""
 
 import os
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from checkpoint_scripts import end, start
 from checkpoint_states import as_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import free_address
 
 import jstep
 from jstep.checkpoint import Saver, latest_checkpoint
@@ -96,9 +96,9 @@ TWO = """
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-    process, port = int(sys.argv[2]), sys.argv[3]
+    process, address = int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    jax.distributed.initialize(address, 2, process)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 
     def everywhere(array, spec):
@@ -146,15 +146,9 @@ FAILS = """
 """
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return sock.getsockname()[1]
-
-
 def test_two_processes(tmp_path):
     """Each process writes its shards, the first manages the directory, and all detect corruption and failures."""
-    port = free_port()
+    address = free_address()
     script = (
         TWO
         + """
@@ -197,7 +191,7 @@ def test_two_processes(tmp_path):
     """
         + FAILS
     )
-    processes = [start(script, tmp_path, process, port) for process in range(2)]
+    processes = [start(script, tmp_path, process, address) for process in range(2)]
     outputs = [end(process) for process in processes]
     assert [out[-6:] for out in outputs] == [["refused", "refused", "detected", "deleted", "2", "4"]] * 2
     assert sorted(os.listdir(tmp_path)) == ["fails", "model-2"]
