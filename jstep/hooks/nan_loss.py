@@ -38,9 +38,10 @@ class NanLossHook(RunHook):
     All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
     and also before each checkpoint and at the end. There it also checks the state, because a finite loss can have a
     gradient that is not finite, which only a later loss would show. `train` therefore saves no checkpoint with a
-    parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). The
-    metric `grad_norm` (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the
-    state contains NaN when the run begins, a warning is logged, and the run stops if it skips every update.
+    parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). A
+    slot that became infinite, such as a second moment that overflowed, gives a warning. The metric `grad_norm`
+    (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the state contains NaN when
+    the run begins, a warning is logged, and the run stops if it skips every update.
 
     Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
     combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
@@ -73,7 +74,7 @@ class NanLossHook(RunHook):
         self._bad = self._over = False
         self._began = self._checked = 0
         self._gradient: int | None = None
-        self._has_norm = False
+        self._has_norm = self._has_warned_of_slots = False
         self._at_start: StateContents | None = None
         self._nan_at_start: list[str] | None = None
 
@@ -91,7 +92,7 @@ class NanLossHook(RunHook):
         with internal_transfers():
             self._looked, self._bad, self._over = global_step(state), False, False
         self._began = self._checked = self._looked
-        self._gradient, self._nan_at_start = None, None
+        self._gradient, self._nan_at_start, self._has_warned_of_slots = None, None, False
         self._at_start = None if self.run is None else StateContents(state)
 
     def close(self) -> None:
@@ -181,7 +182,16 @@ class NanLossHook(RunHook):
         """Checks the state; the losses up to it were checked."""
         if self._at_start is None or self._bad or self._over or step == self._began:
             return
-        spoiled = StateContents(state).spoiled_since(self._at_start)
+        spoiled, infinite_slots = StateContents(state).worse_since(self._at_start)
+        if infinite_slots and not self._has_warned_of_slots:
+            self._has_warned_of_slots = True
+            _logger.warning(
+                "NanLossHook: at step %d the optimizer state contains infinity: %s. If it is a second moment, the "
+                "square of a large finite gradient overflowed, and these elements are not updated any more; clip "
+                "gradients, and resume from an earlier checkpoint.",
+                step,
+                listed(infinite_slots),
+            )
         if not spoiled:
             self._checked, self._gradient = step, None
             return

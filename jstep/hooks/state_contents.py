@@ -51,14 +51,17 @@ class StateContents:
         """Wait, and return the paths of the leaves that contain NaN."""
         return [path for path, contents in self.contents().items() if contents == NAN]
 
-    def spoiled_since(self, before: "StateContents") -> dict[str, int]:
-        """Wait, and return the leaves that contain NaN, or parameters that contain infinity, and did not before.
+    def worse_since(self, before: "StateContents") -> tuple[dict[str, int], list[str]]:
+        """Wait, and compare with an earlier state.
 
-        A slot may become infinite: it may be a bound.
+        Returns:
+            The leaves that contain NaN, and the parameters that contain infinity, and did not before; and the slots
+            that contain infinity but no NaN, and did not before. The latter may be valid, such as a bound.
         """
         then = before.contents()
-        found = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
-        return {path: now for path, now in found.items() if now == NAN or not path.startswith(_SLOTS)}
+        worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
+        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(_SLOTS)]
+        return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
 
 
 def listed(paths: list[str]) -> str:

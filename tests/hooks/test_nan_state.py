@@ -163,7 +163,7 @@ def test_nan_in_a_slot_is_detected_before_it_is_saved(tmp_path):
         run(optimizer=optimizer, metrics=["grad_norm"])
 
 
-def test_infinite_slots_and_nan_in_the_model_state_are_allowed(tmp_path):
+def test_nan_in_the_model_state_is_allowed_and_an_infinite_slot_gives_one_warning(tmp_path, caplog):
     optimizer = jstep.adamw(1e-2)
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"last": jnp.zeros(())})
     step = jstep.minimize(
@@ -171,8 +171,14 @@ def test_infinite_slots_and_nan_in_the_model_state_are_allowed(tmp_path):
         has_model_state=True,
     )  # fmt: skip
     hooks = [jstep.NanLossHook(every_n_steps=1)]
-    jstep.train(step, state, lambda n: np.float32(1e25), 4, hooks=hooks, progress=False, checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).all_steps() == [4]
+    options = {"hooks": hooks, "progress": False, "checkpoint_dir": tmp_path, "save_checkpoint_steps": 2}
+    state = jstep.train(step, state, lambda n: np.float32(1e25), 4, **options)
+    assert jstep.Saver(tmp_path).all_steps() == [2, 4]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "at step 2 the optimizer state contains infinity: slots/v/w. " in warning
+    caplog.clear()
+    jstep.train(step, state, lambda n: np.float32(1.0), 6, **options)  # infinite from the start: not news
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_a_state_with_nan_is_not_saved_after_another_hooks_error(tmp_path):
