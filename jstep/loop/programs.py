@@ -142,10 +142,11 @@ class Programs:
             self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
         if self.ahead_compiler is not None and isinstance(result, tuple):
             self.ahead_compiler.after(result[0], call.args, stacked=call.stacked)
-        if is_first and isinstance(result, tuple) and len(self._begun) == 1:
-            warn_of_redundant_rows(step, result[0], call.args)
-        if is_first and self.cards is not None and isinstance(result, tuple) and len(result) == 2:
-            self.cards.ran(step, self._first, call.steps, *result, call.args)
+        if is_first and isinstance(result, tuple) and len(result) == 2:
+            if len(self._begun) == 1:
+                warn_of_redundant_rows(step, result[0], call.args)
+            if self.cards is not None:
+                self.cards.ran(step, self._first, call.steps, *result, call.args)
         return result
 
     def _as_starting(self) -> contextlib.AbstractContextManager[None]:

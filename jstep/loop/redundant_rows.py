@@ -22,10 +22,10 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
 
     Args:
         step: The step that ran.
-        state: A state, before or after the step.
+        state: The state that the step returned; anything but a TrainState is ignored.
         args: The batch as the step received it.
     """
-    params = jax.tree.leaves(state.params)
+    params = jax.tree.leaves(getattr(state, "params", None))
     mesh = mesh_of(params)
     if mesh is None or mesh.size == 1 or jax.process_index() != 0 or mesh_of(args) is not None:
         return

@@ -13,7 +13,7 @@ README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 def test_the_program_learns(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in program.splitlines() if line]) <= 25
+    assert len(program.splitlines()) <= 25
     monkeypatch.chdir(tmp_path)
     # The program runs with JAX's default settings, not those of the tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -36,3 +36,12 @@ def test_both_commands_create_an_environment():
     ]
     for command in commands:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
+
+
+def test_measured_ratios_are_those_of_the_page_of_benchmarks():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    on_page = set(re.findall(r"\| \**([\d.]+)\** \|", page))
+    measured = README.split("## Measured")[1].split("\n\n")[2]
+    ratios = re.findall(r"\| ([\d.]+) \|$", measured, re.MULTILINE)
+    assert len(ratios) > 5
+    assert set(ratios) <= on_page
