@@ -9,7 +9,7 @@ from jstep.state import TrainState
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
-    """Returns a hook that calls a function at the multiples of n steps.
+    """Return a hook that calls a function at the multiples of n steps.
 
     Args:
         n: Interval in steps, ≥ 1.

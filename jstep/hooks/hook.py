@@ -67,7 +67,7 @@ class Hook:
         """Called once after the last step if no exception was raised; may return a state, like `after_step`."""
 
     def next_due(self, step: int) -> int | None:
-        """Returns the first step after `step` at which to call `after_step`; None to call it after every call.
+        """Return the first step after `step` at which to call `after_step`; None to call it after every call.
 
         It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
         """

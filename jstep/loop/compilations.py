@@ -28,7 +28,7 @@ def seconds_here() -> list[float]:
 
 
 def _add_span(begin: float, end: float) -> None:
-    """Adds a span of time, replacing the nested spans, which JAX reports first."""
+    """Add a span of time, replacing the nested spans, which JAX reports first."""
     spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
     total = seconds_here()
     while spans and spans[-1][0] >= begin:

@@ -41,7 +41,7 @@ def train(
     unroll: int | bool | None = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
 ) -> TrainState:
-    """Trains up to `last_step`: restores the newest checkpoint, runs the steps and saves checkpoints.
+    """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
     and with it the schedules, averages, random numbers and batches, come from the checkpoint.
