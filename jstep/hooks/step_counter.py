@@ -155,7 +155,7 @@ class StepCounterHook(CadencedHook):
         return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
 
     def utilization_at(self, step: int) -> Utilization | None:
-        """The utilization at a step, likewise."""
+        """The utilization at a step; the latest one if it has no earlier measurement."""
         figure = self._figure_at(step)
         return self.utilization if figure is None else figure.utilization
 

@@ -16,13 +16,13 @@ def compilations_here() -> list[int]:
 
 
 def hits_here() -> list[int]:
-    """The number of them that were found in the persistent cache, in a list likewise."""
+    """The number of programs that this thread has found in the persistent cache, in a list updated in place."""
     found: list[int] = _local.__dict__.setdefault("hits", [0])
     return found
 
 
 def seconds_here() -> list[float]:
-    """The seconds that this thread has traced, lowered and compiled, in a list likewise."""
+    """The seconds that this thread has traced, lowered and compiled, in a list updated in place."""
     found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
     return found
 

@@ -1,4 +1,4 @@
-"""Record how a run spends its time, in a file beside its checkpoints."""
+"""Recorder of how a run spends its time, in a file next to its checkpoints."""
 
 import logging
 import threading

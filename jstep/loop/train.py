@@ -95,8 +95,8 @@ def train(
 
     Raises:
         Preempted: SIGTERM was received, and the step in flight is saved. A SystemExit with code 143.
-        KeyboardInterrupt: SIGINT was received; likewise. A second SIGINT stops at once. If SIGINT is ignored when the
-            run starts (`nohup`, a background job), it stays ignored.
+        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
+            SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
         RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
             allow.

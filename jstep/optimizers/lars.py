@@ -80,7 +80,7 @@ def lars_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum."""
+    """A leaf's update with Nesterov momentum, and its buffer."""
     g = scaled(g, p, h)
     a = h["momentum"] * slots["momentum"] + g
     return -(g + h["momentum"] * a), {"momentum": a}

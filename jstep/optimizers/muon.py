@@ -102,7 +102,7 @@ def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum."""
+    """A leaf's direction with Nesterov momentum, and its average."""
     m, g = compute_first(average(slots["momentum"], g, h["momentum"]), g)
     return average(m, g, h["momentum"]), {"momentum": m}
 

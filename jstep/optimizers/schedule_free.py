@@ -155,7 +155,7 @@ def weights(h: Hyper) -> Hyper:
 
 
 def adamw_weights(h: Hyper) -> Hyper:
-    """The same, with the bias correction of v."""
+    """The weights of `weights`, and the bias correction of v."""
     return weights(h) | {"unbias2": 1 / bias_correction(h["beta2"], h["age"])}
 
 

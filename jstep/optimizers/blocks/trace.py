@@ -40,6 +40,6 @@ def trace_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum; the new buffer is computed first to avoid a copy of the old one."""
+    """A leaf's direction with Nesterov momentum, and its buffer, computed first to avoid a copy of the old one."""
     a, g = compute_first(h["momentum"] * slots["momentum"] + g, g)
     return g + h["momentum"] * a, {"momentum": a}
