@@ -68,7 +68,7 @@ class AuditHook(RunHook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> hooks = [jstep.AuditHook(every_n_steps=2)]
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=hooks, progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=hooks)
 
     Source: Hochschild et al., "Cores that don't count" (HotOS 2021).
     """

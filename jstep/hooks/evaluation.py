@@ -75,7 +75,7 @@ class EvaluationHook(CadencedHook):
         ...     return {"w": float(state.params["w"])}
         >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
         >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
-        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook])
         >>> hook.results
         {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
 

@@ -84,7 +84,7 @@ class FingerprintHook(RunHook):
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "fingerprints.jsonl"
         >>> hook = jstep.FingerprintHook(path, every_n_steps=2, per_leaf=False)
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook])
         >>> [json.loads(line)["step"] for line in path.read_text().splitlines()]
         [2, 4]
     """

@@ -43,7 +43,7 @@ class Hook:
         >>> optimizer = jstep.gradient_descent(0.1)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 2, last_step=2, hooks=[Tell()], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 2, last_step=2, hooks=[Tell()])
         after update 1
         after update 2
 

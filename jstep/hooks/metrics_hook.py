@@ -41,7 +41,7 @@ class MetricsHook(ReportingHook):
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> rows = []
         >>> hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=2)
-        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
         >>> rows
         [(2, 1.0), (3, 1.0)]
 

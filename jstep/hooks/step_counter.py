@@ -82,7 +82,7 @@ class StepCounterHook(CadencedHook):
         >>> optimizer = jstep.gradient_descent(0.1)
         >>> state = jstep.TrainState.create({"w": jnp.ones((8, 8))}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
-        >>> state = jstep.train(train_step, state, [jnp.ones((4, 8))] * 6, 6, hooks=[counter], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones((4, 8))] * 6, 6, hooks=[counter])
         >>> counter.mfu > 0
         True
 

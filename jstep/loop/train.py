@@ -108,7 +108,7 @@ def train(
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10, progress=False)
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10)
         >>> print(round(float(state.params["w"]), 4), state.global_step)
         0.999 10
 
