@@ -1,5 +1,7 @@
 """AdaBelief."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first

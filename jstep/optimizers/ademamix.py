@@ -1,5 +1,7 @@
 """AdEMAMix: Adam with a second, slow average."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule

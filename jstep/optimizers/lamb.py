@@ -1,5 +1,7 @@
 """LAMB: Adam with layer-wise trust ratios."""
 
+from __future__ import annotations
+
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import corrections, direction, moments

@@ -1,5 +1,7 @@
 """LARS: momentum with layer-wise trust ratios."""
 
+from __future__ import annotations
+
 from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList

@@ -1,5 +1,7 @@
 """Muon: orthogonalized momentum."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Schedule-free optimizers, which average iterates instead of decaying the learning rate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -187,3 +187,12 @@ def test_train_state_defines_slots() -> None:
     first = inspect.getdoc(jstep.TrainState).split("\n\n")[:2]
     assert "optimizer state" in " ".join(first)
     assert "slots" in " ".join(first)
+
+
+def test_signatures_of_optimizers_and_schedules_name_their_types() -> None:
+    """The files begin with `from __future__ import annotations`, so that `help()` does not expand the type aliases."""
+    functions = [getattr(jstep, name) for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
+    files = {function: inspect.getsourcefile(inspect.unwrap(function)) or "" for function in functions}
+    taken = [one for one, file in files.items() if {"optimizers", "schedules"} & set(pathlib.Path(file).parts)]
+    assert jstep.adamw in taken
+    assert not [one.__name__ for one in taken if "numpy.number" in str(inspect.signature(one))]

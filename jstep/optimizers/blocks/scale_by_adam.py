@@ -1,5 +1,7 @@
 """Adam's direction as an element of a chain."""
 
+from __future__ import annotations
+
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import corrections, direction, moments
 from jstep.optimizers.arguments import moments_hyper

@@ -1,5 +1,7 @@
 """Momentum as an element of a chain."""
 
+from __future__ import annotations
+
 from jstep.core.checks import as_bool
 from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
