@@ -27,7 +27,7 @@ class _GoneError(Exception):
 
 
 class Reader:
-    """Reads the checkpoints of one prefix."""
+    """Reader of the checkpoints of one prefix."""
 
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify

@@ -13,7 +13,7 @@ from jstep.state import TrainState
 
 
 class Restorer:
-    """Restores checkpoints after waiting for a save in progress."""
+    """Restorer of checkpoints, which waits for a save in progress first."""
 
     _reader: Reader
     _lock: threading.RLock

@@ -75,7 +75,7 @@ def evictions(
 
 
 class RetentionManager:
-    """Completes the manifests of saves, and deletes old checkpoints.
+    """Manager that completes the manifests of saves, and deletes old checkpoints.
 
     The retention state is stored in the manifest of the newest checkpoint, whichever Saver wrote it.
     """

@@ -21,7 +21,7 @@ from jstep.core.var_list import VarList, check_form
 
 
 class Saver(Restorer):
-    """Saves and restores training states: `directory/model-1000` holds exactly 1000 updates.
+    """A saver of training states, which also restores them: `directory/model-1000` holds exactly 1000 updates.
 
     The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
     the state as it was passed. Until the arrays are written, their memory is not reused, so that steps meanwhile need

@@ -8,7 +8,7 @@ import jax
 
 
 class Stage:
-    """Copies arrays into buffers that are reused between calls while shapes and shardings stay the same."""
+    """Buffers into which arrays are copied, reused while shapes and shardings stay the same."""
 
     def __init__(self) -> None:
         self._held: dict[str, jax.Array] = {}

@@ -19,7 +19,7 @@ from jstep.core.var_list import VarList
 
 
 class Writer:
-    """Writes the checkpoints of one prefix, and deletes old ones."""
+    """Writer of the checkpoints of one prefix, which also deletes old ones."""
 
     def __init__(
         self,

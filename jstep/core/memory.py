@@ -90,7 +90,7 @@ def to_host(leaf: Any) -> Any:
 
 
 def back(leaf: Any, before: Any) -> Any:
-    """Move an array to the memory of the array that it replaces, and reshard it likewise unless traced."""
+    """Move an array to the memory of the array that it replaces, and unless traced, reshard it like that array."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)

@@ -83,7 +83,7 @@ def sharding_text(sharding: Any) -> str:
 
 
 class _Hasher:
-    """Hashes programs; a repeated inner program is hashed once."""
+    """Hasher of programs; a repeated inner program is hashed once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}

@@ -26,7 +26,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def structure(tree: Any) -> Any:
-    """`jax.tree.structure`, likewise."""
+    """`jax.tree.structure`, with a treedef of type Any."""
     return jax.tree.structure(tree)
 
 

@@ -56,7 +56,8 @@ def batches(
             differ in size).
         process_index: The index of this process; by default `jax.process_index()`, which is called
             when the first batch is read.
-        process_count: The number of processes; by default `jax.process_count()`, likewise.
+        process_count: The number of processes; by default `jax.process_count()`, which is
+            called when the first batch is read.
 
     Returns:
         A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. Each

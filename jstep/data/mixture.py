@@ -57,7 +57,8 @@ def mixture(
             source, but batches are still mixed.
         process_index: The index of this process; by default `jax.process_index()`, which is called
             when the first batch is read.
-        process_count: The number of processes; by default `jax.process_count()`, likewise.
+        process_count: The number of processes; by default `jax.process_count()`, which is
+            called when the first batch is read.
 
     Returns:
         A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by

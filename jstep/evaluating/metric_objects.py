@@ -41,7 +41,7 @@ def is_object(name: str, value: Any) -> bool:
 
 
 class Merger:
-    """Merges metric objects in one compiled program."""
+    """Merger of metric objects in one compiled program."""
 
     def __init__(self) -> None:
         self._jitted: dict[Any, Callable[..., dict[str, Any]]] = {}

@@ -94,7 +94,7 @@ def _entry(raw: bytes) -> Entry | None:
 
 
 class Appender(Protocol):
-    """Appends entries to a log."""
+    """Log to which entries can be appended."""
 
     def append(self, entry: Entry) -> None:
         """Append an entry."""

@@ -13,7 +13,7 @@ class PendingValues(Protocol):
     """Numbers that are being transferred to the host."""
 
     def start(self) -> None:
-        """Starts the transfer, without waiting."""
+        """Start the transfer, without waiting."""
         ...
 
     def is_ready(self) -> bool:
@@ -21,7 +21,7 @@ class PendingValues(Protocol):
         ...
 
     def read(self) -> dict[str, Any]:
-        """Waits for the numbers and returns them."""
+        """Wait for the numbers and return them."""
         ...
 
 
@@ -32,7 +32,7 @@ class PendingScalars:
         self._values = values
 
     def start(self) -> None:
-        """Starts the transfer, without waiting."""
+        """Start the transfer, without waiting."""
         start_transfer(self._values)
 
     def is_ready(self) -> bool:
@@ -40,7 +40,7 @@ class PendingScalars:
         return is_ready(self._values)
 
     def read(self) -> dict[str, Any]:
-        """Waits for the numbers and returns them."""
+        """Wait for the numbers and return them."""
         return read(self._values)
 
 
@@ -63,17 +63,17 @@ class TransferQueue:
         self.failed_owner: Any = None
 
     def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
-        """Queues the values of a step and starts their transfer; `deliver(step, numbers)` receives them."""
+        """Queue the values of a step and start their transfer; `deliver(step, numbers)` receives them."""
         values.start()
         self._queue.append(_Entry(step, values, deliver, owner))
 
     def deliver_ready(self) -> None:
-        """Delivers values that are ready, up to the first entry that is not."""
+        """Deliver values that are ready, up to the first entry that is not."""
         while self._queue and self._queue[0].values.is_ready():
             self._next()
 
     def deliver_all(self) -> None:
-        """Delivers all values; waits for the device."""
+        """Deliver all values; wait for the device."""
         while self._queue:
             self._next()
 

@@ -40,7 +40,7 @@ TimedSection = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class AuditHook(RunHook):
-    """Detects silent data corruption by computing some updates twice, from the same state and batch.
+    """A hook that detects silent data corruption by computing some updates twice, from the same state and batch.
 
     The fingerprints of the two resulting states must be equal. A difference means either silent data corruption, that
     is a device that computes wrongly without an error, or a program that is not deterministic. The error names the
@@ -68,7 +68,7 @@ class AuditHook(RunHook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> hooks = [jstep.AuditHook(every_n_steps=2)]
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=hooks, progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=hooks)
 
     Source: Hochschild et al., "Cores that don't count" (HotOS 2021).
     """
@@ -78,7 +78,7 @@ class AuditHook(RunHook):
         self._raises = one_of(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
-        """Refuses a state whose leaves cannot be named or compared.
+        """Refuse a state whose leaves cannot be named or compared.
 
         Raises:
             TypeError: A leaf is not an array.
@@ -91,7 +91,7 @@ class AuditHook(RunHook):
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
     def audit_call(self, run_call: RunCall, step_of: StepOf, timed: TimedSection, state: Any, call: _Call) -> Any:
-        """Runs the steps of a call, and repeats them if they are due for an audit.
+        """Run the steps of a call, and repeat them if they are due for an audit.
 
         Raises:
             AuditError: The results differ.

@@ -36,7 +36,7 @@ class CadenceTimer:
         self.deadline = math.inf
 
     def start(self) -> None:
-        """Starts to count seconds."""
+        """Start to count seconds."""
         if self.secs is not None:
             self.deadline = self.clock() + self.secs
 
@@ -47,7 +47,7 @@ class CadenceTimer:
         return self.secs is not None and self.clock() >= self.deadline
 
     def done(self) -> None:
-        """Counts seconds from now, after the event."""
+        """Count seconds from now, after the event."""
         self.start()
 
     def next_due(self, step: int) -> int | None:
@@ -77,7 +77,7 @@ class CadencedHook(RunHook):
         self.asks_clock = cadence.secs is not None
 
     def begin(self, state: TrainState) -> bool | None:
-        """Starts to count seconds."""
+        """Start to count seconds."""
         self._every.start()
         if self._together and self._every.secs is not None and not agreement.is_single_process():
             self._agreed = agreement.AgreedClock(self._every.secs, self._every.clock)
@@ -104,7 +104,7 @@ class CadencedHook(RunHook):
         return self._every.steps is not None and step % self._every.steps == 0
 
     def has_happened(self) -> None:
-        """Counts seconds from now. Call it after the event, or an event longer than its interval is always due."""
+        """Count seconds from now. Call it after the event, or an event longer than its interval is always due."""
         self._every.done()
         if self._agreed is not None:
             self._agreed.done()

@@ -40,7 +40,7 @@ class Callbacks:
         return next((one.why for one in self._functions if isinstance(getattr(one, "why", None), str)), None)
 
     def begin(self, state: TrainState) -> bool:
-        """Calls `begin` of the callbacks; returns whether one of them ends the run before any step.
+        """Call `begin` of the callbacks; return whether one of them ends the run before any step.
 
         Raises:
             ValueError: Two callbacks have the same `key`.
@@ -50,15 +50,15 @@ class Callbacks:
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
-        """Returns the states of the callbacks."""
+        """Return the states of the callbacks."""
         return hook_state.get_states(self._functions, self._where)
 
     def set_state(self, value: Any) -> bool:
-        """Restores the states; returns whether one of the callbacks ends the run."""
+        """Restore the states; return whether one of the callbacks ends the run."""
         return hook_state.set_states(self._functions, value, self._where)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
-        """Calls the callbacks and combines their results: one may stop the run while another replaces the state.
+        """Call the callbacks and combine their results: one may stop the run while another replaces the state.
 
         Args:
             step: The step.
@@ -82,7 +82,7 @@ class Callbacks:
         return True if stop else None
 
     def each(self, method: str, *args: Any) -> list[bool]:
-        """Calls a method of all callbacks that have it."""
+        """Call a method of all callbacks that have it."""
         return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
 
 

@@ -15,7 +15,7 @@ from jstep.state import TrainState
 
 
 class CheckpointSaverHook(CadencedHook):
-    """Saves checkpoints at intervals of seconds or steps, and at the end.
+    """A hook that saves checkpoints at intervals of seconds or steps, and at the end.
 
     Args:
         saver: A `Saver`, or a directory.
@@ -55,28 +55,28 @@ class CheckpointSaverHook(CadencedHook):
         self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
 
     def begin(self, state: TrainState) -> None:
-        """Starts to count seconds."""
+        """Start to count seconds."""
         super().begin(state)
         self._saved = None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Saves when due."""
+        """Save when due."""
         if self.is_due(step):
             self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Saves the last state, and waits until it is on disk."""
+        """Save the last state, and wait until it is on disk."""
         self.save(step, state, wait=True)
 
     def close(self) -> None:
-        """Waits for pending writes, and closes the `Saver` if the hook created it."""
+        """Wait for pending writes, and close the `Saver` if the hook created it."""
         super().close()
         if self._directory is not None and self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Records that a checkpoint of this step holds this state, such as the restored one."""
+        """Record that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
@@ -84,7 +84,7 @@ class CheckpointSaverHook(CadencedHook):
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Saves, unless this state is saved already.
+        """Save, unless this state is saved already.
 
         Args:
             step: The current step of the loop.

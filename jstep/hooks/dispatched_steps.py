@@ -37,7 +37,7 @@ class StepWork:
 
 
 class DispatchedSteps:
-    """Counts the steps of each program of a run, by stage, length of call and shapes of the batch.
+    """Counts of the steps of each program of a run, by stage, length of call and shapes of the batch.
 
     The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
     that call.
@@ -52,11 +52,11 @@ class DispatchedSteps:
         self._work: dict[Hashable, StepWork] = {}
 
     def want(self, *, traced: bool) -> None:
-        """Requests the counts, and if `traced` the operations; must be called before the first step."""
+        """Request the counts, and if `traced` the operations; must be called before the first step."""
         self.is_wanted, self._is_traced = True, self._is_traced or traced
 
     def add(self, program: Hashable, steps: int, state: Any, args: Any, trace: Callable[[], Any]) -> None:
-        """Adds the steps of a call.
+        """Add the steps of a call.
 
         Args:
             program: Identifies the program, together with the shapes of the batch.

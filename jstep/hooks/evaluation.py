@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 
 
 class EvaluationHook(CadencedHook):
-    """Evaluates the state periodically and at the end, logs and writes the results, and runs callbacks on them.
+    """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
     The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
     a restart, the patience of `EarlyStopping` continues to count, and a run that stopped early stays stopped.
@@ -75,7 +75,7 @@ class EvaluationHook(CadencedHook):
         ...     return {"w": float(state.params["w"])}
         >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
         >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
-        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook])
         >>> hook.results
         {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
 
@@ -134,7 +134,7 @@ class EvaluationHook(CadencedHook):
         return self._callbacks.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the writer of `train` by default, and passes the run to callbacks; refuses two hooks with one prefix."""
+        """Use the writer of `train` by default, and pass the run to callbacks; refuse two hooks with one prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
@@ -147,17 +147,17 @@ class EvaluationHook(CadencedHook):
         self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Resets the clock and begins the callbacks; if one of them returns True, no step is run."""
+        """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
         self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
         super().begin(state)
         return self._callbacks.begin(state)
 
     def get_state(self) -> Any:
-        """Returns the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
+        """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
         return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state()}
 
     def set_state(self, value: Any) -> bool:
-        """Restores the states; returns True if a callback had stopped the run. A value of unknown format is logged."""
+        """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("owed", "")]
         if not all(step is None or type(step) is int for step in steps):
@@ -175,7 +175,7 @@ class EvaluationHook(CadencedHook):
         return True if self._owed == step else result  # interrupted again
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Evaluates when due; returns the combined result of the callbacks."""
+        """Evaluate when due; return the combined result of the callbacks."""
         if not self.is_due(step):
             return None
         try:
@@ -184,7 +184,7 @@ class EvaluationHook(CadencedHook):
             self.has_happened()
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Evaluates the last state, unless it was evaluated already."""
+        """Evaluate the last state, unless it was evaluated already."""
         if step in self.results:
             return None
         result = self._run(step, state, self._is_on_cadence(step))
@@ -192,11 +192,11 @@ class EvaluationHook(CadencedHook):
         return result if isinstance(result, TrainState) else None
 
     def before_save(self, step: int) -> bool | None:
-        """Calls `before_save` of the callbacks; returns whether one of them prevents the save."""
+        """Call `before_save` of the callbacks; return whether one of them prevents the save."""
         return any(self._callbacks.each("before_save", step))
 
     def close(self) -> None:
-        """Closes the callbacks."""
+        """Close the callbacks."""
         super().close()
         self._callbacks.each("close")
 

@@ -18,7 +18,7 @@ class NewResults:
         self._taken: dict[int, int] = {}
 
     def take(self) -> list[tuple[int, dict[str, Any]]]:
-        """Returns the new results of each hook, with their step."""
+        """Return the new results of each hook, with their step."""
         found = []
         for i, evaluation in enumerate(self._evaluations):
             newest = evaluation.newest
@@ -28,7 +28,7 @@ class NewResults:
         return found
 
     def all(self) -> dict[str, Any]:
-        """Returns the newest results of each hook."""
+        """Return the newest results of each hook."""
         found: dict[str, Any] = {}
         for evaluation in self._evaluations:
             if evaluation.newest is not None:

@@ -9,7 +9,7 @@ from jstep.state import TrainState
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
-    """Returns a hook that calls a function at the multiples of n steps.
+    """Return a hook that calls a function at the multiples of n steps.
 
     Args:
         n: Interval in steps, ≥ 1.
@@ -25,7 +25,7 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> tell = jstep.every(2, lambda step, state, metrics: print("after update", step))
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[tell], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[tell])
         after update 2
         after update 4
     """

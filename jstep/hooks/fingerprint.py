@@ -54,7 +54,7 @@ class _Pending(NamedTuple):
 
 
 class FingerprintHook(RunHook):
-    """Logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
+    """A hook that logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
 
     Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. The
     device computes it at the cost of one read of the state, and the loop does not wait: lines are written when the
@@ -84,7 +84,7 @@ class FingerprintHook(RunHook):
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "fingerprints.jsonl"
         >>> hook = jstep.FingerprintHook(path, every_n_steps=2, per_leaf=False)
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook])
         >>> [json.loads(line)["step"] for line in path.read_text().splitlines()]
         [2, 4]
     """
@@ -110,13 +110,13 @@ class FingerprintHook(RunHook):
         self._pending: deque[_Pending] = deque()
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the logdir of `train` if the hook has no path."""
+        """Use the logdir of `train` if the hook has no path."""
         super().use_run(run)
         logdir = getattr(run.writer, "logdir", None)
         self._logdir = None if logdir is None else os.fspath(logdir)
 
     def begin(self, state: TrainState) -> None:
-        """Reads the lines of earlier runs, and opens the log.
+        """Read the lines of earlier runs, and open the log.
 
         Raises:
             ValueError: There is neither path nor logdir, or the path is a directory.
@@ -158,7 +158,7 @@ class FingerprintHook(RunHook):
             self._file.flush(to_disk=False)
 
     def before_save(self, step: int) -> None:
-        """Writes all lines to disk.
+        """Write all lines to disk.
 
         Raises:
             DivergenceError: A repeated step produced different bits.
@@ -166,7 +166,7 @@ class FingerprintHook(RunHook):
         self._finish_all()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Writes all lines to disk.
+        """Write all lines to disk.
 
         Raises:
             DivergenceError: A repeated step produced different bits.
@@ -178,7 +178,7 @@ class FingerprintHook(RunHook):
             file.close()
 
     def close(self) -> None:
-        """Writes pending lines, also after an error, and closes the log."""
+        """Write pending lines, also after an error, and close the log."""
         super().close()
         file, self._file = self._file, None
         if file is None:

@@ -43,7 +43,7 @@ class Hook:
         >>> optimizer = jstep.gradient_descent(0.1)
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 2, last_step=2, hooks=[Tell()], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 2, last_step=2, hooks=[Tell()])
         after update 1
         after update 2
 
@@ -67,7 +67,7 @@ class Hook:
         """Called once after the last step if no exception was raised; may return a state, like `after_step`."""
 
     def next_due(self, step: int) -> int | None:
-        """Returns the first step after `step` at which to call `after_step`; None to call it after every call.
+        """Return the first step after `step` at which to call `after_step`; None to call it after every call.
 
         It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
         """

@@ -14,7 +14,7 @@ _lock = threading.Lock()
 
 
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
-    """Logs `msg % args` at the first call from this line of code, and at every n-th call after it.
+    """Log `msg % args` at the first call from this line of code, and at every n-th call after it.
 
     Args:
         level: A level of `logging`, such as `logging.INFO` or `"INFO"`.

@@ -32,7 +32,7 @@ def log_to_stderr() -> Iterator[None]:
 
 
 class _LineHandler(logging.StreamHandler[Any]):
-    """Writes lines above a progress bar, which is drawn again below them.
+    """Handler that writes lines above a progress bar, which is drawn again below them.
 
     Handlers of the root logger that do not write to the terminal still receive the records.
     """

@@ -22,7 +22,7 @@ _logger = logging.getLogger("jstep")
 
 
 class LoggingHook(ReportingHook):
-    """Logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
+    """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
     0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging
@@ -65,7 +65,7 @@ class LoggingHook(ReportingHook):
         self._results = NewResults()
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the counter of the run by default, and its evaluations."""
+        """Use the counter of the run by default, and its evaluations."""
         super().use_run(run)
         self._counter = self._given_counter or run.counter
         self._results = NewResults(run.evaluations)

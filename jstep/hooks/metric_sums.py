@@ -23,7 +23,7 @@ class BadStep(NamedTuple):
 
 
 class MetricSums:
-    """Accumulates the metrics of all steps for several hooks, each with its own intervals.
+    """Sums of the metrics of all steps for several hooks, each with its own intervals.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if the update of its step was
     skipped. Constant metrics, which no step computes, are not accumulated.
@@ -43,7 +43,7 @@ class MetricSums:
         self._last: Layout | None = None
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
-        """Registers a hook, before the first step, and returns its number for `take`.
+        """Register a hook, before the first step, and return its number for `take`.
 
         Args:
             max_skipped: The number of consecutive skipped updates to report; None for no limit.
@@ -59,7 +59,7 @@ class MetricSums:
         return bool(self._limits)
 
     def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
-        """Adds the metrics of the steps after `first`; must be called before a hook can change the mapping."""
+        """Add the metrics of the steps after `first`; must be called before a hook can change the mapping."""
         layout = self._layouts.get((stacked, *metrics))
         if layout is None or not layout.fits(metrics):
             layout = self._layout(metrics, stacked)
@@ -77,11 +77,11 @@ class MetricSums:
             self._last.flush()
 
     def take(self, number: int) -> "Interval":
-        """Returns the sums since the last call with this number."""
+        """Return the sums since the last call with this number."""
         return Interval([part for layout in self._layouts.values() if (part := layout.take(number)) is not None])
 
     def _layout(self, metrics: Metrics, stacked: bool) -> "Layout":
-        """Creates the layout of new metrics, or of metrics whose constants changed; the old layout is kept."""
+        """Create the layout of new metrics, or of metrics whose constants changed; the old layout is kept."""
         key: tuple[Any, ...] = (stacked, *metrics)
         if key in self._layouts:
             old = self._layouts.pop(key)
@@ -113,7 +113,7 @@ class Interval:
         return [*part.names, *(name for name, _ in part.fixed)]
 
     def means(self, names: Collection[str]) -> dict[str, float]:
-        """Waits for the means of these metrics and returns them."""
+        """Wait for the means of these metrics and return them."""
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for part, row in self._rows:
             m = len(part.names)
@@ -159,14 +159,14 @@ class PendingMeans:
         self._interval, self._names = interval, shown(interval.names(), leave_out)
 
     def start(self) -> None:
-        """Does nothing: the transfer has started already."""
+        """Do nothing: the transfer has started already."""
 
     def is_ready(self) -> bool:
         """Whether `read` would not wait."""
         return self._interval.is_ready()
 
     def read(self) -> dict[str, Any]:
-        """Waits for the means and returns them."""
+        """Wait for the means and return them."""
         return dict(self._interval.means(self._names))
 
 

@@ -80,7 +80,7 @@ class Layout:
         return True
 
     def add(self, first: int, steps: int, metrics: Metrics) -> None:
-        """Adds the metrics of a call; several calls are collected and added at once."""
+        """Add the metrics of a call; several calls are collected and added at once."""
         if first != self._stop:
             self._pieces.append((self._total, first + 1))
         self._total += steps
@@ -97,7 +97,7 @@ class Layout:
             self.flush()
 
     def flush(self) -> None:
-        """Adds the collected calls."""
+        """Add the collected calls."""
         if not self._held:
             return
         calls, count = [values for values, _ in self._held], sum(steps for _, steps in self._held)
@@ -109,13 +109,13 @@ class Layout:
             self.sums = self._program(self.sums, calls, plain, np.int32(count))
 
     def resume_from(self, sums: Any) -> None:
-        """Continues the counts of consecutive skipped steps of another layout."""
+        """Continue the counts of consecutive skipped steps of another layout."""
         if self.sums is not None:
             with internal_transfers(), _without_nan_checks():
                 self.sums = metric_sums_program.with_skips(self.sums, host(sums)[:, SKIPS])
 
     def take(self, number: int) -> Part | None:
-        """Returns the sums that a subscriber has not taken yet; None if there are no new steps."""
+        """Return the sums that a subscriber has not taken yet; None if there are no new steps."""
         before, self._taken[number] = self._taken[number], self._total
         if self._total == before:
             return None
@@ -151,7 +151,7 @@ class _Nothing:
     is_fully_addressable = True
 
     def copy_to_host_async(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def is_ready(self) -> bool:
         """True."""

@@ -19,7 +19,7 @@ _logger = logging.getLogger("jstep")
 
 
 class MetricsHook(ReportingHook):
-    """Passes scalar metrics to a function, for example a logger of W&B or MLflow, a CSV file, JSON lines, or a list.
+    """A hook that passes scalar metrics to a function, such as a logger of W&B or MLflow, or a writer of JSON lines.
 
     Rows are passed in the order of steps when their values have arrived from the device, so that the loop never waits.
     Rows of earlier steps are passed before the results of an evaluation and before a checkpoint is saved, and all rows
@@ -41,7 +41,7 @@ class MetricsHook(ReportingHook):
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> rows = []
         >>> hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=2)
-        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook], progress=False)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
         >>> rows
         [(2, 1.0), (3, 1.0)]
 
@@ -70,7 +70,7 @@ class MetricsHook(ReportingHook):
         )
 
     def begin(self, state: TrainState) -> bool | None:
-        """Resets the hook for a new run."""
+        """Reset the hook for a new run."""
         self._named: set[str] = set()
         return super().begin(state)
 

@@ -33,7 +33,7 @@ class NanLossDuringTrainingError(RuntimeError):
 
 
 class NanLossHook(RunHook):
-    """Stops the run when the loss is NaN or infinite, and names the step.
+    """A hook that stops the run when the loss is NaN or infinite, and names the step.
 
     All losses are checked on the device. The hook reads the result one interval later, when it has long been computed,
     and also before each checkpoint and at the end. There it also checks the state, because a finite loss can have a
@@ -79,13 +79,13 @@ class NanLossHook(RunHook):
         self._nan_at_start: list[str] | None = None
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the sums of the run."""
+        """Use the sums of the run."""
         super().use_run(run)
         self._sums = run.sums
         self._number = self._sums.subscribe(self._max_skipped, means=False)
 
     def begin(self, state: TrainState) -> None:
-        """Resets the hook for a new run."""
+        """Reset the hook for a new run."""
         if self.run is None:
             self._forget()
         self._held = None
@@ -96,7 +96,7 @@ class NanLossHook(RunHook):
         self._at_start = None if self.run is None else StateContents(state)
 
     def close(self) -> None:
-        """Releases the run."""
+        """Release the run."""
         super().close()
         self._forget()
 
@@ -124,7 +124,7 @@ class NanLossHook(RunHook):
         return range((start // self._n + 1) * self._n, last_step + 1, self._n)
 
     def before_save(self, step: int) -> bool:
-        """Checks all losses so far and the state; returns True, to prevent the save, if one is not finite.
+        """Check all losses so far and the state; return True, to prevent the save, if one is not finite.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
@@ -135,7 +135,7 @@ class NanLossHook(RunHook):
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
-        """Checks the remaining losses and the state.
+        """Check the remaining losses and the state.
 
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
@@ -179,7 +179,7 @@ class NanLossHook(RunHook):
             )
 
     def _look_at_state(self, step: int, state: TrainState) -> None:
-        """Checks the state; the losses up to it were checked."""
+        """Check the state; the losses up to it were checked."""
         if self._at_start is None or self._bad or self._over or step == self._began:
             return
         spoiled, infinite_slots = StateContents(state).worse_since(self._at_start)

@@ -13,7 +13,7 @@ from jstep.stores import is_url, location
 
 
 class ProfilerHook(RunHook):
-    """Traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
+    """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
     Args:
         logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
@@ -38,7 +38,7 @@ class ProfilerHook(RunHook):
         self._running = False
 
     def begin(self, state: TrainState) -> None:
-        """Starts the trace at once if the run begins within the steps."""
+        """Start the trace at once if the run begins within the steps."""
         self._running = False
         with internal_transfers():
             begins_within = self._start <= global_step(state) < self._stop
@@ -46,19 +46,19 @@ class ProfilerHook(RunHook):
             self._begin_trace()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Starts or ends the trace."""
+        """Start or end the trace."""
         if self._running and step >= self._stop:
             self._end_trace(state)
         elif not self._running and self._start <= step < self._stop:
             self._begin_trace()
 
     def end(self, step: int, state: TrainState) -> None:
-        """Ends a trace that is still running at the end of the run."""
+        """End a trace that is still running at the end of the run."""
         if self._running:
             self._end_trace(state)
 
     def close(self) -> None:
-        """Ends a trace that is still running after an error."""
+        """End a trace that is still running after an error."""
         super().close()
         if self._running:
             self._running = False

@@ -48,12 +48,12 @@ class ProgressHook(RunHook):
         self._results, self._counter = NewResults(), None
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the counter and the evaluations of the run."""
+        """Use the counter and the evaluations of the run."""
         super().use_run(run)
         self._results, self._counter = NewResults(run.evaluations), run.counter
 
     def begin(self, state: TrainState) -> None:
-        """Draws the line at the first step of the run."""
+        """Draw the line at the first step of the run."""
         self._then, self._held, self._last = self._clock(), {}, {}
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
@@ -63,12 +63,12 @@ class ProgressHook(RunHook):
         self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Restarts the clock, so that the remaining time does not include compilation."""
+        """Restart the clock, so that the remaining time does not include compilation."""
         if self._bar is not None:
             self._bar.unpause()
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Updates the line when due, with the latest numbers that are ready."""
+        """Update the line when due, with the latest numbers that are ready."""
         self._last = metrics
         now = self._clock()
         if now - self._then < self._secs:
@@ -81,13 +81,13 @@ class ProgressHook(RunHook):
         self._bar.update(step - self._bar.n)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Draws the line of the last step."""
+        """Draw the line of the last step."""
         self._last = metrics
         if self._bar is not None:
             self._draw_last(step)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Draws the last line."""
+        """Draw the last line."""
         self._draw_last(step)
 
     def _draw_last(self, step: int) -> None:
@@ -106,7 +106,7 @@ class ProgressHook(RunHook):
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:
-        """Ends the line and closes the bar."""
+        """End the line and close the bar."""
         super().close()
         if self._bar is not None:
             self._bar.close()

@@ -13,7 +13,7 @@ from jstep.state import TrainState
 
 
 class ReportingHook(CadencedHook):
-    """Delivers scalar metrics when due, as soon as they have arrived from the device.
+    """A hook that delivers scalar metrics when due, as soon as they have arrived from the device.
 
     Args:
         cadence: The cadence.
@@ -37,26 +37,26 @@ class ReportingHook(CadencedHook):
         self._forget()
 
     def _forget(self) -> None:
-        """Creates sums and a queue for use outside of `train`, where the hook must be called after every step."""
+        """Create sums and a queue for use outside of `train`, where the hook must be called after every step."""
         self._transfers, self._sums = TransferQueue(), MetricSums()
         self._number = self._sums.subscribe()
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the sums and the queue of the run."""
+        """Use the sums and the queue of the run."""
         super().use_run(run)
         self._transfers, self._sums = run.transfers, run.sums
         if self._mean:
             self._number = self._sums.subscribe()
 
     def begin(self, state: TrainState) -> bool | None:
-        """Resets the hook for a new run, and starts to count seconds."""
+        """Reset the hook for a new run, and start to count seconds."""
         if self.run is None:
             self._forget()
         self._last = 0
         return super().begin(state)
 
     def close(self) -> None:
-        """Releases the run."""
+        """Release the run."""
         super().close()
         self._forget()
 
@@ -74,14 +74,14 @@ class ReportingHook(CadencedHook):
             self._transfers.deliver_ready()
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Delivers the last step, even if it is not due, and all pending rows."""
+        """Deliver the last step, even if it is not due, and all pending rows."""
         if step > self._last:
             self._hold(step, metrics)
         if self.run is None:
             self._transfers.deliver_all()
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Delivers all pending rows."""
+        """Deliver all pending rows."""
         self._transfers.deliver_all()
         return None
 

@@ -35,7 +35,7 @@ class _Figure(NamedTuple):
 
 
 class StepCounterHook(CadencedHook):
-    """Measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
+    """A hook that measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
 
     The loop may be many steps ahead of the device, so a step counts only once its metrics are ready; the hook checks
     this after every call while it waits for them. A measurement is the mean over an interval, or over several if the
@@ -82,7 +82,7 @@ class StepCounterHook(CadencedHook):
         >>> optimizer = jstep.gradient_descent(0.1)
         >>> state = jstep.TrainState.create({"w": jnp.ones((8, 8))}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
-        >>> state = jstep.train(train_step, state, [jnp.ones((4, 8))] * 6, 6, hooks=[counter], progress=False)
+        >>> state = jstep.train(train_step, state, [jnp.ones((4, 8))] * 6, 6, hooks=[counter])
         >>> counter.mfu > 0
         True
 
@@ -155,7 +155,7 @@ class StepCounterHook(CadencedHook):
         return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
 
     def utilization_at(self, step: int) -> Utilization | None:
-        """The utilization at a step, likewise."""
+        """The utilization at a step; the latest one if it has no earlier measurement."""
         figure = self._figure_at(step)
         return self.utilization if figure is None else figure.utilization
 
@@ -163,13 +163,13 @@ class StepCounterHook(CadencedHook):
         return next((figure for figure in reversed(self._figures) if figure.step <= step), None)
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the writer of `train` by default."""
+        """Use the writer of `train` by default."""
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
 
     def begin(self, state: TrainState) -> bool | None:
-        """Resets the hook; refuses a state without a global step.
+        """Reset the hook; refuse a state without a global step.
 
         Raises:
             RuntimeError: The state has no global step.
@@ -181,7 +181,7 @@ class StepCounterHook(CadencedHook):
         return super().begin(state)
 
     def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Begins the first interval, after compilation."""
+        """Begin the first interval, after compilation."""
         self._sizes, self._compiled = [(steps[0] - 1, rows)], steps[-1]
         finished = all(marker.is_ready() for marker in _markers(metrics))
         # A first call of several steps that is still running is part of the interval.
@@ -193,7 +193,7 @@ class StepCounterHook(CadencedHook):
         self._every.start()
 
     def batch_size_changed(self, step: int, rows: int | None) -> None:
-        """Records the new number of rows of a batch."""
+        """Record the new number of rows of a batch."""
         self._sizes.append((step, rows))
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
@@ -214,13 +214,13 @@ class StepCounterHook(CadencedHook):
         return None if self._unfinished else super().next_due(step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Waits for the device and completes all measurements."""
+        """Wait for the device and complete all measurements."""
         for held in tuple(self._unfinished):
             jax.block_until_ready(held.markers)
             self.look()
 
     def look(self) -> None:
-        """Completes the measurements whose steps the device has finished."""
+        """Complete the measurements whose steps the device has finished."""
         if not self._unfinished:
             return
         before, finished = self._clock(), []

@@ -7,7 +7,7 @@ from jstep.state import TrainState, global_step
 
 
 class StopAtStepHook(Hook):
-    """Stops the run at a step, given relative to the start of the run or as a global step.
+    """A hook that stops the run at a step, given relative to the start of the run or as a global step.
 
     Args:
         num_steps: The number of steps after the start of the run.
@@ -23,7 +23,7 @@ class StopAtStepHook(Hook):
         self._last_step: int | None = positive("last_step", last_step)
 
     def begin(self, state: TrainState) -> bool:
-        """Counts num_steps from here; returns True if the state is already at last_step."""
+        """Count num_steps from here; return True if the state is already at last_step."""
         with internal_transfers():
             step = global_step(state)
         if self._num_steps is not None:
@@ -31,7 +31,7 @@ class StopAtStepHook(Hook):
         return step >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Returns True at the step or past it."""
+        """Return True at the step or past it."""
         return self._last_step is not None and step >= self._last_step
 
     def next_due(self, step: int) -> int:

@@ -14,7 +14,7 @@ from jstep.state import TrainState
 
 
 class SummarySaverHook(ReportingHook):
-    """Writes summaries of scalar metrics, the summaries among the metrics, and optionally histograms of the state.
+    """A hook that writes summaries: scalar metrics, summaries among the metrics, optionally histograms of the state.
 
     Args:
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
@@ -62,13 +62,13 @@ class SummarySaverHook(ReportingHook):
         self._histograms = _globs(histograms)
 
     def use_run(self, run: RunInfo) -> None:
-        """Uses the writer of `train` by default."""
+        """Use the writer of `train` by default."""
         super().use_run(run)
         if self.takes_writer:
             self._writer, self._constants = run.writer, run.constant_metrics
 
     def begin(self, state: TrainState) -> bool | None:
-        """Starts to count seconds.
+        """Start to count seconds.
 
         Raises:
             ValueError: There is no writer.
@@ -78,7 +78,7 @@ class SummarySaverHook(ReportingHook):
         return super().begin(state)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Passes the values to the writer, which waits for them."""
+        """Pass the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self._transfers.add(step, self._numbers(step, metrics, leave_out), self._deliver, self)
@@ -88,7 +88,7 @@ class SummarySaverHook(ReportingHook):
             self._writer.add_summary(histograms_of(state, self._histograms), step)
 
     def after_last(self, step: int, metrics: Metrics) -> None:
-        """Writes pending means, but not those of a last, partial interval."""
+        """Write pending means, but not those of a last, partial interval."""
         if self.run is None:
             self._transfers.deliver_all()
 

@@ -27,7 +27,7 @@ class Utilization(NamedTuple):
 
 
 class UtilizationMeter:
-    """Measures the utilization: the time that steps would take at the peak, divided by the time that they take.
+    """Meter of the utilization: the time that steps would take at the peak, divided by the time that they take.
 
     Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
 
@@ -47,7 +47,7 @@ class UtilizationMeter:
         self._warned: set[str] = set()
 
     def begin(self, dispatched: DispatchedSteps | None, state: TrainState) -> None:
-        """Requests the counts of steps, if the peak of the device is known."""
+        """Request the counts of steps, if the peak of the device is known."""
         self._dispatched, self._warned = None, set()
         if dispatched is None:
             return

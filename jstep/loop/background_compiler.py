@@ -37,7 +37,7 @@ class CompileJob(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Compiles programs in a thread, in order, and blocks the loop if a program is due but not ready.
+    """Compiler of programs in a thread, in order; it blocks the loop if a program is due but not ready.
 
     Errors are logged only; the step that needs the program raises them. A compilation cannot be cancelled: if the run
     returns while one is in progress, the process waits for it before it exits.
@@ -69,7 +69,7 @@ class BackgroundCompiler:
     def before(
         self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     ) -> None:
-        """Waits for the programs that are due at this step, in the context `waiting()`.
+        """Wait for the programs that are due at this step, in the context `waiting()`.
 
         Raises:
             StopWaiting: The run is stopping.
@@ -86,7 +86,7 @@ class BackgroundCompiler:
             self._passed += 1
 
     def after(self, state: Any, args: tuple[Any, ...], *, stacked: bool) -> None:
-        """Starts the next compilations, after a step that returned this state."""
+        """Start the next compilations, after a step that returned this state."""
         if self._begun == len(self._jobs) or self._begun >= self._passed + _MOST_AHEAD:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -97,7 +97,7 @@ class BackgroundCompiler:
         self._start()
 
     def begin(self, state: Any) -> None:
-        """Starts at once, with the shapes of a state."""
+        """Start at once, with the shapes of a state."""
         self._state = state
         self._start()
 
@@ -133,7 +133,7 @@ class BackgroundCompiler:
             number = self._next()
 
     def close(self) -> None:
-        """Starts no further programs; logs a line if the process has to wait for one."""
+        """Start no further programs; log a line if the process has to wait for one."""
         with self._lock:
             self._begun = len(self._jobs)
         self._closed.set()

@@ -149,7 +149,7 @@ class FetchCounter:
 
 
 class BatchFeeder:
-    """Iterates over the calls of a run, prefetching them in a thread if batches are slow to make.
+    """Iterator over the calls of a run, which prefetches them in a thread if batches are slow to make.
 
     Args:
         source: The batches.
@@ -223,7 +223,7 @@ class BatchFeeder:
         return self.position if steps >= self._taken else self._before
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         if self._prefetch is not None:
             self._prefetch.close()
 

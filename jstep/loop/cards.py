@@ -22,14 +22,14 @@ _logger = logging.getLogger("jstep")
 
 
 class Write(Protocol):
-    """Adds a line to the timeline of a run."""
+    """Function that adds a line to the timeline of a run."""
 
     def __call__(self, kind: str, **fields: Any) -> None:
-        """Adds a line."""
+        """Add a line."""
 
 
 class Cards:
-    """Writes the card of a run after its first call was dispatched, and a line for each later program.
+    """Writer of the card of a run after its first call was dispatched, and of a line for each later program.
 
     The first line holds the whole card with its first program; later lines hold `programs` only. The thread of the
     loop only looks up the trace in JAX's cache. Errors are logged and never end the run.
@@ -50,7 +50,7 @@ class Cards:
         self._threads: list[Thread] = []
 
     def ran(self, step: Any, stage: int, steps: int, state: Any, metrics: Any, args: tuple[Any, ...]) -> None:
-        """Records a program that was called for the first time.
+        """Record a program that was called for the first time.
 
         Args:
             step: The training step.
@@ -74,7 +74,7 @@ class Cards:
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Waits for pending lines; writes the card of a run that took no step."""
+        """Wait for pending lines; write the card of a run that took no step."""
         for thread in self._threads:
             thread.join()
         if not self._is_begun:

@@ -16,19 +16,19 @@ def compilations_here() -> list[int]:
 
 
 def hits_here() -> list[int]:
-    """The number of them that were found in the persistent cache, in a list likewise."""
+    """The number of programs that this thread has found in the persistent cache, in a list updated in place."""
     found: list[int] = _local.__dict__.setdefault("hits", [0])
     return found
 
 
 def seconds_here() -> list[float]:
-    """The seconds that this thread has traced, lowered and compiled, in a list likewise."""
+    """The seconds that this thread has traced, lowered and compiled, in a list updated in place."""
     found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
     return found
 
 
 def _add_span(begin: float, end: float) -> None:
-    """Adds a span of time, replacing the nested spans, which JAX reports first."""
+    """Add a span of time, replacing the nested spans, which JAX reports first."""
     spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
     total = seconds_here()
     while spans and spans[-1][0] >= begin:

@@ -11,7 +11,7 @@ _logger = logging.getLogger("jstep")
 
 
 def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> None:
-    """Logs that the batches ended before the run did.
+    """Log that the batches ended before the run did.
 
     Raises:
         ValueError: There is no batch at all, and the run was not restored.

@@ -23,7 +23,7 @@ from jstep.training import last_of
 
 
 class HookRunner:
-    """Calls the hooks of a run in order.
+    """The hooks of a run, called in order.
 
     Args:
         hooks: All hooks.
@@ -81,7 +81,7 @@ class HookRunner:
         return self._calling
 
     def begin(self, state: TrainState) -> bool:
-        """Begins the hooks; returns whether one of them ends the run before any step."""
+        """Begin the hooks; return whether one of them ends the run before any step."""
         done = any(self.each("begin", state))
         self._timers = [_timer_of(hook) for hook in self._acting]
         self._waiting = [timer for timer in self._timers if timer is not None]
@@ -92,7 +92,7 @@ class HookRunner:
 
     @property
     def before(self) -> Callable[[LoopState], None] | None:
-        """Runs `before_step` before each call; None if no hook has one."""
+        """Function that runs `before_step` before each call; None if no hook has one."""
         return self._call_before if self._before else None
 
     def _call_before(self, loop: LoopState) -> None:
@@ -100,7 +100,7 @@ class HookRunner:
             self._call(hook, "before_step", loop.step, loop.state)
 
     def resume(self, loop: LoopState) -> bool:
-        """Repeats evaluations that a signal interrupted; returns whether one of them ends the run before any step."""
+        """Repeat evaluations that a signal interrupted; return whether one of them ends the run before any step."""
         done = False
         for hook in self._hooks:
             if isinstance(hook, EvaluationHook):
@@ -111,7 +111,7 @@ class HookRunner:
         return done
 
     def after(self, first: int, loop: LoopState) -> bool:
-        """Runs hooks after a call that began at step `first`; returns whether the run stops here."""
+        """Run hooks after a call that began at step `first`; return whether the run stops here."""
         step = loop.step
         if self._is_summed:  # before a hook can change the metrics
             self._sums.add(first, step - first, loop.metrics, loop.stacked)
@@ -163,7 +163,7 @@ class HookRunner:
         self._next_due = min(self._dues)
 
     def _call_after_error(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
-        """Calls a hook that follows one that raised, so that its output for this step is not missing after a restart.
+        """Call a hook that follows one that raised, so that its output for this step is not missing after a restart.
 
         Hooks that save are not called; the handler of the error saves.
         """
@@ -175,7 +175,7 @@ class HookRunner:
             note(error, f"Additionally, {other}")
 
     def last(self, loop: LoopState, failed: Callable[[Exception], None] | None = None) -> None:
-        """Runs hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
+        """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
         if loop.step == self._start or self._is_over:
             return
         self._is_over = True
@@ -200,19 +200,19 @@ class HookRunner:
                 failed(one)
 
     def end(self, loop: LoopState) -> None:
-        """Calls `end` of the hooks after a run that was not interrupted."""
+        """Call `end` of the hooks after a run that was not interrupted."""
         for hook in self._hooks:
             if hasattr(hook, "end"):
                 result = self._call(hook, "end", loop.step, loop.state)
                 _, loop.state = check_hook_result(result, loop.state, loop.step, f"{name_of(hook)}.end")
 
     def before_save(self, step: int) -> bool:
-        """Delivers all pending metrics before a checkpoint; returns whether a hook prevents the save."""
+        """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
         self._transfers.deliver_all()
         return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # a list: each hook must be called
 
     def each(self, method: str, *args: Any) -> list[bool]:
-        """Calls a method of all hooks that have it, and returns the results as bools."""
+        """Call a method of all hooks that have it, and return the results as bools."""
         return [bool(self._call(hook, method, *args)) for hook in self._hooks if hasattr(hook, method)]
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:

@@ -31,7 +31,7 @@ def is_compiled(step: Any) -> bool:
 
 
 class Programs:
-    """Runs the steps of a call with the program for that call, and logs each compilation.
+    """The programs of a run: each call runs its steps with the program for it, and each compilation is logged.
 
     Args:
         stages: The training steps, by the step at which each begins.
@@ -92,7 +92,7 @@ class Programs:
         return any(steps == 1 for _, steps in self._begun)
 
     def prepare(self, stage: int, steps: int, args: Any) -> bool:
-        """Records that a program is compiled ahead of its first call; returns False if it was recorded before."""
+        """Record that a program is compiled ahead of its first call; return False if it was recorded before."""
         is_new = (stage, steps, args) not in self._prepared
         self._prepared |= {(stage, steps), (stage, steps, args)}
         return is_new
@@ -108,7 +108,7 @@ class Programs:
         return skip_metric_of(self._latest)
 
     def __call__(self, state: Any, call: Call) -> Any:
-        """Runs the steps of a call; returns the new state and the metrics."""
+        """Run the steps of a call; return the new state and the metrics."""
         step = self.step_of(call)
         if self.first_compiler is not None:
             self.first_compiler.before(call.first)
@@ -160,7 +160,7 @@ class Programs:
         return self._several if call.stacked else self._one
 
     def _enter(self, step: int) -> None:
-        """Switches to the stage that contains a step."""
+        """Switch to the stage that contains a step."""
         number = self._stage = self._stages.index(step)
         stop = self._stages.edge_after(step)
         self._first, self._until = self._stages.firsts[number], math.inf if stop is None else stop
@@ -170,7 +170,7 @@ class Programs:
         self._is_compiled = self._has_several or is_compiled(self._one)
 
     def _log_compilation(self, step: Any, call: Call) -> None:
-        """Logs why a program is compiled, unless the run has only one."""
+        """Log why a program is compiled, unless the run has only one."""
         size = getattr(step, "_cache_size", None)
         staged = len(self._stages.firsts) > 1
         if not (self._has_several or staged) or size is None or size() or (self._stage, call.steps) in self._prepared:

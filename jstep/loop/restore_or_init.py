@@ -72,7 +72,7 @@ def open_checkpoints(
     signals: StopSignals,
     may_write: Callable[[], None],
 ) -> CheckpointInfo:
-    """Opens the checkpoints, calls `may_write` once the run may write, and reads the small parts of the newest one."""
+    """Open the checkpoints, call `may_write` once the run may write, and read the small parts of the newest one."""
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
@@ -104,7 +104,7 @@ def open_checkpoints(
 
 
 def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
-    """Restores the newest checkpoint, or starts from the given state."""
+    """Restore the newest checkpoint, or start from the given state."""
     _, saver, _, _, given, held = checkpoints
     if saver is None:
         return RunStart(_step_of(state), state, None, None, {}, {})
@@ -124,7 +124,7 @@ def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
 
 
 def _check_concrete(state: TrainState, why: str) -> None:
-    """Refuses a state that a run cannot start from: an abstract one, or one that was donated."""
+    """Refuse a state that a run cannot start from: an abstract one, or one that was donated."""
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
@@ -148,7 +148,7 @@ def _held(state: TrainState) -> dict[str, float]:
 
 
 def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
-    """Warns if the given state differs from the checkpoint, which wins."""
+    """Warn if the given state differs from the checkpoint, which wins."""
     if given and given != restored:
         _logger.warning(
             "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To continue from "
@@ -176,11 +176,11 @@ def _step_of(state: TrainState) -> int:
 
 
 def _do_not_wait() -> None:
-    """Leaves a user-defined `Saver` without waiting for it."""
+    """Leave a user-defined `Saver` without waiting for it."""
 
 
 class _WaitAtExit:
-    """Waits for a user-defined `Saver` at the end of a run, and leaves it open."""
+    """Exit callback that waits for a user-defined `Saver` at the end of a run, and leaves it open."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver

@@ -58,7 +58,7 @@ class Run:
         self._fetched = FetchCounter()
 
     def go(self, batches: Any) -> TrainState:
-        """Runs to the end and returns the last state."""
+        """Run to the end and return the last state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._recorder)  # closed last
             stack.enter_context(self._signals)
@@ -131,7 +131,7 @@ class Run:
         runner: HookRunner,
         stack: contextlib.ExitStack,
     ) -> BatchFeeder | None:
-        """Begins the hooks and returns the batches as calls; None if there are no steps to run."""
+        """Begin the hooks and return the batches as calls; None if there are no steps to run."""
         options = self._options
         if overlapped is not None:
             source, items = overlapped.source, iter(overlapped.first)
@@ -265,7 +265,7 @@ class Run:
         )
 
     def _during(self) -> str:
-        """Describes what the run was doing, naming the step and the batch."""
+        """Describe what the run was doing, naming the step and the batch."""
         loop, runner, feeder = self._loop, self._runner, self._feeder
         assert runner is not None
         at_step = f"at step {loop.step}"

@@ -39,7 +39,7 @@ class SaverCallbacks(NamedTuple):
 
 
 class RunSaverHook(CheckpointSaverHook):
-    """Saves the state, the position of the batches, the states of hooks, and the name of the hook that stopped the run.
+    """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
 
     A step is saved again if a hook changed the state, or its own, after the save.
 
@@ -80,19 +80,19 @@ class RunSaverHook(CheckpointSaverHook):
         self._callbacks.account()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
-        """Saves like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
+        """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
         with self._callbacks.watch.part(SAVING):
             return super().save(step, state, wait=wait)
 
     def restored(self, step: int, state: TrainState) -> None:
-        """Records that a checkpoint of this step was restored, with the current state and states of hooks."""
+        """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
         self._of_this_save = _as_text(self._remembered())
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
-        """Records that a checkpoint of this step holds this state and the states of hooks when it was made."""
+        """Record that a checkpoint of this step holds this state and the states of hooks when it was made."""
         super().is_saved(step, state)
         self._memory = self._of_this_save
 

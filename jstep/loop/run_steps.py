@@ -40,7 +40,7 @@ def run_steps(
     loop: LoopState | None = None,
     before: Callable[[LoopState], None] | None = None,
 ) -> LoopState:
-    """Runs steps up to `stop`, or until the source ends. It never waits for the device.
+    """Run steps up to `stop`, or until the source ends. It never waits for the device.
 
     `train`, `verify_resume` and `replay` all use it. To run from a state at step 3 to step 7, two steps per call:
 

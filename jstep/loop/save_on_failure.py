@@ -28,7 +28,7 @@ def save_on_failure(
     savers: Sequence[CheckpointSaverHook],
     skip_metric: str | None,
 ) -> None:
-    """Attaches the last complete state to the exception, saves it if possible, and adds a note on where it failed.
+    """Attach the last complete state to the exception, save it if possible, and add a note on where it failed.
 
     Args:
         error: The exception that ends the run.
@@ -57,7 +57,7 @@ def save_on_failure(
 def _saved(
     error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
 ) -> str:
-    """Saves the state and returns the outcome, as the end of a sentence."""
+    """Save the state and return the outcome, as the end of a sentence."""
     if not agreement.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):

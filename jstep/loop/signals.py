@@ -29,7 +29,7 @@ class Preempted(SystemExit):
 
 
 class StopWaiting(BaseException):
-    """Interrupts the wait for a batch when the run stops; never propagates out of `train`."""
+    """Interruption of the wait for a batch when the run stops; never propagates out of `train`."""
 
 
 class StopSignals:
@@ -95,7 +95,7 @@ class StopSignals:
         return True
 
     def stopped(self, when: str) -> BaseException:
-        """Logs the signal and returns the exception for `train` to raise."""
+        """Log the signal and return the exception for `train` to raise."""
         received = self.received or signal.SIGTERM
         message = f"{received.name} stopped the run {when}"
         _logger.info(message)

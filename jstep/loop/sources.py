@@ -27,11 +27,11 @@ class HasState(Protocol):
         ...
 
     def get_state(self) -> Any:
-        """Returns the position, as bytes or as a value that JSON can hold."""
+        """Return the position, as bytes or as a value that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> Any:
-        """Restores a position."""
+        """Restore a position."""
         ...
 
 
@@ -40,11 +40,11 @@ class HasStateDict(Protocol):
     """A loader or iterator that can save and restore its position, such as torchdata's."""
 
     def state_dict(self) -> Any:
-        """Returns the position."""
+        """Return the position."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restores a position."""
+        """Restore a position."""
         ...
 
 

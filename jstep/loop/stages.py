@@ -72,7 +72,7 @@ class StageBoundaries:
         return end, why
 
     def segments(self, start: int, last_step: int) -> Iterator[Segment]:
-        """Yields the segments of a run in order."""
+        """Yield the segments of a run in order."""
         first, changes = start, 0
         while first < last_step:
             stop, _ = self.after(first, last_step)

@@ -38,7 +38,7 @@ class StartTimes:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times a part."""
+        """Time a part."""
         then = self.clock()
         try:
             yield
@@ -46,7 +46,7 @@ class StartTimes:
             self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
 
     def first_of(self, items: CopiedBatches) -> CopiedBatches:
-        """Yields the same batches, and times the first one."""
+        """Yield the same batches, and time the first one."""
         with self.part("first batch"):
             first = next(items, None)
         if first is not None:
@@ -55,7 +55,7 @@ class StartTimes:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Times compilation, and records whether JAX's persistent cache had the programs."""
+        """Time compilation, and record whether JAX's persistent cache had the programs."""
         hits, misses = hits_here()[0], compilations_here()[0]
         with self.part("compile"):
             yield
@@ -64,7 +64,7 @@ class StartTimes:
             self.is_cached = compiled <= hits_here()[0] - hits
 
     def log(self) -> None:
-        """Logs one line when the first step has been dispatched."""
+        """Log one line when the first step has been dispatched."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
@@ -107,14 +107,14 @@ class FirstBatch:
             self._made.set()
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
-        """Waits for the first batch and returns it; None if there is no batch, or the run ends first."""
+        """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
         while not self._made.wait(_POLL_SECS):
             if is_over():
                 return None
         return None if self._error is not None or self._to_peek is None else self._to_peek[0]
 
     def forget(self) -> None:
-        """Releases the batch kept for `peek`, so that only the loop holds a reference."""
+        """Release the batch kept for `peek`, so that only the loop holds a reference."""
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:

@@ -1,4 +1,4 @@
-"""Record how a run spends its time, in a file beside its checkpoints."""
+"""Recorder of how a run spends its time, in a file next to its checkpoints."""
 
 import logging
 import threading
@@ -81,7 +81,7 @@ class TimelineRecorder:
         self.watch.stop()
 
     def open(self) -> None:
-        """Writes the first line; called once the run may write to its checkpoint directory."""
+        """Write the first line; called once the run may write to its checkpoint directory."""
         if self._directory is None or jax.process_index() != 0:
             self.watch.stop()
             return
@@ -101,11 +101,11 @@ class TimelineRecorder:
         return self._timeline is not None
 
     def began(self, step: int) -> None:
-        """Records the step at which the run begins."""
+        """Record the step at which the run begins."""
         self._first = step
 
     def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
-        """Writes a line with the times so far."""
+        """Write a line with the times so far."""
         first, step, seconds = self._first, self._loop.step, self.watch.seconds()
         self.write(
             kind,
@@ -117,12 +117,12 @@ class TimelineRecorder:
         )
 
     def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
-        """Writes a line of any kind, if the file is open."""
+        """Write a line of any kind, if the file is open."""
         if self._timeline is not None:
             self._timeline.write(kind, to_disk=to_disk, **fields)
 
     def before_save(self) -> None:
-        """Writes the line that precedes each checkpoint."""
+        """Write the line that precedes each checkpoint."""
         self.times(to_disk=True, checkpoint=self._loop.step)
 
     def _tick(self) -> None:

@@ -41,7 +41,7 @@ def train(
     unroll: int | bool | None = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
 ) -> TrainState:
-    """Trains up to `last_step`: restores the newest checkpoint, runs the steps and saves checkpoints.
+    """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
     and with it the schedules, averages, random numbers and batches, come from the checkpoint.
@@ -95,8 +95,8 @@ def train(
 
     Raises:
         Preempted: SIGTERM was received, and the step in flight is saved. A SystemExit with code 143.
-        KeyboardInterrupt: SIGINT was received; likewise. A second SIGINT stops at once. If SIGINT is ignored when the
-            run starts (`nohup`, a background job), it stays ignored.
+        KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
+            SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
         RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
             allow.
@@ -108,7 +108,7 @@ def train(
         >>> optimizer = jstep.gradient_descent(0.25)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10, progress=False)
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=10)
         >>> print(round(float(state.params["w"]), 4), state.global_step)
         0.999 10
 

@@ -25,7 +25,7 @@ class Accuracy:
     total: Count
 
     def merge(self, other: "Accuracy") -> "Accuracy":
-        """Both together."""
+        """Merge with another metric object."""
         return Accuracy(self.right + other.right, self.total + other.total)
 
     def compute(self) -> float:

@@ -34,7 +34,7 @@ class AUC:
     curve: str = dataclasses.field(metadata={"static": True})
 
     def merge(self, other: "AUC") -> "AUC":
-        """Both together."""
+        """Merge with another metric object."""
         return AUC(fewer(both(self.thresholds, other.thresholds), self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:

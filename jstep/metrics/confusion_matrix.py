@@ -25,7 +25,7 @@ class ConfusionMatrix:
     unknown: Count
 
     def merge(self, other: "ConfusionMatrix") -> "ConfusionMatrix":
-        """Both together."""
+        """Merge with another metric object."""
         return ConfusionMatrix(self.matrix + other.matrix, self.unknown + other.unknown)
 
     def compute(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ class F1:
     true: Count
 
     def merge(self, other: "F1") -> "F1":
-        """Both together."""
+        """Merge with another metric object."""
         return F1(self.both + other.both, self.predicted + other.predicted, self.true + other.true)
 
     def compute(self) -> float:

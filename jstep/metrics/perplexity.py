@@ -30,7 +30,7 @@ class Perplexity:
     total: Count
 
     def merge(self, other: "Perplexity") -> "Perplexity":
-        """Both together."""
+        """Merge with another metric object."""
         loss = self.loss + other.loss
         part = loss - self.loss
         lost = (self.loss - (loss - part)) + (other.loss - part)  # the exact error of that sum (Knuth)

@@ -1,5 +1,7 @@
 """AdaBelief."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first
@@ -24,7 +26,7 @@ def adabelief(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √ŝ, ≥ 0.
         epsilon_root: Added to s at each step, ≥ 0.
 

@@ -1,5 +1,7 @@
 """Adadelta."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import after_parameter, compute_first, ordered_after

@@ -1,5 +1,7 @@
 """Adafactor: factored second moments."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

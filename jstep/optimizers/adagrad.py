@@ -1,5 +1,7 @@
 """Adagrad."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule

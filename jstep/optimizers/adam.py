@@ -1,5 +1,7 @@
 """Adam."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ def adam(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v, ≥ 0. This is the paper's "epsilon hat"; its epsilon is larger by 1/√(1−β2^t).
 
     Returns:

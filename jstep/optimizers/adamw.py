@@ -1,5 +1,7 @@
 """AdamW."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ def adamw(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
         weight_decay: The weight decay ≥ 0, decoupled from the gradient and multiplied by lr. For a decay that does not
             depend on the learning rate, put `decay_weights` after the optimizer.

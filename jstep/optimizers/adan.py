@@ -1,5 +1,7 @@
 """Adan: adaptive Nesterov momentum."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first, ordered_after
@@ -28,8 +30,8 @@ def adan(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the average of gradients, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the average of differences, likewise.
-        beta3: The decay of the second moment, likewise.
+        beta2: The decay of the average of differences, in [0, 1). A schedule enters the correction as β2(step)^t.
+        beta3: The decay of the second moment, in [0, 1). A schedule enters the correction as β3(step)^t.
         epsilon: Added to √n̂, ≥ 0.
         weight_decay: Decoupled, proximal weight decay; ≥ 0.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.

@@ -1,5 +1,7 @@
 """AdEMAMix: Adam with a second, slow average."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -28,7 +30,7 @@ def ademamix(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the fast average, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         beta3: The decay of the slow average, in [0, 1).
         alpha: The weight of the slow average, ≥ 0.
         epsilon: Added to √v̂, ≥ 0.

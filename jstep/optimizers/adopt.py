@@ -1,5 +1,7 @@
 """ADOPT: a variant of Adam that converges with any β2."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first, ordered_after

@@ -1,5 +1,7 @@
 """FTRL-Proximal: follow the regularized leader."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first, ordered_after

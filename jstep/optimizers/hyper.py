@@ -1,5 +1,7 @@
 """Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import math

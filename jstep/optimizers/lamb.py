@@ -1,5 +1,7 @@
 """LAMB: Adam with layer-wise trust ratios."""
 
+from __future__ import annotations
+
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import corrections, direction, moments
@@ -23,7 +25,7 @@ def lamb(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
         weight_decay: Weight decay ≥ 0, added to the direction before its norm is taken.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.

@@ -1,5 +1,7 @@
 """LARS: momentum with layer-wise trust ratios."""
 
+from __future__ import annotations
+
 from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
@@ -80,7 +82,7 @@ def lars_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum."""
+    """A leaf's update with Nesterov momentum, and its buffer."""
     g = scaled(g, p, h)
     a = h["momentum"] * slots["momentum"] + g
     return -(g + h["momentum"] * a), {"momentum": a}

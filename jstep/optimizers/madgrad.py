@@ -1,5 +1,7 @@
 """MADGRAD: dual averaging with momentum and an adaptive step."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.execution_order import compute_first

@@ -1,5 +1,7 @@
 """Momentum: Polyak's heavy ball and Nesterov's variant."""
 
+from __future__ import annotations
+
 import functools
 
 from jstep.core.checks import as_bool

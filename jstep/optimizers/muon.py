@@ -1,5 +1,7 @@
 """Muon: orthogonalized momentum."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +104,7 @@ def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum."""
+    """A leaf's direction with Nesterov momentum, and its average."""
     m, g = compute_first(average(slots["momentum"], g, h["momentum"]), g)
     return average(m, g, h["momentum"]), {"momentum": m}
 

@@ -1,5 +1,7 @@
 """NAdam: Adam with Nesterov momentum."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -28,7 +30,7 @@ def nadam(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
         momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is 1.0.
         weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
@@ -77,7 +79,7 @@ def shares(h: Hyper) -> Hyper:
 
 
 def growing_shares(h: Hyper) -> Hyper:
-    """The same with a momentum that grows with the age."""
+    """The weights and correction of `shares` for a momentum that grows with the age, and the product of momenta."""
     age = h["age"].astype(jnp.result_type(h["mu_product"]))
 
     def mu(t: Array) -> Array:

@@ -1,5 +1,7 @@
 """Prodigy: Adam with an automatically estimated learning rate."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """RAdam: rectified Adam."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -28,7 +30,8 @@ def radam(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise. Up to 0.6, steps are never rectified.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t. Up to
+            0.6, steps are never rectified.
         epsilon: Added to √v̂, ≥ 0.
         threshold: The smallest ρ_t at which steps are rectified, ≥ 4.
         weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.

@@ -1,5 +1,7 @@
 """RMSProp."""
 
+from __future__ import annotations
+
 import functools
 
 import jax.numpy as jnp

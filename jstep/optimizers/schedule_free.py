@@ -1,5 +1,7 @@
 """Schedule-free optimizers, which average iterates instead of decaying the learning rate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp
@@ -155,7 +157,7 @@ def weights(h: Hyper) -> Hyper:
 
 
 def adamw_weights(h: Hyper) -> Hyper:
-    """The same, with the bias correction of v."""
+    """The weights of `weights`, and the bias correction of v."""
     return weights(h) | {"unbias2": 1 / bias_correction(h["beta2"], h["age"])}
 
 

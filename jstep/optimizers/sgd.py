@@ -1,5 +1,7 @@
 """Stochastic gradient descent with momentum, dampening and weight decay."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Signum: the sign of momentum."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule

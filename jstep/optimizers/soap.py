@@ -1,5 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Yogi."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -21,7 +23,7 @@ def yogi(
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
 
     Returns:

@@ -19,7 +19,7 @@ _SLICE_SECS = 0.05
 
 
 class Coordinator:
-    """Stops threads together, and raises the first error among them in the thread that joins.
+    """A coordinator that stops threads together, and raises the first error among them in the thread that joins.
 
     Only the first request to stop counts. `join` raises the exception that was passed with it, with
     its original traceback; exceptions reported later are logged. An exception of a clean-stop type

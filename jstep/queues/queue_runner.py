@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class QueueRunner:
-    """Feeds a queue from threads, one for each enqueue op.
+    """Threads that feed a queue, one for each enqueue op.
 
     An op is called repeatedly until it is exhausted, that is, until it raises OutOfRangeError (the
     queue it reads from has ended) or StopIteration (its iterator has ended). The queue is closed when

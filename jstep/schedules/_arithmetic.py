@@ -152,7 +152,7 @@ def since(step: Array, start: Fraction) -> Array:
 
 
 def until(step: Array, end: Fraction) -> Array:
-    """Return end − step as a float, likewise."""
+    """Return end − step as a float; whole steps are subtracted in integers, without rounding."""
     return -since(step, end)
 
 

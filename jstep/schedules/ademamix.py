@@ -1,5 +1,7 @@
 """Warmup schedules of AdEMAMix for the weight and the decay of the slow average."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

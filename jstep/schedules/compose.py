@@ -1,5 +1,7 @@
 """Composition of schedules: constant, piecewise constant, warmup, join, shift, times."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -4,6 +4,8 @@
 of a decay.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from fractions import Fraction

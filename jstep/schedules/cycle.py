@@ -1,5 +1,7 @@
 """Cyclical schedules: one-cycle and triangular."""
 
+from __future__ import annotations
+
 from fractions import Fraction
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule."""
 
+from __future__ import annotations
+
 import math
 from fractions import Fraction
 from typing import Any

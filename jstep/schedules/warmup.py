@@ -1,5 +1,7 @@
 """Schedules with a linear warmup: cosine, warmup-stable-decay, and inverse square root."""
 
+from __future__ import annotations
+
 import math
 from fractions import Fraction
 from typing import Any, Literal

@@ -13,7 +13,7 @@ PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
 
 
 class Stopwatch:
-    """Assigns elapsed time to parts; one thread switches parts, any thread reads them.
+    """A stopwatch that assigns elapsed time to parts; one thread switches parts, any thread reads them.
 
     A switch reads the clock once and appends to a queue without a lock. It costs a fraction of a microsecond, and an
     exception between any two instructions, such as from a signal, leaves the times consistent. `seconds` empties the

@@ -39,7 +39,7 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
     Args:
         text: The result of `compiled.as_text()`.
         state: The state, as arrays or shapes with shardings.
-        args: The batch, likewise.
+        args: The batch, as arrays or shapes with shardings.
         traced: The jaxpr of the step.
         result: The shapes of the results of the step; None if unknown.
     """
@@ -60,7 +60,7 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
 
     Args:
         state: The state, as arrays or shapes with shardings.
-        args: The batch, likewise.
+        args: The batch, as arrays or shapes with shardings.
         traced: The jaxpr of the step.
     """
     axis = _batch_axis(args)

@@ -88,7 +88,7 @@ def replay(
         >>> def make_state():
         ...     return jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> directory, batches = tempfile.mkdtemp(), [jnp.float32(n) for n in range(9)]
-        >>> state = jstep.train(train_step, make_state(), batches, 9, checkpoint_dir=directory, progress=False)
+        >>> state = jstep.train(train_step, make_state(), batches, 9, checkpoint_dir=directory)
         >>> state, args = jstep.replay(train_step, make_state(), batches, directory, 5)
         >>> print(state.global_step, state.params["w"], *args)
         5 3.0625 5.0

@@ -1,5 +1,7 @@
 """Training steps from a loss function and an optimizer."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

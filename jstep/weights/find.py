@@ -71,7 +71,7 @@ def find_weights(path: Any) -> Weights:
 
 def _chosen(folder: str) -> str:
     """Return the name of the file or index in a folder."""
-    # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" beside copied files.
+    # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     found = [name for name in names if name in _DEFAULTS]
     if not found:

@@ -40,7 +40,7 @@ def load_weights(
     process reads the whole tensor.
 
     Args:
-        path: A file, a folder, or an index (`model.safetensors.index.json`) beside its shards, on this machine.
+        path: A file, a folder, or an index (`model.safetensors.index.json`) next to its shards, on this machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a

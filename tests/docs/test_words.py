@@ -136,18 +136,42 @@ def test_banned_phrases_are_found() -> None:
     assert not found_in("There is no file, and x is no longer None. `told` is a name.")
 
 
-def vague_first_lines(module: pathlib.Path) -> list[str]:
-    """Return the first lines of docstrings that begin with a relative clause."""
+# Each is a verb unless "of" follows: "Counts of steps" is a noun phrase.
+THIRD_PERSON = """
+    Accumulates Adds Appends Assigns Attaches Begins Calls Checks Closes Compiles Completes Continues Copies Counts
+    Creates Deletes Delivers Describes Detects Does Draws Ends Evaluates Feeds Gives Hashes Holds Interrupts Iterates
+    Keeps Logs Makes Measures Merges Opens Passes Raises Reads Receives Records Refuses Registers Releases Repeats
+    Requests Resets Restarts Restores Returns Runs Saves Sets Shows Starts Stops Switches Takes Times Traces Trains
+    Updates Uses Waits Warns Writes Yields
+""".split()  # noqa: SIM905
+VAGUE = re.compile(r"(What|Where|How|Whose) (?!.*\?)")
+INDICATIVE = re.compile(rf"({'|'.join(THIRD_PERSON)})\b(?! of\b)")
+
+
+def first_lines(module: pathlib.Path, pattern: re.Pattern[str]) -> list[str]:
+    """Return the first lines of docstrings that begin with the pattern."""
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docs = [
         ast.get_docstring(n) for n in ast.walk(ast.parse(module.read_text(encoding="utf-8"))) if isinstance(n, nodes)
     ]
-    return [doc.split("\n")[0] for doc in docs if doc and re.match(r"(What|Where|How|Whose) (?!.*\?)", doc)]
+    return [doc.split("\n")[0] for doc in docs if doc and pattern.match(doc)]
 
 
-def test_docstrings_begin_with_a_noun_or_an_imperative() -> None:
-    found = {str(module.relative_to(ROOT)): vague_first_lines(module) for module in MODULES if module.suffix == ".py"}
+def test_docstrings_begin_with_no_relative_clause() -> None:
+    found = {str(module.relative_to(ROOT)): first_lines(module, VAGUE) for module in MODULES if module.suffix == ".py"}
     assert not {module: lines for module, lines in found.items() if lines}
+
+
+def test_docstrings_begin_with_no_verb_in_the_third_person() -> None:
+    """Functions begin with an imperative ("Return …"), classes with a noun phrase ("A hook that …")."""
+    modules = [module for module in MODULES if module.suffix == ".py" and module.is_relative_to(ROOT / "jstep")]
+    found = {str(module.relative_to(ROOT)): first_lines(module, INDICATIVE) for module in modules}
+    assert not {module: lines for module, lines in found.items() if lines}
+
+
+def test_nouns_are_not_verbs() -> None:
+    assert INDICATIVE.match("Counts seconds from now.")
+    assert not any(map(INDICATIVE.match, ("Counts of steps.", "Weights of z.", "Slots by name.", "Batches by step.")))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial/state-and-step.md"])
@@ -163,3 +187,12 @@ def test_train_state_defines_slots() -> None:
     first = inspect.getdoc(jstep.TrainState).split("\n\n")[:2]
     assert "optimizer state" in " ".join(first)
     assert "slots" in " ".join(first)
+
+
+def test_signatures_of_optimizers_and_schedules_name_their_types() -> None:
+    """The files begin with `from __future__ import annotations`, so that `help()` does not expand the type aliases."""
+    functions = [getattr(jstep, name) for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
+    files = {function: inspect.getsourcefile(inspect.unwrap(function)) or "" for function in functions}
+    taken = [one for one, file in files.items() if {"optimizers", "schedules"} & set(pathlib.Path(file).parts)]
+    assert jstep.adamw in taken
+    assert not [one.__name__ for one in taken if "numpy.number" in str(inspect.signature(one))]

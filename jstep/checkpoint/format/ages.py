@@ -1,4 +1,4 @@
-"""Detection of fresh slots that a partial restore leaves beside an old age."""
+"""Detection of fresh slots that a partial restore leaves with an old age."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -116,7 +116,7 @@ class Manifest:
         retention: The state of `jstep.checkpoint.retention`.
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
-        data: The folder below the checkpoint that holds the files; None if they are beside the manifest.
+        data: The folder below the checkpoint that holds the files; None if they are next to the manifest.
         left_out: Leaves of the state that were not saved; a target must provide them.
     """
 

@@ -1,4 +1,4 @@
-"""Write lock of a prefix in a directory: a locked file beside the checkpoints, for one writer at a time.
+"""Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
 
 The lock belongs to the operating system, so it ends with the process however that ends, also on network file systems
 (NFS passes it to its server). A child process does not inherit it. The file names its owner.

@@ -83,15 +83,15 @@ def _ended(futures: Sequence[Any], timeout: float | None = None) -> list[Excepti
 
 
 class _Arrays(TrackedWrites, ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Writes `jax.Array`s."""
+    """Writer of `jax.Array`s."""
 
 
 class _NumpyArrays(TrackedWrites, ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Writes NumPy arrays."""
+    """Writer of NumPy arrays."""
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Writes arrays, compressed or not, and on several processes the checksums of the files of each one."""
+    """Writer of arrays, compressed or not; on several processes it also writes the checksums of each one's files."""
 
     def __init__(self, failure: _Failure, begun: list[Any], **options: Any) -> None:
         self._failure, self._begun = failure, begun
@@ -157,7 +157,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 
 class Checkpointer:
-    """Writes named arrays to a folder with Orbax, all processes together."""
+    """Writer of named arrays to a folder with Orbax, all processes together."""
 
     @orbax_logs.silenced()
     def __init__(self, prefix: str) -> None:

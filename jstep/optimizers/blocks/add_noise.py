@@ -1,5 +1,7 @@
 """Gaussian gradient noise with decreasing variance."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

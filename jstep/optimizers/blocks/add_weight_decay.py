@@ -1,5 +1,7 @@
 """Weight decay as an element of a chain."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from jstep.core.types import Array, Optimizer

@@ -1,5 +1,7 @@
 """Gradient centralization."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from jstep.core import trees

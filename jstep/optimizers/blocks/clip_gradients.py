@@ -1,5 +1,7 @@
 """Gradient clipping as an element of a chain."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from jstep import clipping

@@ -1,5 +1,7 @@
 """Normalize gradients to a given norm."""
 
+from __future__ import annotations
+
 import jax
 
 from jstep.clipping import global_norm

@@ -1,5 +1,7 @@
 """NorMuon's normalization: one second moment per neuron, after orthogonalization."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, Literal, TypeAlias
 

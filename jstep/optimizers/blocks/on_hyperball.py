@@ -1,5 +1,7 @@
 """Hyperball optimization: steps on a sphere, which preserve the norm of every matrix."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -1,5 +1,7 @@
 """Muon's orthogonalization as an element of a chain."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

@@ -1,5 +1,7 @@
 """Adam's direction as an element of a chain."""
 
+from __future__ import annotations
+
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import corrections, direction, moments
 from jstep.optimizers.arguments import moments_hyper
@@ -13,7 +15,7 @@ def scale_by_adam(
 
     Args:
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
-        beta2: The decay of the second moment, likewise.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
         epsilon: Added to √v̂, ≥ 0.
 
     Returns:

@@ -1,5 +1,7 @@
 """The learning rate as the last element of a chain."""
 
+from __future__ import annotations
+
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.arguments import rate
 from jstep.optimizers.leafwise import Hyper, leafwise

@@ -1,5 +1,7 @@
 """Momentum as an element of a chain."""
 
+from __future__ import annotations
+
 from jstep.core.checks import as_bool
 from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
@@ -40,6 +42,6 @@ def trace_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """The same with Nesterov momentum; the new buffer is computed first to avoid a copy of the old one."""
+    """A leaf's direction with Nesterov momentum, and its buffer, computed first to avoid a copy of the old one."""
     a, g = compute_first(h["momentum"] * slots["momentum"] + g, g)
     return g + h["momentum"] * a, {"momentum": a}

@@ -1,5 +1,7 @@
 """Weight decay that does not depend on the learning rate."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from jstep.core.checks import as_bool

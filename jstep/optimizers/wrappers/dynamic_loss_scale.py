@@ -35,7 +35,7 @@ def dynamic_loss_scale(
             loss, so this wrapper must be outermost: put partitions, chains, clipping and guards inside. Only `scope`,
             `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
             `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it. Under a label, or
-            beside another element of a chain, the first step raises an error.
+            next to another element of a chain, the first step raises an error.
         initial: The initial scale, > 0.
         period: The number of successive updates, ≥ 1, after which the scale grows.
         factor: The factor by which the scale grows and shrinks, > 1.

@@ -1,5 +1,7 @@
 """Lookahead: slow weights that follow the fast ones."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 

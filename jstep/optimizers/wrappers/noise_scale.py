@@ -33,8 +33,8 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
 
     Args:
         optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
-            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may. Under a label, or beside another element
-            of a chain, the first step raises an error.
+            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may. Under a label, or next to another
+            element of a chain, the first step raises an error.
         decay: The decay of the averages, in [0, 1): 0.99 leaves a spread of about 5 % at n = 4, 0.999 of 2 %.
 
     Returns:
@@ -98,7 +98,7 @@ def noise_slots(roles: Roles) -> dict[Role, str]:
     """The slots of the averages by role; empty if the optimizer has none.
 
     Raises:
-        ValueError: They are under a label or beside other elements.
+        ValueError: They are under a label or next to other elements.
     """
     hidden = roles.of(Role.HIDDEN_NOISE)
     if hidden:

@@ -1,5 +1,7 @@
 """Factors on the updates of some leaves, for layer-wise learning rates."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 
