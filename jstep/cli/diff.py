@@ -197,16 +197,15 @@ def _text(result: dict[str, Any]) -> list[str]:
     if result["same"]:
         if common is None:
             return [f"identical ({result['compared']} leaves, bitwise)"]
-        return [f"the same at all {len(common)} steps in common, {common[0]} to {common[-1]}"]
+        if len(common) == 1:
+            return [f"identical at the only common step, {common[0]}"]
+        return [f"identical at all {len(common)} common steps, {common[0]} to {common[-1]}"]
     if common is None:
         steps = result["steps"]
         at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
         lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
     else:
-        before = result["same_before"]
-        steps_before = "the step" if before == 1 else f"the {before} steps"
-        same = f"the same at {steps_before} in common before it" if before else "the first in common"
-        lines = [f"the runs diverge at step {result['step']} ({same}, {len(common)} in common)"]
+        lines = [f"the runs diverge at step {result['step']} ({_place_among(result['same_before'], len(common))})"]
         if result.get("leaves_known", True):
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
@@ -216,6 +215,13 @@ def _text(result: dict[str, Any]) -> list[str]:
     if len(leaves) > _SHOWN:
         lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
     return lines
+
+
+def _place_among(before: int, common: int) -> str:
+    """Describe the place of a step among the common steps, of which `before` come before it."""
+    if before:
+        return f"identical at {before} earlier common step{'s' if before > 1 else ''}, of {common}"
+    return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
 COMMAND = Command(_add_arguments, _run)
