@@ -39,7 +39,7 @@ class _Side:
 def _run(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
-        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: give two of a kind")
+        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     compare: dict[str, Callable[[_Side, _Side], dict[str, Any]]] = {
         "a checkpoint": _checkpoints,
         "a directory of checkpoints": _directories,

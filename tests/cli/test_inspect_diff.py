@@ -217,7 +217,7 @@ def test_diff_of_two_kinds_is_an_error(save, tmp_path, capsys):
     directory, path = save("run", state(1))
     (tmp_path / "log").write_text(entry(1, w=1))
     assert main(["diff", path, directory]) == 2
-    assert "give two of a kind" in capsys.readouterr().err
+    assert "pass two of the same kind" in capsys.readouterr().err
     assert main(["diff", directory, str(tmp_path / "log")]) == 2
 
 
