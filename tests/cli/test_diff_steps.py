@@ -8,8 +8,11 @@ from jstep.cli.main import main
 
 
 def log(path, values):
-    lines = [{"step": step, "state": f"{value:016x}", "leaves": {"w": f"{value:016x}"}} for step, value in values.items()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = (
+        json.dumps({"step": step, "state": f"{value:016x}", "leaves": {"w": f"{value:016x}"}})
+        for step, value in values.items()
+    )
+    path.write_text("".join(f"{line}\n" for line in lines))
     return str(path)
 
 
