@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from jstep.loop.card_difference import card_difference
 from jstep.timeline.lines import fields_with
 
 _MOST = 40
@@ -46,6 +45,8 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
         pairs = list(zip(of_a, of_b, strict=True))
     if not pairs:
         return None
+    from jstep.loop.card_difference import card_difference  # imports JAX, which is not needed without cards
+
     return [
         f"{one}: {line}" if len(pairs) > 1 else line
         for one, other in pairs

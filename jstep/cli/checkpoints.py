@@ -111,8 +111,8 @@ def at(path: str) -> Checkpoint | None:
     manifest = store.manifest(found)
     if manifest.step != step:
         raise CheckpointError(
-            f"{path}: its name says step {step}, and it holds step {manifest.step}: a copy, or renamed; give it its "
-            f"name {match[1]}-{manifest.step}, or delete it"
+            f"{path}: its name says step {step}, and it holds step {manifest.step}: it was copied or renamed; "
+            f"rename it to {match[1]}-{manifest.step}, or delete it"
         )
     return Checkpoint(found, match[1], step, manifest, store)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.tools.nonfinite.numbers import is_inexact
+from jstep.core.ranges import is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> L
     words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
     words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
     words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
-    if is_inexact(a):
+    if is_inexact(a.dtype):
         opposite = _are_opposite(of_a, of_b)
         nans = int(np.isnan(of_a).sum() + np.isnan(of_b).sum())
         infinities = int(np.isinf(of_a[~opposite]).sum() + np.isinf(of_b[~opposite]).sum())
@@ -72,7 +72,7 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
     if np.iscomplexobj(a):
         parts = [_by_how_much(one(a), one(b)) for one in (np.real, np.imag)]
         return tuple(max((part[i] for part in parts if part[i] is not None), default=None) for i in (0, 1))  # type: ignore[return-value,type-var]
-    if not is_inexact(a):
+    if not is_inexact(a.dtype):
         if a.dtype == np.bool_:
             return None, None
         low, high = (np.array([int(f(x)) for x in (a, b)], object) for f in (np.min, np.max))

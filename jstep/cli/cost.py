@@ -7,16 +7,14 @@ import importlib.util
 import os
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jstep.cli.command import OK, Command
 from jstep.cli.output import as_json
 from jstep.core.checks import kind
-from jstep.core.compile_only import compiles_only
-from jstep.core.meshes import mesh_of
-from jstep.tools import Cost, cost
-from jstep.topologies.compilers import name_of, prepare
-from jstep.topologies.names import parsed
+
+if TYPE_CHECKING:
+    from jstep.tools import Cost
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +34,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    place, name = _place_and_name(arguments.program)
+    # These import JAX, which --help and the errors above do not need.
+    from jstep.core.compile_only import compiles_only
+    from jstep.core.meshes import mesh_of
+    from jstep.tools import cost
+    from jstep.topologies.compilers import name_of, prepare
+    from jstep.topologies.names import parsed
+
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
-    step, state, *batch = _returned(arguments.program)
+    step, state, *batch = _returned(arguments.program, place, name)
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
@@ -47,10 +53,17 @@ def _run(arguments: argparse.Namespace) -> int:
     return OK  # even if the step does not fit into memory
 
 
-def _returned(program: str) -> Any:
+def _place_and_name(program: str) -> tuple[str, str]:
+    """Return the file or module and the name of its function."""
     place, separator, name = program.rpartition(":")
     if not (place and separator and name):
         raise ValueError(f"{program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise FileNotFoundError(f"no file {place}")
+    return place, name
+
+
+def _returned(program: str, place: str, name: str) -> Any:
     function = getattr(_loaded(place), name, None)
     if not callable(function):
         raise ValueError(f"{program!r}: {place} has no function {name!r}")
@@ -62,11 +75,9 @@ def _returned(program: str) -> Any:
 
 def _loaded(place: str) -> ModuleType:
     """Import the module of a file or of a name, with the import path of `python FILE` or `python -m NAME`."""
-    if not (os.path.isfile(place) or place.endswith(".py")):
+    if not os.path.isfile(place):
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)
-    if not os.path.isfile(place):
-        raise FileNotFoundError(f"no file {place}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
     name = os.path.splitext(os.path.basename(place))[0]
     spec = importlib.util.spec_from_file_location(name, place)
@@ -78,7 +89,7 @@ def _loaded(place: str) -> ModuleType:
     return module
 
 
-def _fields(found: Cost) -> dict[str, Any]:
+def _fields(found: "Cost") -> dict[str, Any]:
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     if found.collectives is not None:
         fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}

@@ -4,15 +4,17 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jstep.cli import cards, left_out
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
 from jstep.cli.compare import LeafDifference, difference
 from jstep.cli.output import as_json, complain, printable
-from jstep.fingerprints import log as _log
 from jstep.stores import is_directory, is_url, join, location, names_in, split
+
+if TYPE_CHECKING:
+    from jstep.fingerprints.log import Log
 
 _SHOWN = 40
 
@@ -32,14 +34,14 @@ class _Side:
     kind: str
     checkpoint: Checkpoint | None = None
     checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
-    log: _log.Log | None = None
+    log: "Log | None" = None
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
-        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: give two of a kind")
+        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
     compare: dict[str, Callable[[_Side, _Side], dict[str, Any]]] = {
         "a checkpoint": _checkpoints,
         "a directory of checkpoints": _directories,
@@ -73,18 +75,26 @@ def _side(path: str) -> _Side:
     one = at(path)
     if one is not None:
         return _Side(path, "a checkpoint", checkpoint=one)
-    if is_directory(path):
+    in_directory = is_directory(path)
+    if in_directory:
         checkpoints, problems = below(path)
         if checkpoints or problems:
             return _Side(path, "a directory of checkpoints", checkpoints=checkpoints, problems=problems)
-        if _log.NAME not in names_in(path):
-            raise FileNotFoundError(f"no checkpoints and no {_log.NAME} in {path}")
-        path = join(path, _log.NAME)
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
     elif not is_url(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is neither a directory nor a regular file")
-    found = _log.read(path)
+    return _log_at(path, in_directory)
+
+
+def _log_at(path: str, in_directory: bool) -> _Side:
+    from jstep.fingerprints import log  # imports JAX, which is not needed above
+
+    if in_directory:
+        if log.NAME not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {log.NAME} in {path}")
+        path = join(path, log.NAME)
+    found = log.read(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
     if not found.entries:
         why = problems[0] if problems else f"{path} is empty"
@@ -123,11 +133,13 @@ def _directories(a: _Side, b: _Side) -> dict[str, Any]:
 def _logs(a: _Side, b: _Side) -> dict[str, Any]:
     assert a.log is not None
     assert b.log is not None
+    from jstep.fingerprints.log import difference as log_difference
+
     common = sorted(a.log.entries.keys() & b.log.entries.keys())
     if not common:
         raise ValueError(_nothing_common(a, sorted(a.log.entries), b, sorted(b.log.entries)))
     for before, step in enumerate(common):
-        found = _log.difference(a.log.entries[step], b.log.entries[step])
+        found = log_difference(a.log.entries[step], b.log.entries[step])
         if found is None:
             continue
         leaves = [
@@ -197,16 +209,15 @@ def _text(result: dict[str, Any]) -> list[str]:
     if result["same"]:
         if common is None:
             return [f"identical ({result['compared']} leaves, bitwise)"]
-        return [f"the same at all {len(common)} steps in common, {common[0]} to {common[-1]}"]
+        if len(common) == 1:
+            return [f"identical at the only common step, {common[0]}"]
+        return [f"identical at all {len(common)} common steps, {common[0]} to {common[-1]}"]
     if common is None:
         steps = result["steps"]
         at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
         lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
     else:
-        before = result["same_before"]
-        steps_before = "the step" if before == 1 else f"the {before} steps"
-        same = f"the same at {steps_before} in common before it" if before else "the first in common"
-        lines = [f"the runs diverge at step {result['step']} ({same}, {len(common)} in common)"]
+        lines = [f"the runs diverge at step {result['step']} ({_place_among(result['same_before'], len(common))})"]
         if result.get("leaves_known", True):
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
@@ -216,6 +227,13 @@ def _text(result: dict[str, Any]) -> list[str]:
     if len(leaves) > _SHOWN:
         lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
     return lines
+
+
+def _place_among(before: int, common: int) -> str:
+    """Describe the place of a step among the common steps, of which `before` come before it."""
+    if before:
+        return f"identical at {before} earlier common step{'s' if before > 1 else ''}, of {common}"
+    return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
 COMMAND = Command(_add_arguments, _run)

@@ -10,6 +10,7 @@ from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
 from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import as_json, cell, complain, printable, table
+from jstep.core.ranges import is_inexact, range_of
 from jstep.core.sizes import size
 from jstep.stores import is_directory, location
 
@@ -69,8 +70,6 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return minimum, maximum and mean of the finite numbers; None for keys."""
-    from jstep.tools.nonfinite.numbers import is_inexact, range_of  # imports JAX, which listing a directory must not
-
     nothing = {"min": None, "max": None, "mean": None}
     if leaf.key_impl is not None:
         return {**nothing, "nonfinite": None}
@@ -81,7 +80,7 @@ def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     values = np.abs(array) if np.iscomplexobj(array) else array
     values = values.astype(np.float64)
     mean = float(np.mean(values, where=np.isfinite(values)))
-    whole = not is_inexact(array)
+    whole = not is_inexact(array.dtype)
     return {
         "min": int(array.min()) if whole else found.low,
         "max": int(array.max()) if whole else found.high,

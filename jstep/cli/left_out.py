@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from jstep.checkpoint.format.left_out import started
 from jstep.checkpoint.format.manifest import LeftOut
 from jstep.cli.checkpoints import Checkpoint, names_of
 from jstep.cli.compare import LeafDifference
@@ -34,5 +33,7 @@ def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     """Return the records that saved leaves would have if they had been left out."""
     if not paths & set(names_of(one)):
         return {}
+    from jstep.checkpoint.format.left_out import started  # imports JAX, which is not needed above
+
     pairs = zip(names_of(one), one.leaves(), strict=True)
     return {name: started([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}

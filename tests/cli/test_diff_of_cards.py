@@ -72,7 +72,7 @@ def test_each_prefix_is_a_separate_run(run, capsys):
 def test_without_a_card_nothing_is_printed(run, capsys, lines):
     a, b = run("a", *lines), run("b", card())
     assert main(["diff", a, b]) == 0
-    assert capsys.readouterr().out == "the same at all 1 steps in common, 3 to 3\n"
+    assert capsys.readouterr().out == "identical at the only common step, 3\n"
 
 
 MALICIOUS = [

@@ -148,10 +148,10 @@ def test_diff_of_directories(save, capsys):
     a, _ = save("a", state(1), state(2), state(4), state(5))
     b, _ = save("b", state(2), state(4, w=jnp.zeros((2, 3))), state(5, w=jnp.ones((2, 3))))
     assert main(["diff", a, a]) == 0
-    assert "the same at all 4 steps in common, 1 to 5" in capsys.readouterr().out
+    assert "identical at all 4 common steps, 1 to 5" in capsys.readouterr().out
     assert main(["diff", a, b]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("the runs diverge at step 4 (the same at the step in common before it, 3 in common)")
+    assert out.startswith("the runs diverge at step 4 (identical at 1 earlier common step, of 3)")
     assert "params/w" in out
     assert "params/b" not in out
     assert main(["diff", a, b, "--json"]) == 1
@@ -177,7 +177,7 @@ def test_diff_of_fingerprint_logs(tmp_path, capsys):
     assert main(["diff", str(a), str(a)]) == 0
     assert main(["diff", str(a), str(b.parent)]) == 1
     out = capsys.readouterr().out
-    assert "the runs diverge at step 12 (the same at the step in common before it, 3 in common)" in out
+    assert "the runs diverge at step 12 (identical at 1 earlier common step, of 3)" in out
     assert "\n  w\n" in out
     assert main(["diff", str(a), str(b), "--json"]) == 1
     assert strict(capsys.readouterr().out)["step"] == 12
@@ -217,7 +217,7 @@ def test_diff_of_two_kinds_is_an_error(save, tmp_path, capsys):
     directory, path = save("run", state(1))
     (tmp_path / "log").write_text(entry(1, w=1))
     assert main(["diff", path, directory]) == 2
-    assert "give two of a kind" in capsys.readouterr().err
+    assert "pass two of the same kind" in capsys.readouterr().err
     assert main(["diff", directory, str(tmp_path / "log")]) == 2
 
 
@@ -266,7 +266,7 @@ def test_help_fits_a_screen(capsys):
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 25
-    for words in ("inspect", "diff", "plot", "events", "Exit codes: 0; 1 where diff found a difference; 2"):
+    for words in ("inspect", "diff", "plot", "events", "Exit codes: 0 on success; 1 if `diff` found a difference; 2"):
         assert words in out
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ def run_command(*arguments: str) -> tuple[int, list[str]]:
     return completed.returncode, [*completed.stdout.splitlines(), *completed.stderr.splitlines()]
 
 
+def in_folder(folder, arguments):
+    """Return the arguments with the paths of the fixture below `folder`."""
+    paths = {"run", "log", "damaged", "broken", "nowhere"}
+    return [str(folder / word) if word.split("/")[0] in paths else word for word in arguments]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
@@ -35,9 +42,19 @@ def run(tmp_path_factory):
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     jstep.train(
-        train_step, state, [jnp.ones(())] * 3, 3, checkpoint_dir=folder / "run", logdir=folder / "log", progress=False
+        train_step,
+        state,
+        [jnp.ones(())] * 3,
+        3,
+        checkpoint_dir=folder / "run",
+        logdir=folder / "log",
+        save_summaries_steps=1,
+        progress=False,
     )
     jstep.save_weights(folder / "run" / "w.safetensors", {"w": jnp.ones(2, jnp.bfloat16)})
+    damaged = shutil.copytree(folder / "run" / "model-3", folder / "damaged" / "model-3")
+    for path in (path for path in damaged.rglob("*") if path.is_file() and path.name != "manifest.json"):
+        path.write_bytes(b"corrupted")
     (folder / "broken").mkdir()
     (folder / "broken" / "model-7").mkdir()
     return folder
@@ -53,15 +70,15 @@ def run(tmp_path_factory):
         (("inspect", "run/w.safetensors", "--json"), '"stored_as": "BF16"'),
         (("goodput", "run"), "3 steps in"),
         (("events", "log"), "session_log START"),
+        (("plot", "log", "-o", "log/loss.png"), "loss.png: loss"),
         (("--help",), "goodput"),
         (("--version",), f"jstep {jstep.__version__}"),
-        (("inspect", "--help"), "--verify"),
+        *(((name, "--help"), f"jstep {name}") for name in COMMANDS),
     ],
     ids=" ".join,
 )
 def test_commands_do_not_import_jax(run, arguments, expected):
-    command = [str(run / word) if word.split("/")[0] in ("run", "log") else word for word in arguments]
-    code, lines = run_command(*command)
+    code, lines = run_command(*in_folder(run, arguments))
     assert code == 0, lines
     assert any(expected in line for line in lines), lines
     assert "no JAX" in lines
@@ -69,11 +86,27 @@ def test_commands_do_not_import_jax(run, arguments, expected):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("inspect", "nowhere"), ("inspect", "broken"), ("goodput", "nowhere"), ("events", "nowhere"), ("nope",), ()],
+    [
+        ("inspect", "nowhere"),
+        ("inspect", "broken"),
+        ("inspect", "run/model-9"),
+        ("inspect", "damaged/model-3", "--verify"),
+        ("diff", "nowhere", "run"),
+        ("diff", "run", "nowhere"),
+        ("diff", "run/model-3", "run/model-9"),
+        ("diff", "run", "run/model-3"),
+        ("cost", "nowhere.py:make"),
+        ("cost", "nowhere"),
+        ("plot", "nowhere", "-o", "loss.png"),
+        ("goodput", "nowhere"),
+        ("events", "nowhere"),
+        ("nope",),
+        (),
+    ],
     ids=" ".join,
 )
 def test_errors_do_not_import_jax(run, arguments):
-    code, lines = run_command(*(str(run / word) if word in ("nowhere", "broken") else word for word in arguments))
+    code, lines = run_command(*in_folder(run, arguments))
     assert code == 2
     assert any(line.startswith(("jstep ", "python -m jstep: error:")) for line in lines), lines
     assert "no JAX" in lines

@@ -1,4 +1,4 @@
-"""Tests for non-finite numbers, and ranges of arrays."""
+"""Tests for non-finite numbers, also of traced values."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core import ranges
 from jstep.core.meshes import reduced
+from jstep.core.ranges import Range as Range
 
 
 def is_inexact(value: Any) -> bool:
@@ -61,53 +63,9 @@ def on_current_mesh(value: Any) -> Any:
     return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The range of the numbers in an array; for complex arrays, of their magnitudes.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        low: The lowest finite number; None if no number is finite.
-        high: The highest finite number; None if no number is finite.
-        nans: Number of NaNs.
-        infinities: Number of infinities.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    low: float | None
-    high: float | None
-    nans: int = 0
-    infinities: int = 0
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all numbers are finite."""
-        return not self.nans + self.infinities
-
-    def __str__(self) -> str:
-        kind = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        if self.low is None:
-            finite = "empty" if self.is_finite else ""
-        elif self.low == self.high:
-            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
-        else:
-            finite = f"from {self.low:.6g} to {self.high:.6g}"
-        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
-        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
-
-
 def range_of(value: Any) -> Range:
-    """Return the range of the numbers in an array."""
-    dtype, shape = str(jnp.result_type(value)), tuple(np.shape(value))
-    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
-        return Range(dtype, shape, None, None)
-    host = np.asarray(value)
-    if jnp.iscomplexobj(host):
-        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
-    host = host.astype(np.float64) if is_inexact(host) else host
-    finite = host[np.isfinite(host)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
-    nans = int(np.isnan(host).sum())
-    return Range(dtype, shape, low, high, nans, host.size - finite.size - nans)
+    """Return the range of the numbers in an array or a number."""
+    dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return Range(str(dtype), tuple(np.shape(value)), None, None)
+    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(dtype))
