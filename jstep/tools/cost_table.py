@@ -27,7 +27,7 @@ def rows_of(cost: Any) -> list[tuple[str, str]]:
         ("at its peak", _size(cost.peak_bytes) + _verdict(cost)),
         *([("on the host", size(cost.host_bytes))] if cost.host_bytes else []),
         *([("between devices", _UNKNOWN)] if moved is None else []),
-        *((kind, f"{one.number} × per step, {size(one.bytes)} total") for kind, one in moved or ()),
+        *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
         ("compiled in", f"{cost.compile_seconds:.1f} s"),
     ]
     if cost.output_bytes is None:
