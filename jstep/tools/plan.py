@@ -89,7 +89,7 @@ class Plan:
             path: The file; its suffix (`.png`, `.svg`, `.pdf`) selects the format.
 
         Raises:
-            ImportError: matplotlib is not installed: `pip install jstep[plot]`.
+            ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
         from jstep.tools.figures import draw_plan
 
