@@ -94,10 +94,14 @@ def test_llms_txt_lists_every_page(site):
     assert lines[2].startswith("> ")
     assert lines[4]
     assert not lines[4].startswith(("#", "-", ">", "*"))
+    assert not lines[4].startswith("In a checkout")
+    assert lines[2].removeprefix("> ") not in lines[4]
     assert {"## Tutorial", "## Recipes", "## Reference"} <= set(lines)
     entries = [match for line in lines if (match := re.fullmatch(r"- \[(.+?)\]\(([^)]+)\): (.+)", line))]
     assert len(entries) == sum(line.startswith("- ") for line in lines)
     linked = [match[2] for match in entries]
+    assert all(len(match[3]) <= 300 for match in entries if not match[2].startswith("reference/"))
+    assert all(len(match[3]) >= 40 for match in entries)
     assert sorted(linked) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
     assert all((site / target).exists() for target in linked)
 
@@ -108,3 +112,10 @@ def test_page_descriptions_in_llms_txt(docs):
     assert about("# T\n\n<!-- needs: a -->\n```python\nx = 1\n```\n\nFirst: then this.\n") == "First: then this."
     assert about("# T\n\n::: jstep.adam\n\n::: jstep.summary.text\n") == "adam, summary.text"
     assert about("# T\n\n| a |\n|---|\n| [One](one.md) · [Two](two.md#x) |\n") == "One, Two"
+    assert about("# T\n\n**A sentence that is bold and long enough.** Plain.\n") == (
+        "A sentence that is bold and long enough."
+    )
+    assert about("# T\n\nMeasure first. Then read the table. Then tune.\n") == "Measure first. Then read the table."
+    assert about(f"# T\n\nMeasure first. Then {'read ' * 80}it.\n") == "Measure first."
+    assert len(about("# T\n\n" + "| [A page](a.md) |\n" * 100)) <= 300
+    assert about("# T\n\n" + "::: jstep.adam\n\n" * 100).count("adam") == 100
