@@ -1,6 +1,7 @@
 """The built site: nothing is loaded from other hosts, equations are typeset, Markdown and llms.txt are generated."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_equations_are_typeset(site, docs):
     assert 0 < entry.index("<math") < entry.index("Kingma")
 
 
+def test_search_splits_messages_into_words(site):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    words = re.split(index["config"]["separator"], "state: a dict; learning_rate='1e-3' at 'slots/m/w' (0.5).")
+    assert words == ["state", "a", "dict", "learning_rate", "1e", "3", "at", "slots", "m", "w", "0.5", ""]
+    boosts = {page["location"]: page.get("boost") for page in index["docs"]}
+    assert boosts["help/errors/"] > 1 > boosts["from/tf-train/"]
+
+
+def test_only_pages_are_published(site):
+    assert not [*site.rglob("*.py"), *site.rglob("*.toml")]
+
+
 def test_equations_belong_to_public_names(docs):
     formulas = docs("formulas")
     assert set(formulas.FORMULAS) <= set(jstep.__all__)
@@ -75,6 +88,7 @@ def test_every_page_is_also_served_as_markdown(site):
         name = source.relative_to(ROOT / "docs")
         text = (site / name).read_text("utf-8")
         assert ":::" not in text
+        assert not text.startswith("---"), "front matter is for MkDocs"
         assert "<!--" not in text
         page = site / (name.with_suffix("") / "index.html" if name.name != "index.md" else name.with_suffix(".html"))
         (to,) = re.findall(r'<link rel="alternate" type="text/markdown" href="([^"]*)">', page.read_text("utf-8"))
