@@ -58,8 +58,8 @@ def test_equations_are_typeset(site, docs):
 
 def test_search_splits_messages_into_words(site):
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
-    words = re.split(index["config"]["separator"], "state: a dict; learning_rate='1e-3' at 'slots/m/w' (0.5).")
-    assert words == ["state", "a", "dict", "learning_rate", "1e", "3", "at", "slots", "m", "w", "0.5", ""]
+    words = re.split(index["config"]["separator"], "state: a dict; learning_rate='1e-3' at 'slots/m/w': 0.5")
+    assert words == ["state", "a", "dict", "learning_rate", "1e", "3", "at", "slots", "m", "w", "0.5"]
     boosts = {page["location"]: page.get("boost") for page in index["docs"]}
     assert boosts["help/errors/"] > 1 > boosts["from/tf-train/"]
 
@@ -122,7 +122,8 @@ def test_llms_txt_lists_every_page(site):
 
 def test_page_descriptions_in_llms_txt(docs):
     about = docs("for_machines").about
-    assert about("# T\n\n![x](y.png)\n\nA [link](z.md) is `f(x)`. More.\n") == "A link is `f(x)`."
+    linked = "# T\n\n![x](y.png)\n\nA [link](z.md) to `f(x)`, in a sentence that is long. More.\n"
+    assert about(linked) == "A link to `f(x)`, in a sentence that is long."
     assert about("# T\n\n<!-- needs: a -->\n```python\nx = 1\n```\n\nFirst: then this.\n") == "First: then this."
     assert about("# T\n\n::: jstep.adam\n\n::: jstep.summary.text\n") == "adam, summary.text"
     assert about("# T\n\n| a |\n|---|\n| [One](one.md) · [Two](two.md#x) |\n") == "One, Two"
