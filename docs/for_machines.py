@@ -11,6 +11,7 @@ import os
 import pathlib
 import posixpath
 import re
+import textwrap
 from typing import Any
 from urllib.parse import quote
 
@@ -18,6 +19,7 @@ import griffe
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _ENTRY = re.compile(r"^::: (jstep\.[\w.]+)$", re.MULTILINE)
+_FRONT_MATTER = re.compile(r"\A---\n.*?^---\n+", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
@@ -44,7 +46,9 @@ def on_post_build(config: Any) -> None:
 def llms_txt(config: Any, files: Any) -> str:
     """The content of `llms.txt`, in the order of the navigation in `mkdocs.yml`."""
     pages = {file.src_uri: file.page for file in files}
-    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}.", "", _about(pages["index.md"])]
+    summary = f"{config['site_description']}."
+    more = _first_paragraph(_source(pages["index.md"])).removeprefix(summary).strip()
+    lines = [f"# {config['site_name']}", "", f"> {summary}", "", more]
     for title, entries in _sections(config["nav"]):
         lines += ["", f"## {title}", ""]
         for name, uri in entries:
@@ -76,7 +80,8 @@ def _leaves(nav: Any) -> Any:
 
 
 def _source(page: Any) -> str:
-    return pathlib.Path(page.file.abs_src_path).read_text(encoding="utf-8")
+    """The source of a page without its front matter, which is for MkDocs."""
+    return _FRONT_MATTER.sub("", pathlib.Path(page.file.abs_src_path).read_text(encoding="utf-8"))
 
 
 def _title(page: Any) -> str:
@@ -85,19 +90,34 @@ def _title(page: Any) -> str:
 
 
 def _about(page: Any) -> str:
-    """A line about a page: the first sentence of its prose, or the names that it documents."""
     return about(_source(page))
 
 
 def about(source: str) -> str:
-    """The first sentence of the prose of a page, without its links; else its entries, or what it links to."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", _COMMENT.sub("", source), flags=re.DOTALL | re.MULTILINE)
-    for paragraph in re.split(r"\n\s*\n", text):
-        if re.match(r"[\w`\[(\"]", paragraph):
-            words = " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).split())
-            return re.split(r"(?<=[.!?:])\s+(?=[A-Z`\"*])", words)[0].rstrip(":")
+    """A line about a page: the beginning of its prose, without links; else its entries, or what it links to.
+
+    The beginning is one sentence, or two if the first says little. A line that is not a list of entries is not longer
+    than 300 characters.
+    """
+    if words := _first_paragraph(source):
+        first, *rest = re.split(r"(?<=[.!?:])\s+(?=[A-Z`\"])", words)
+        two = " ".join([first, *rest[:1]])
+        line = two if len(first) < 40 and len(two) <= 300 else first
+        return textwrap.shorten(line.rstrip(":"), 300, placeholder=" …")
     names = [name.partition(".")[2] for name in _ENTRY.findall(source)]
-    return ", ".join(names or re.findall(r"(?<!!)\[([^\]]+)\]\([^):]*\)", text))
+    links = re.findall(r"(?<!!)\[([^\]]+)\]\([^):]*\)", _without_code(source))
+    return ", ".join(names) or textwrap.shorten(", ".join(links), 300, placeholder=" …")
+
+
+def _first_paragraph(source: str) -> str:
+    """The first paragraph of prose of a page, as plain text in one line; empty if there is none."""
+    found = (one for one in re.split(r"\n\s*\n", _without_code(source)) if re.match(r"\*\*|[\w`\[(\"]", one))
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", next(found, "")).replace("**", "")
+    return " ".join(plain.split())
+
+
+def _without_code(source: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```$", "", _COMMENT.sub("", source), flags=re.DOTALL | re.MULTILINE)
 
 
 def as_markdown(source: str) -> str:

@@ -99,7 +99,7 @@ def leafwise(
 
     None and integer leaves, None gradients, `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are
     handled. `h` contains the current hyperparameters, the scalar slots, `step`, the leaf's `dtype`, `age` if aged, and
-    the values returned by `prepare`, `measure` and `conclude`. The recipe "Your own optimizer" has examples of each.
+    the values returned by `prepare`, `measure` and `conclude`. The recipe "Custom optimizers" has examples of each.
 
     Args:
         rule: The update of one leaf.

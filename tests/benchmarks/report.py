@@ -5,7 +5,7 @@
     python tests/benchmarks/report.py --quick          # few rounds, only to check that they run
 
 Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's time divided by that
-of another library, measured in turns in the same run, since ratios depend less on the machine than times do.
+of another library, measured interleaved in the same run, since ratios depend less on the machine than times do.
 The page gives the date and the machine of each measurement, and the benchmarks that could not run.
 """
 
@@ -77,9 +77,10 @@ def section(source: str, output: str, failure: str | None, where: str) -> str:
         where: Date, machine and versions.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
-    lines = [f"## {_heading(about)}", "", about, ""]
+    heading, description = _heading(about)
+    lines = [f"## {heading}", "", *([description, ""] if description else [])]
     if found := ratios_in(output):
-        lines += ["| measured | | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
+        lines += ["| measured | program | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
         lines += [
             f"| {_cell(one.title)} | {_cell(one.ours)} | {_cell(one.peer)} | {_number(one)} | "
             f"{'' if one.bound is None else f'{one.bound:g}'} |"
@@ -108,9 +109,13 @@ def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
     return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
 
 
-def _heading(about: str) -> str:
-    first = re.split(r"[.:,;] |\.$", about)[0]
-    return first.replace("`", "")
+def _heading(about: str) -> tuple[str, str]:
+    """Split a description into a heading, which is its first clause, and the rest, which is a sentence or empty."""
+    first, *rest = re.split(r"(?:[.:;]|,(?! and)) |\.$", about, maxsplit=1)
+    description = "".join(rest)
+    if not description.startswith("jstep"):  # the name is lowercase, also at the start of a sentence
+        description = description[:1].upper() + description[1:]
+    return first.replace("`", ""), description
 
 
 def _number(one: Ratio) -> str:

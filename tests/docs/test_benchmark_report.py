@@ -41,7 +41,8 @@ def test_ratios_are_read_with_their_titles():
 def test_a_section_has_the_table_and_the_machine():
     lines = report.section(SOURCE, OUTPUT, None, "2026-11-21, a CPU").splitlines()
     assert lines[0] == "## A step beside Optax"
-    assert lines[2] == "A step beside `Optax`: small, and large."
+    assert lines[2] == "Small, and large."
+    assert "| measured | program | compared with | ratio | bound |" in lines
     assert "| 1000 leaves, Adam: a step | jstep | Optax | 0.50 | 1 |" in lines
     assert "| 1000 leaves, Adam: a step | jstep | Optax, donated \\| raw | **1.25** | 1.2 |" in lines
     assert "| Importing | import jstep, all it has | import jax | 0.016 |  |" in lines
@@ -51,6 +52,21 @@ def test_a_section_has_the_table_and_the_machine():
     failed = report.section(SOURCE, "", "No module named 'x<y>'", "2026-11-21").splitlines()
     assert "Not complete: No module named 'x&lt;y>'" in failed
     assert not any(line.startswith("|") for line in failed)
+
+
+@pytest.mark.parametrize(
+    ("about", "heading", "description"),
+    [
+        ("Large leaves.", "Large leaves", ""),
+        ("Cost of `train`, compared with a loop.", "Cost of train", "Compared with a loop."),
+        ("Batches: `batches[N]`, and NumPy. Shuffled.", "Batches", "`batches[N]`, and NumPy. Shuffled."),
+        ("Digests of 64M floats, and of leaves.", "Digests of 64M floats, and of leaves", ""),
+        ("Step time: jstep and Optax.", "Step time", "jstep and Optax."),
+    ],
+)
+def test_the_description_does_not_repeat_the_heading(about, heading, description):
+    lines = report.section(f'"""{about}"""', "", None, "2026-11-21").splitlines()
+    assert lines == [f"## {heading}", "", *([description, ""] if description else []), "*2026-11-21*"]
 
 
 def page_with(body):

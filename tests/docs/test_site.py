@@ -1,6 +1,7 @@
 """The built site: nothing is loaded from other hosts, equations are typeset, Markdown and llms.txt are generated."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_equations_are_typeset(site, docs):
     assert 0 < entry.index("<math") < entry.index("Kingma")
 
 
+def test_search_splits_messages_into_words(site):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    words = re.split(index["config"]["separator"], "state: a dict; learning_rate='1e-3' at 'slots/m/w': 0.5")
+    assert words == ["state", "a", "dict", "learning_rate", "1e", "3", "at", "slots", "m", "w", "0.5"]
+    boosts = {page["location"]: page.get("boost") for page in index["docs"]}
+    assert boosts["help/errors/"] > 1 > boosts["from/tf-train/"]
+
+
+def test_only_pages_are_published(site):
+    assert not [*site.rglob("*.py"), *site.rglob("*.toml")]
+
+
 def test_equations_belong_to_public_names(docs):
     formulas = docs("formulas")
     assert set(formulas.FORMULAS) <= set(jstep.__all__)
@@ -75,6 +88,7 @@ def test_every_page_is_also_served_as_markdown(site):
         name = source.relative_to(ROOT / "docs")
         text = (site / name).read_text("utf-8")
         assert ":::" not in text
+        assert not text.startswith("---"), "front matter is for MkDocs"
         assert "<!--" not in text
         page = site / (name.with_suffix("") / "index.html" if name.name != "index.md" else name.with_suffix(".html"))
         (to,) = re.findall(r'<link rel="alternate" type="text/markdown" href="([^"]*)">', page.read_text("utf-8"))
@@ -94,17 +108,29 @@ def test_llms_txt_lists_every_page(site):
     assert lines[2].startswith("> ")
     assert lines[4]
     assert not lines[4].startswith(("#", "-", ">", "*"))
+    assert not lines[4].startswith("In a checkout")
+    assert lines[2].removeprefix("> ") not in lines[4]
     assert {"## Tutorial", "## Recipes", "## Reference"} <= set(lines)
     entries = [match for line in lines if (match := re.fullmatch(r"- \[(.+?)\]\(([^)]+)\): (.+)", line))]
     assert len(entries) == sum(line.startswith("- ") for line in lines)
     linked = [match[2] for match in entries]
+    assert all(len(match[3]) <= 300 for match in entries if not match[2].startswith("reference/"))
+    assert all(len(match[3]) >= 40 for match in entries)
     assert sorted(linked) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
     assert all((site / target).exists() for target in linked)
 
 
 def test_page_descriptions_in_llms_txt(docs):
     about = docs("for_machines").about
-    assert about("# T\n\n![x](y.png)\n\nA [link](z.md) is `f(x)`. More.\n") == "A link is `f(x)`."
+    linked = "# T\n\n![x](y.png)\n\nA [link](z.md) to `f(x)`, in a sentence that is long. More.\n"
+    assert about(linked) == "A link to `f(x)`, in a sentence that is long."
     assert about("# T\n\n<!-- needs: a -->\n```python\nx = 1\n```\n\nFirst: then this.\n") == "First: then this."
     assert about("# T\n\n::: jstep.adam\n\n::: jstep.summary.text\n") == "adam, summary.text"
     assert about("# T\n\n| a |\n|---|\n| [One](one.md) · [Two](two.md#x) |\n") == "One, Two"
+    assert about("# T\n\n**A sentence that is bold and long enough.** Plain.\n") == (
+        "A sentence that is bold and long enough."
+    )
+    assert about("# T\n\nMeasure first. Then read the table. Then tune.\n") == "Measure first. Then read the table."
+    assert about(f"# T\n\nMeasure first. Then {'read ' * 80}it.\n") == "Measure first."
+    assert len(about("# T\n\n" + "| [A page](a.md) |\n" * 100)) <= 300
+    assert about("# T\n\n" + "::: jstep.adam\n\n" * 100).count("adam") == 100

@@ -54,6 +54,9 @@ BANNED = {
 }
 
 
+BANNED_IN_NAMES_OF_PAGES = re.compile(r"seeing|hunt|(^|-)own-")
+
+
 def pattern_of(phrase: str) -> re.Pattern[str]:
     return re.compile(phrase, 0 if "none" in phrase or "Besides" in phrase else re.IGNORECASE)
 
@@ -76,6 +79,12 @@ def strings_and_comments(module: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages(page: pathlib.Path) -> None:
     assert not found_in(page.read_text(encoding="utf-8"))
+
+
+def test_names_of_pages() -> None:
+    assert not [page.name for page in PAGES if BANNED_IN_NAMES_OF_PAGES.search(page.name)]
+    assert all(map(BANNED_IN_NAMES_OF_PAGES.search, ["seeing.md", "nan-hunt.md", "own-optimizer.md"]))
+    assert not BANNED_IN_NAMES_OF_PAGES.search("breakdown-table.md")
 
 
 def test_strings_and_comments() -> None:
