@@ -1,4 +1,4 @@
-"""Import time of `jstep`, alone and with all names, and of `python -m jstep inspect`, compared with `import jax`.
+"""Import time of `jstep`: alone, with all names, and that of `python -m jstep inspect`, compared with `import jax`.
 
 Each runs in a separate process.
 
