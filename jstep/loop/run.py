@@ -270,7 +270,7 @@ class Run:
         assert runner is not None
         at_step = f"at step {loop.step}"
         last = (
-            f", which batch {loop.step - 1} made"
+            f", after the update with batch {loop.step - 1}"
             if self._run_start is not None and loop.step > self._run_start.step
             else ""
         )
@@ -283,7 +283,7 @@ class Run:
             return f"{at_step}{last}, while batch {self._being_fetched()} was fetched"
         if self._signals.received is not None or loop.step >= self._options.last_step or runner.stopped_by is not None:
             return f"{at_step}{last}"
-        return f"{at_step}{last}, in the step that takes {format_batches(loop.step, self._steps())}"
+        return f"{at_step}{last}, while running the step on {format_batches(loop.step, self._steps())}"
 
     def _being_fetched(self) -> int:
         """The number of the batch being fetched: a call of several steps may have fetched some of them already."""
