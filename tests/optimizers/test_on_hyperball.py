@@ -205,7 +205,7 @@ def test_radii_by_path_are_validated_at_init(radius: Any, error: Any) -> None:
 
 
 def test_on_hyperball_makes_finished_updates() -> None:
-    with pytest.warns(UserWarning, match="gradient ascent"):
+    with pytest.warns(UserWarning, match="climbs"):
         jstep.chain(jstep.on_hyperball(0.1), jstep.scope("s", jstep.gradient_descent(0.1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -43,9 +43,9 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     finished = [part for part, one in parts.items() if makes_finished_updates(one)]
     warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
-        "them as gradients: the sign flips twice, so this is gradient ascent. Keep one of the two; replace the first "
-        "by an element that transforms gradients, such as jstep.scale_by_adam() for jstep.adam(…); or train "
-        "different leaves with each, using jstep.partition."
+        "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
+        "two; replace the first by an element that transforms gradients, such as jstep.scale_by_adam() for "
+        "jstep.adam(…); or train different leaves with each, using jstep.partition."
     )
     try:
         check_names(parts)
