@@ -85,7 +85,7 @@ class Reader:
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
-                f"which has steps {steps}"
+                f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
         manifest, problem = None, ""

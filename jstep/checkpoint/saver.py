@@ -160,7 +160,7 @@ class Saver(Restorer):
         with self._lock:
             self._check_open()
             refuse_compile_only(state, "state")
-            self._writer.settle()
+            self._writer.wait_on_all_processes()
             extra = checked.json_copy(extra, "extra")
             path = self._writer.save(state, step, self._now(), extra)
             if not self._async_save:

@@ -58,7 +58,7 @@ class Writer:
             paths = trees.paths_of(state)
             self._retention.load(path for i, path in enumerate(paths) if i not in absent)
 
-    def settle(self) -> None:
+    def wait_on_all_processes(self) -> None:
         """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.
 
         Raises:
@@ -98,7 +98,7 @@ class Writer:
             records = left_out.started([everything[i] for i in sorted(absent)])
             if self._stage is not None:
                 arrays = self._stage.copy(arrays)
-            compress = compression.pays(arrays.values()) if self._compress is None else self._compress
+            compress = compression.is_worthwhile(arrays.values()) if self._compress is None else self._compress
             self._store.save(path, arrays, compress, self._retention.commit_of(manifest, records))
         except Exception as error:
             self._give_up(error)

@@ -53,7 +53,7 @@ def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
-def meant(params: Params, var_list: VarList, argument: str) -> list[bool]:
+def resolve(params: Params, var_list: VarList, argument: str) -> list[bool]:
     """Return for each leaf of params, in order, whether `var_list` selects it, for any dtype; None selects nothing.
 
     Raises:

@@ -173,7 +173,9 @@ def _is_known(leaf: Any) -> bool:
 
 
 def _no_numbers(keys: Any, leaf: Any, what: str) -> TypeError:
+    path = path_str(keys)
+    where = f"the leaf at {path!r}" if path else "the item"
     return TypeError(
-        f"item: the leaf at {quoted(path_str(keys))} must be a number or an array of numbers, got {shown(leaf, 60)}, "
-        f"{what}; remove from the item what a device cannot hold"
+        f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
+        "item what a device cannot hold"
     )

@@ -103,10 +103,10 @@ def accumulate(
             return None
         return mean(reduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
-    def together(leaf: Array) -> Array:
+    def sum_or_mean(leaf: Array) -> Array:
         return jnp.sum(leaf, axis=0, dtype=leaf.dtype) if _is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
 
-    aux, summaries = jax.tree.map(together, others)
+    aux, summaries = jax.tree.map(sum_or_mean, others)
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:

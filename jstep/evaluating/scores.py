@@ -108,4 +108,4 @@ def is_compatible_state(one: Any, value: Any, watched: Mapping[str, Any]) -> boo
 
 def warn_starts_fresh(one: Any, why: str) -> None:
     """Log that an object cannot use its state from the checkpoint."""
-    _logger.warning("%s starts fresh: what the checkpoint remembers of it %s", key_of(one), why)
+    _logger.warning("%s starts fresh: its state in the checkpoint %s", key_of(one), why)

@@ -77,7 +77,7 @@ def _stacked(leaves: list[Any], keys: Any) -> Any:
     return fingerprints(leaves, keys)
 
 
-def _apart(leaves: list[Any], keys: Any) -> list[Any]:
+def _per_leaf(leaves: list[Any], keys: Any) -> list[Any]:
     return list(fingerprints(leaves, keys))
 
 
@@ -85,5 +85,5 @@ def _summed(leaves: list[Any], keys: Any) -> Any:
     return fingerprints(leaves, keys).sum(axis=0, dtype=U)
 
 
-FORMS = {"stacked": _stacked, "apart": _apart, "summed": _summed}
+FORMS = {"stacked": _stacked, "per_leaf": _per_leaf, "summed": _summed}
 """The form of the result for n leaves: `[n, 2]`, n arrays `[2]`, or their sum `[2]`."""

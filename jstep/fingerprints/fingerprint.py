@@ -10,7 +10,7 @@ import numpy as np
 from jstep.core import contexts, trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.compile_only import refuse_shapes
-from jstep.core.places import compute_on, places_of
+from jstep.core.placements import compute_on, placements_of
 from jstep.fingerprints import device
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import U, leaf_key, sealed
@@ -56,7 +56,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
     # Inside a traced function, concrete leaves are hashed without tracing.
     with contexts.internal_transfers(), jax.ensure_compile_time_eval():
-        parts = _by_place(leaves, keys, "apart" if per_leaf else "summed")
+        parts = _by_placement(leaves, keys, "per_leaf" if per_leaf else "summed")
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
         found = [None] * len(leaves)
@@ -94,7 +94,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
     with contexts.internal_transfers():
-        return _by_place(leaves, keys, "stacked")
+        return _by_placement(leaves, keys, "stacked")
 
 
 def as_text(pair: Any) -> str:
@@ -132,16 +132,16 @@ def _sum(found: Sequence[Any]) -> Any:
     return sum(found[1:], found[0]) if found else jnp.zeros(2, U)
 
 
-def _by_place(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
+def _by_placement(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
     """Compute the fingerprints, with one call for all leaves on the same devices, and for leaves in host memory."""
-    places = places_of(leaves)
+    placements = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
-    for numbers, mesh in places.on_devices:
+    for numbers, mesh in placements.on_devices:
         some = [leaves[number] for number in numbers]
         parts.append((numbers, compute_on(mesh, device.FORMS[form], some, keys[np.array(numbers)])))
-    if places.on_host:
-        of_host = _of_host([leaves[number] for number in places.on_host], keys[np.array(places.on_host)])
-        parts.append((places.on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
+    if placements.on_host:
+        of_host = _of_host([leaves[number] for number in placements.on_host], keys[np.array(placements.on_host)])
+        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
     return parts
 
 

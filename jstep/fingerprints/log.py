@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jstep.core.checks import shown
 from jstep.core.contexts import Thread
-from jstep.stores import Growing, Objects, is_url, opened, split
+from jstep.stores import ObjectAppender, Objects, is_url, opened, split
 
 NAME = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
@@ -155,26 +155,26 @@ class _ObjectAppender:
             data = objects.read(name).data or b""
             whole = data[: parsed(data).whole]
             header = whole if not whole or whole.endswith(b"\n") else whole + b"\n"
-            self._growing = Growing(objects, lambda: name, header, segmented=False)
+            self._appender = ObjectAppender(objects, lambda: name, header, segmented=False)
         self._thread: Thread | None = None
 
     def append(self, entry: Entry) -> None:
         """As `Appender.append`."""
-        self._growing.write(entry.line().encode())
+        self._appender.write(entry.line().encode())
 
     def flush(self, *, to_disk: bool) -> None:
         """As `Appender.flush`: steps never block on an upload, checkpoints do."""
         if to_disk:
             self._wait()
-            self._growing.upload()
-        elif self._growing.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            self._thread = Thread(target=self._growing.upload, name="jstep-fingerprints", daemon=True)
+            self._appender.upload()
+        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            self._thread = Thread(target=self._appender.upload, name="jstep-fingerprints", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """As `Appender.close`."""
         self._wait()
-        self._growing.close()
+        self._appender.close()
 
     def _wait(self) -> None:
         if self._thread is not None:

@@ -216,9 +216,7 @@ class EvaluationHook(CadencedHook):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
-                _logger.info(
-                    "step %d: the run is to stop; %s is abandoned, and due after a restart", step, key_of(self)
-                )
+                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, key_of(self))
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")

@@ -122,7 +122,7 @@ class FingerprintHook(RunHook):
             ValueError: There is neither path nor logdir, or the path is a directory.
         """
         if self._given is None and self._logdir is None:
-            raise ValueError("FingerprintHook has nowhere to write: give it a path, or give train a logdir")
+            raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         self._path = self._given or join(self._logdir or "", _log.NAME)
         if os.path.isdir(self._path):
             raise ValueError(f"path={self._path!r}: is a directory; name a file in it, such as {_log.NAME}")

@@ -85,8 +85,8 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise RuntimeError(
-            f"{by} returned a state whose {path!r} was donated to a step: its memory is gone. Return the state that "
-            "the step returned, or create the step with minimize(..., donate=False)"
+            f"{by} returned a state whose {path!r} was donated to a step and deleted. Return the state that the "
+            "step returned, or create the step with minimize(..., donate=False)"
         )
     if isinstance(leaf, jax.Array) and not leaf.weak_type and leaf.sharding == was.sharding:
         return leaf

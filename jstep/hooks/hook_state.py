@@ -1,8 +1,8 @@
 """Checkpointing of hook state, keyed by `key` or class, not by position.
 
 A hook, or a callback of an evaluation, is identified by its `key` if it has one, else by its class and its attribute
-`watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same are twins: they are matched by their settings,
-and by order if these are equal too.
+`watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key: they are matched by their
+settings, and by order if these are equal too.
 """
 
 import json
@@ -27,34 +27,34 @@ class _Owner(NamedTuple):
     is_given: bool
 
 
-def own_key(one: Any) -> str | None:
+def own_key(hook: Any) -> str | None:
     """The `key` of a hook, or None; an attribute `key` that is not a string is ignored."""
-    key = getattr(one, "key", None)
+    key = getattr(hook, "key", None)
     return key if isinstance(key, str) and key else None
 
 
-def key_of(one: Any) -> str:
+def key_of(hook: Any) -> str:
     """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
-    return own_key(one) or _class_names(one)[0]
+    return own_key(hook) or _class_names(hook)[0]
 
 
-def _class_names(one: Any) -> tuple[str, str]:
+def _class_names(hook: Any) -> tuple[str, str]:
     """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
-    named = one if isinstance(getattr(one, "__qualname__", None), str) else type(one)
+    named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
     made_by = f"{named.__module__}.{named.__qualname__}"
-    watches = getattr(one, "watches", None)
+    watches = getattr(hook, "watches", None)
     return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
 
 
-def _owner(one: Any) -> _Owner:
-    key, (described, made_by) = own_key(one), _class_names(one)
+def _owner(hook: Any) -> _Owner:
+    key, (described, made_by) = own_key(hook), _class_names(hook)
     return _Owner(key or described, made_by, key is not None)
 
 
 def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
-    for one in objects:
-        if callable(getattr(one, "get_state", None)) and callable(getattr(one, "set_state", None)):
-            yield _owner(one), one
+    for hook in objects:
+        if callable(getattr(hook, "get_state", None)) and callable(getattr(hook, "set_state", None)):
+            yield _owner(hook), hook
 
 
 def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
@@ -64,15 +64,15 @@ def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
         ValueError: Two objects with state were given the same `key`.
     """
     seen: dict[str, Any] = {}
-    for owner, one in _stateful(objects):
+    for owner, hook in _stateful(objects):
         if not owner.is_given:
             continue
         if owner.key in seen:
-            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], one))
+            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
             raise ValueError(
                 f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a different key"
             )
-        seen[owner.key] = one
+        seen[owner.key] = hook
 
 
 def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
@@ -84,11 +84,11 @@ def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
     """
     objects = tuple(objects)
     check_keys(objects, where)
-    return [_record(owner, one, where) for owner, one in _stateful(objects)]
+    return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
 
 
-def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
-    value = one.get_state()
+def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
+    value = hook.get_state()
     try:
         state = json.loads(json.dumps(_checked(value, "get_state()", 0), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -96,13 +96,13 @@ def _record(owner: _Owner, one: Any, where: str) -> dict[str, Any]:
             f"{where}: what {owner.key}.get_state() returned is not JSON, and cannot be kept with a checkpoint: {error}"
         ) from error
     record = {"key": owner.key, "class": owner.made_by, "is_given": owner.is_given, "state": state}
-    settings = _settings(one)
+    settings = _settings(hook)
     return record | {"settings": settings} if settings else record
 
 
-def _settings(one: Any) -> dict[str, Any]:
-    """The settings of a stock object, by which twins are matched."""
-    settings = getattr(one, "identifying_settings", None)
+def _settings(hook: Any) -> dict[str, Any]:
+    """The settings of a stock object, by which objects with the same key are matched."""
+    settings = getattr(hook, "identifying_settings", None)
     return settings if isinstance(settings, dict) else {}
 
 
@@ -127,7 +127,8 @@ def _checked(value: Any, where: str, depth: int) -> Any:
 def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
-    A state that cannot be restored is logged: its owner is gone, has another class, or has more or fewer twins.
+    A state that cannot be restored is logged: its hook is missing, has another class, or the run has another number of
+    hooks with the same key.
     """
     if saved is None:
         return False
@@ -136,20 +137,20 @@ def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool
         _logger.warning("%s: their states in the checkpoint were written by %s: all start fresh", where, what)
         return False
     here: dict[_Owner, list[Any]] = {}
-    for owner, one in _stateful(objects):
-        here.setdefault(owner, []).append(one)
+    for owner, hook in _stateful(objects):
+        here.setdefault(owner, []).append(hook)
     there: dict[_Owner, list[Any]] = {}
     for record in saved:
         owner = _Owner(record["key"], record["class"], bool(record["is_given"]))
         there.setdefault(owner, []).append(record)
     stop = False
     for owner, records in there.items():
-        twins = here.get(owner, [])
-        if len(twins) != len(records):
-            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, twins, here))
+        same_key = here.get(owner, [])
+        if len(same_key) != len(records):
+            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key, here))
             continue
-        for one, record in _matched(twins, records, where):
-            stop = bool(one.set_state(record["state"])) or stop
+        for hook, record in _matched(same_key, records, where):
+            stop = bool(hook.set_state(record["state"])) or stop
     return stop
 
 
@@ -159,35 +160,35 @@ def _is_record(record: Any) -> bool:
     return isinstance(record["key"], str) and isinstance(record["class"], str)
 
 
-def _mismatch_reason(owner: _Owner, records: Sequence[Any], twins: Sequence[Any], here: Iterable[_Owner]) -> str:
-    if twins:
+def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any], here: Iterable[_Owner]) -> str:
+    if same_key:
         return (
-            f"the checkpoint remembers {len(records)} of {owner.key}, and there are {len(twins)} now: they cannot be "
-            "matched, and all of them start fresh; give each a different `key`"
+            f"the checkpoint has the states of {len(records)} {owner.key}, but the run has {len(same_key)}: they "
+            "cannot be matched, and all of them start fresh; give each a different `key`"
         )
-    other = next((one.made_by for one in here if owner.is_given and one.is_given and one.key == owner.key), None)
+    other = next((each.made_by for each in here if owner.is_given and each.is_given and each.key == owner.key), None)
     if other is not None:
         return f"the checkpoint has the state of {owner.key!r}, a {owner.made_by}; it is a {other} now and starts fresh"
     return f"the checkpoint has the state of {owner.key}, which is not among them any more"
 
 
-def _matched(twins: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
+def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
     """Pair each object with its record: by settings, and by order if these are equal."""
-    if len(twins) == 1:
-        yield twins[0], records[0]
+    if len(same_key) == 1:
+        yield same_key[0], records[0]
         return
     left = list(records)
-    for one in twins:
-        settings = _settings(one)
+    for hook in same_key:
+        settings = _settings(hook)
         found = next((record for record in left if record.get("settings", {}) == settings), None)
         if found is None:
             _logger.warning(
                 "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh",
                 where,
                 len(records),
-                key_of(one),
+                key_of(hook),
                 settings,
             )
             continue
         left.remove(found)
-        yield one, found
+        yield hook, found

@@ -182,7 +182,7 @@ class NanLossHook(RunHook):
         """Check the state; the losses up to it were checked."""
         if self._at_start is None or self._bad or self._over or step == self._began:
             return
-        spoiled, infinite_slots = StateContents(state).worse_since(self._at_start)
+        nonfinite, infinite_slots = StateContents(state).worse_since(self._at_start)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             _logger.warning(
@@ -192,12 +192,12 @@ class NanLossHook(RunHook):
                 step,
                 listed(infinite_slots),
             )
-        if not spoiled:
+        if not nonfinite:
             self._checked, self._gradient = step, None
             return
         self._bad = True
-        numbers = "NaN" if NAN in spoiled.values() else "infinite numbers"
-        message = f"the state contains {numbers} after step {step}, though each loss is finite: {listed([*spoiled])}"
+        numbers = "NaN" if NAN in nonfinite.values() else "infinite numbers"
+        message = f"the state contains {numbers} after step {step}, though each loss is finite: {listed([*nonfinite])}"
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:

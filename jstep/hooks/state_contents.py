@@ -9,7 +9,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import on_devices
-from jstep.core.places import compute_on, places_of
+from jstep.core.placements import compute_on, placements_of
 from jstep.hooks.values import host
 from jstep.state import MODEL_STATE
 
@@ -33,12 +33,12 @@ class StateContents:
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
         named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
-        places = places_of([leaf for _, leaf in named])
+        placements = placements_of([leaf for _, leaf in named])
         self._found: dict[str, jax.Array] = {}
         with internal_transfers():
-            for numbers, mesh in places.on_devices:  # one program for all leaves of a shape
+            for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
                 self._found |= {named[i][0]: compute_on(mesh, _contents, named[i][1]) for i in numbers}
-            self._found |= {named[i][0]: _contents(named[i][1]) for i in places.on_host}
+            self._found |= {named[i][0]: _contents(named[i][1]) for i in placements.on_host}
         for one in self._found.values():
             one.copy_to_host_async()
 

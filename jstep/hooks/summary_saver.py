@@ -74,7 +74,7 @@ class SummarySaverHook(ReportingHook):
             ValueError: There is no writer.
         """
         if self._writer is None:
-            raise ValueError("SummarySaverHook has nowhere to write: give it a summary_writer, or give train a logdir")
+            raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
         return super().begin(state)
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:

@@ -49,7 +49,9 @@ class Cards:
         self._lock = threading.Lock()  # lines are written one at a time
         self._threads: list[Thread] = []
 
-    def ran(self, step: Any, stage: int, steps: int, state: Any, metrics: Any, args: tuple[Any, ...]) -> None:
+    def record_program(
+        self, step: Any, stage: int, steps: int, state: Any, metrics: Any, args: tuple[Any, ...]
+    ) -> None:
         """Record a program that was called for the first time.
 
         Args:

@@ -22,7 +22,7 @@ def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> No
         return
     if loop.step == start:
         raise ValueError(
-            f"batches: there is none for step {start}, the first of this run, and last_step={last_step}; give "
+            f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
             "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
             "step 0), or a lower last_step"
         )

@@ -66,7 +66,7 @@ class HookRunner:
         self._waiting: list[CadenceTimer] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
-        self._dues: list[int] = []
+        self._next_steps: list[int] = []
         self._next_due = NEVER
         self._calling: tuple[Any, str] | None = None
         self.stopped_by: str | None = None
@@ -86,8 +86,8 @@ class HookRunner:
         self._timers = [_timer_of(hook) for hook in self._acting]
         self._waiting = [timer for timer in self._timers if timer is not None]
         self._due_of = [_due_of(hook) for hook in self._acting]
-        self._dues = [due_of(self._start) for due_of in self._due_of]
-        self._next_due = min(self._dues, default=NEVER)
+        self._next_steps = [due_of(self._start) for due_of in self._due_of]
+        self._next_due = min(self._next_steps, default=NEVER)
         return done
 
     @property
@@ -128,16 +128,16 @@ class HookRunner:
             if timer.clock() >= timer.deadline:
                 self._next_due = step
         if step >= self._next_due:
-            self._act(loop)
+            self._call_due_hooks(loop)
         if self._to_stop():
             self.interrupted = True
         return self.interrupted or self.stopped_by is not None
 
-    def _act(self, loop: LoopState) -> None:
+    def _call_due_hooks(self, loop: LoopState) -> None:
         step, metrics, watch = loop.step, _last_metrics(loop), self._watch
         error: Exception | None = None
         for i, (hook, timer) in enumerate(zip(self._acting, self._timers, strict=True)):
-            if self._dues[i] <= step or (timer is not None and timer.clock() >= timer.deadline):
+            if self._next_steps[i] <= step or (timer is not None and timer.clock() >= timer.deadline):
                 if watch.current != self._part_of[i]:
                     watch.switch(self._part_of[i])
                 if error is not None:
@@ -152,7 +152,7 @@ class HookRunner:
                         stop, loop.state = check_hook_result(result, loop.state, step, f"{name_of(hook)}.after_step")
                         if stop and self.stopped_by is None:
                             self.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
-                    self._dues[i] = self._due_of[i](step)
+                    self._next_steps[i] = self._due_of[i](step)
                 except Exception as raised:
                     error = raised
         if watch.current != STEPPING:
@@ -160,7 +160,7 @@ class HookRunner:
         if error is not None:
             raise error
         self._calling = None
-        self._next_due = min(self._dues)
+        self._next_due = min(self._next_steps)
 
     def _call_after_error(self, error: Exception, hook: Any, loop: LoopState, metrics: Any) -> None:
         """Call a hook that follows one that raised, so that its output for this step is not missing after a restart.

@@ -87,7 +87,7 @@ def decode_position(kept: Any, owner: str) -> Any:
             loader.
     """
     if not isinstance(kept, Mapping):
-        raise ValueError(f"batches: the checkpoint's position for the {owner} is not one, but {kind(kept)}")
+        raise ValueError(f"batches: the checkpoint's position for the {owner} must be a position, got {kind(kept)}")
     if "value" in kept:
         return kept["value"]
     try:
@@ -95,7 +95,7 @@ def decode_position(kept: Any, owner: str) -> Any:
             return base64.b64decode(kept["base64"], validate=True)
         return pickle.loads(base64.b64decode(kept["pickle"], validate=True))
     except (KeyError, binascii.Error) as error:
-        raise ValueError(f"batches: the checkpoint's position for the {owner} is not one ({error})") from None
+        raise ValueError(f"batches: the checkpoint's position for the {owner} is not a position ({error})") from None
     except Exception as error:
         raise ValueError(
             f"batches: the checkpoint's position for the {owner} cannot be unpickled ({type(error).__name__}: "

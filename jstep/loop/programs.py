@@ -134,7 +134,7 @@ class Programs:
             raise
         if self._compilations[0] != before:
             if self._watch is not None:
-                self._watch.was(STARTING, self._seconds[0] - seconds)
+                self._watch.reassign(STARTING, self._seconds[0] - seconds)
             if not is_first and self._is_compiled:
                 self._log_recompilation(call)
         if self.dispatched.is_wanted and isinstance(result, tuple):
@@ -146,7 +146,7 @@ class Programs:
             if len(self._begun) == 1:
                 warn_of_redundant_rows(step, result[0], call.args)
             if self.cards is not None:
-                self.cards.ran(step, self._first, call.steps, *result, call.args)
+                self.cards.record_program(step, self._first, call.steps, *result, call.args)
         return result
 
     def _as_starting(self) -> contextlib.AbstractContextManager[None]:

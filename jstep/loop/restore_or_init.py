@@ -151,8 +151,8 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
     """Warn if the given state differs from the checkpoint, which wins."""
     if given and given != restored:
         _logger.warning(
-            "state: it is at step %d, and is dropped for %s, the newest checkpoint of checkpoint_dir. To continue from "
-            "the state you passed, give another checkpoint_dir.",
+            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
+            "continue from the state passed, give another checkpoint_dir.",
             given,
             name,
         )
@@ -161,7 +161,7 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
     for hyperparameter, value in held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
-                "state: held %r starts at %g, which was %g when this run was begun: the value in %s counts. Set "
+                "state: held %r starts at %g, which was %g when this run started; the value in %s is used. Set "
                 "another value by jstep.set_hyperparameter, in a hook.",
                 hyperparameter,
                 value,

@@ -57,7 +57,7 @@ class Run:
         self._feeder: BatchFeeder | None = None
         self._fetched = FetchCounter()
 
-    def go(self, batches: Any) -> TrainState:
+    def run(self, batches: Any) -> TrainState:
         """Run to the end and return the last state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._recorder)  # closed last
@@ -255,7 +255,7 @@ class Run:
         if self._run_start is None or runner is None:
             save_on_failure(error, loop, None, during="", savers=[], skip_metric=None)
             return
-        during = self._during()
+        during = self._describe_position()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
             savers = []  # it is saved already, or must not be saved
         if not self._signals.at_once:
@@ -264,13 +264,13 @@ class Run:
             error, loop, self._run_start.step, during=during, savers=savers, skip_metric=self._programs.skip_metric
         )
 
-    def _during(self) -> str:
+    def _describe_position(self) -> str:
         """Describe what the run was doing, naming the step and the batch."""
         loop, runner, feeder = self._loop, self._runner, self._feeder
         assert runner is not None
         at_step = f"at step {loop.step}"
         last = (
-            f", which batch {loop.step - 1} made"
+            f", after the update with batch {loop.step - 1}"
             if self._run_start is not None and loop.step > self._run_start.step
             else ""
         )
@@ -283,7 +283,7 @@ class Run:
             return f"{at_step}{last}, while batch {self._being_fetched()} was fetched"
         if self._signals.received is not None or loop.step >= self._options.last_step or runner.stopped_by is not None:
             return f"{at_step}{last}"
-        return f"{at_step}{last}, in the step that takes {format_batches(loop.step, self._steps())}"
+        return f"{at_step}{last}, while running the step on {format_batches(loop.step, self._steps())}"
 
     def _being_fetched(self) -> int:
         """The number of the batch being fetched: a call of several steps may have fetched some of them already."""

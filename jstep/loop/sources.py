@@ -116,7 +116,8 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
     name = type(batches).__name__
     if start:
         _logger.warning(
-            "The run resumes at step %d, but a %s has no position to resume from: its batches start where it is. %s",
+            "The run resumes at step %d, but a %s has no position to resume from: its batches start from its current "
+            "position. %s",
             start,
             name,
             ways_out,
@@ -209,8 +210,8 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
             raise
     elif start and kept is None:
         _logger.warning(
-            "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches "
-            "start where it is.",
+            "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches start "
+            "from its current position.",
             start,
             name,
         )

@@ -125,4 +125,4 @@ def train(
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
-        return Run(options, stages, state, times).go(batches)
+        return Run(options, stages, state, times).run(batches)

@@ -28,19 +28,19 @@ def skips(left_out: dict[str, Array], unscalable: Array | None, roles: Roles) ->
         unscalable: Whether the gradients were not finite; None without a loss scale.
         roles: The roles of the slots.
     """
-    found = {_beside(name): value for name, value in left_out.items()}
+    found = {_metric_name(name): value for name, value in left_out.items()}
     for name in roles.of(Role.LOSS_SCALE):
         if unscalable is not None:
-            key = _beside(name)
+            key = _metric_name(name)
             found[key] = found[key] | unscalable if key in found else unscalable
     return found
 
 
-def _beside(slot: str) -> str:
+def _metric_name(slot: str) -> str:
     return "/".join([*slot.split("/")[:-1], SKIPPED])
 
 
-def spoiled(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
+def became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles) -> Array:
     """Whether an update contains values that are not finite, or made a finite value of a slot not finite."""
     values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]

@@ -18,30 +18,30 @@ runner_thread = threading.local()
 _POLL_SECS = 0.25
 
 
-class _Sleepers:
+class _WaitingThreads:
     """Threads that wait under one mutex; `count` is the number of those not notified yet."""
 
     def __init__(self, mutex: "threading.RLock") -> None:
         self._condition = threading.Condition(mutex)
         self.count = 0
 
-    def sleep(self) -> None:
+    def wait(self) -> None:
         self.count += 1
-        woken = False
+        notified = False
         try:
-            woken = self._condition.wait(_POLL_SECS)
+            notified = self._condition.wait(_POLL_SECS)
         finally:
-            if not woken:
+            if not notified:
                 # A timeout or Ctrl-C: a notification for this thread may have arrived meanwhile.
-                self.wake_all()
-        if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
+                self.notify_all()
+        if not notified and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
             raise CancelledError("the main thread has ended, so this thread stops feeding it")
 
-    def wake_one(self) -> None:
+    def notify_one(self) -> None:
         self.count -= 1
         self._condition.notify()
 
-    def wake_all(self) -> None:
+    def notify_all(self) -> None:
         self.count = 0
         self._condition.notify_all()
 
@@ -60,9 +60,9 @@ class BoundedQueue:
         self._items: deque[Any] = deque()
         self._held = 0
         self._mutex = threading.RLock()
-        self._for_room = _Sleepers(self._mutex)
-        self._for_elements = _Sleepers(self._mutex)  # or for the end of another thread's dequeue_many
-        self._for_batch = _Sleepers(self._mutex)  # the dequeue_many in progress
+        self._for_room = _WaitingThreads(self._mutex)
+        self._for_elements = _WaitingThreads(self._mutex)  # or for the end of another thread's dequeue_many
+        self._for_batch = _WaitingThreads(self._mutex)  # the dequeue_many in progress
         self._collecting = 0  # elements that the dequeue_many in progress waits for
         self._pending = 0  # enqueues that wait for room
         self._room = self._capacity  # waiting enqueues keep waiting from this size on
@@ -122,7 +122,7 @@ class BoundedQueue:
                 self._await_element()
             element = self._take()
             if self._for_room.count:
-                self._for_room.wake_one()
+                self._for_room.notify_one()
             return element
 
     def dequeue_many(self, n: int) -> Any:
@@ -157,8 +157,8 @@ class BoundedQueue:
         except BaseException:
             with self._mutex:
                 self._put_back(elements)
-                self._for_elements.wake_all()
-                self._for_batch.wake_all()
+                self._for_elements.notify_all()
+                self._for_batch.notify_all()
             raise
 
     def close(self, cancel_pending_enqueues: bool = False) -> None:
@@ -179,7 +179,7 @@ class BoundedQueue:
             self._cancelled = self._cancelled or cancel
             self._limit = 0
             self._check_ended()
-            self._for_room.wake_all()
+            self._for_room.notify_all()
 
     def fail(self, exception: BaseException) -> None:
         """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
@@ -203,7 +203,7 @@ class BoundedQueue:
         self._pending += 1
         try:
             while len(self._items) + self._held >= self._room and not self._cancelled:
-                self._for_room.sleep()
+                self._for_room.wait()
         finally:
             self._pending -= 1
             self._check_ended()
@@ -214,25 +214,25 @@ class BoundedQueue:
         while (size := len(self._items) + self._held) < self._needed or self._collecting:
             if not self._collecting:
                 self._check_enough(1, size)
-            self._for_elements.sleep()
+            self._for_elements.wait()
 
     def _await_batch(self, n: int) -> None:
         while self._collecting:
-            self._for_elements.sleep()
+            self._for_elements.wait()
         self._collecting = n
         self._set_room(max(self._capacity, n + self._min_after))
         try:
             while (size := len(self._items) + self._held) < self._needed - 1 + n:
                 self._check_enough(n, size)
-                self._for_batch.sleep()
+                self._for_batch.wait()
         finally:
             self._collecting = 0
             self._set_room(self._capacity)
-            self._for_elements.wake_all()
+            self._for_elements.notify_all()
 
     def _set_room(self, room: int) -> None:
         if room > self._room:
-            self._for_room.wake_all()
+            self._for_room.notify_all()
         self._room = room
         self._limit = 0 if self._closed else room
 
@@ -244,8 +244,8 @@ class BoundedQueue:
         """Wake all threads that wait for elements once no further element can arrive."""
         if self._has_ended():
             self._needed = 1
-            self._for_elements.wake_all()
-            self._for_batch.wake_all()
+            self._for_elements.notify_all()
+            self._for_batch.notify_all()
 
     def _check_enough(self, n: int, size: int) -> None:
         if self._has_ended():
@@ -259,10 +259,10 @@ class BoundedQueue:
         size = len(self._items) + self._held
         if self._collecting:
             if self._for_batch.count and size >= self._needed - 1 + self._collecting:
-                self._for_batch.wake_one()
+                self._for_batch.notify_one()
         elif size >= self._needed:
-            self._for_elements.wake_one()
+            self._for_elements.notify_one()
 
     def _wake_producers(self) -> None:
         for _ in range(min(self._for_room.count, max(self._room - self.size(), 0))):
-            self._for_room.wake_one()
+            self._for_room.notify_one()

@@ -153,7 +153,8 @@ class TrainState:
         slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in sorted(self.slots.items()))
         return (
             f"TrainState(global_step={_step_text(self.global_step)}, "
-            f"params: {numbers:,} numbers in {len(leaves)} leaves ({_bytes_text(self.params)}), "
+            f"params: {_counted(numbers, 'number', 'numbers')} in {_counted(len(leaves), 'leaf', 'leaves')} "
+            f"({_bytes_text(self.params)}), "
             f"slots: {slots or 'none'})"
         )
 
@@ -161,7 +162,7 @@ class TrainState:
         numbers = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(self.params))
         named = {"params": self.params, **dict(sorted(self.slots.items()))}
         rows = [(name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree)) for name, tree in named.items()]
-        title = f"TrainState at step {_step_text(self.global_step)}: {numbers:,} parameters"
+        title = f"TrainState at step {_step_text(self.global_step)}: {_counted(numbers, 'parameter', 'parameters')}"
         return html.table(title, rows, ("", "leaves", "size"))
 
 
@@ -248,6 +249,10 @@ def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
                 f"copy=False: {seen[id(leaf)]!r} and {path!r} are the same array, which cannot be donated twice "
                 "to a compiled step. Use copy=True, or store a shared array only once in the tree."
             )
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"
 
 
 def _bytes_text(tree: Any) -> str:

@@ -3,20 +3,20 @@
 tensorstore is imported when the first URL is used.
 """
 
+from jstep.stores.appender import ObjectAppender
 from jstep.stores.directory import Directory
 from jstep.stores.errors import StoreError, TruncatedError
 from jstep.stores.files import is_directory, names_in, opened, walked
-from jstep.stores.growing import Growing
-from jstep.stores.objects import ABSENT, Found, Objects, Pending
+from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult
 from jstep.stores.urls import absolute, is_url, join, location, split
 
 __all__ = [
     "ABSENT",
     "Directory",
-    "Found",
-    "Growing",
+    "ObjectAppender",
     "Objects",
     "Pending",
+    "ReadResult",
     "StoreError",
     "TruncatedError",
     "absolute",

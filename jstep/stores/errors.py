@@ -85,7 +85,7 @@ def translated(error: Exception, verb: str, url: str) -> OSError:
         # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
         hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
         return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")
-    return StoreError(f"{what}: {scrubbed(text)}")
+    return StoreError(f"{what}: {redact(text)}")
 
 
 def no_bucket(url: str, verb: str) -> FileNotFoundError:
@@ -116,7 +116,7 @@ def _code(text: str) -> str:
     return found[1]
 
 
-def scrubbed(text: str) -> str:
+def redact(text: str) -> str:
     """Shorten an error message and remove secrets: response bodies, and values of variables with credentials."""
     text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
     for secret in aws.secrets():

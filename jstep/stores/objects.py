@@ -24,7 +24,7 @@ _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ReadResult:
     """The result of a read.
 
     Attributes:
@@ -104,25 +104,25 @@ class Objects:
 
     # Operations.
 
-    def read(self, key: str) -> Found:
+    def read(self, key: str) -> ReadResult:
         """Read a whole object."""
-        return self.found(self.start_read(key))
+        return self.read_result(self.start_read(key))
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
-        """Start to read an object, or a range of its bytes; `found` returns the result."""
+        """Start to read an object, or a range of its bytes; `read_result` returns the result."""
         whole = start == 0 and stop is None
         options: dict[str, Any] = {} if whole else {"byte_range": slice(start, stop)}
         nbytes = 0 if stop is None else stop - start
         return self._begin("read", key, lambda kv: kv.read(key, **options), nbytes)
 
-    def found(self, pending: Pending) -> Found:
+    def read_result(self, pending: Pending) -> ReadResult:
         """Return the result of a read."""
         got = pending.result()
         if got.state == "value":
-            return Found(bytes(got.value), bytes(got.stamp.generation))
+            return ReadResult(bytes(got.value), bytes(got.stamp.generation))
         if got.state != "missing":
             raise errors.StoreError(f"{pending.url}: cannot read: unexpected response of the store")
-        return Found(None, ABSENT)
+        return ReadResult(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
         """Write an object unconditionally, and return its stamp."""

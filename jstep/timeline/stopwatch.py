@@ -61,7 +61,7 @@ class Stopwatch:
         finally:
             self.switch(before)
 
-    def was(self, part: str, seconds: float) -> None:
+    def reassign(self, part: str, seconds: float) -> None:
         """Reassign the last `seconds` seconds to a part."""
         now = self._clock()
         self._marks.extend(((part, now - seconds), (self.current, now)))

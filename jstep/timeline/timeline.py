@@ -9,7 +9,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from jstep.stores import Growing, Objects, is_url, join
+from jstep.stores import ObjectAppender, Objects, is_url, join
 from jstep.timeline.lines import NAME, OBJECTS, TIMES
 
 _logger = logging.getLogger("jstep")
@@ -123,23 +123,23 @@ class _Object:
         self._key = f"{OBJECTS}{now}-{start}.jsonl"
         self._objects = Objects(url)
         self.path = self._objects.at(self._key)
-        self._growing: Growing | None = None
+        self._appender: ObjectAppender | None = None
         self._first = b""
         self._replaceable = 0
 
     def add(self, line: bytes, *, replaceable: bool) -> None:
-        if self._growing is None:
+        if self._appender is None:
             self._first += line
             with self._objects.within(8):
-                self._growing = Growing(self._objects, lambda: self._key, self._first, segmented=False)
+                self._appender = ObjectAppender(self._objects, lambda: self._key, self._first, segmented=False)
             return
-        self._growing.write(line, instead_of=self._replaceable)
+        self._appender.write(line, instead_of=self._replaceable)
         self._replaceable = len(line) if replaceable else 0
 
     def upload(self, *, now: bool) -> None:
-        if self._growing is not None and (now or self._growing.due() <= time.monotonic()):
-            self._growing.upload()
+        if self._appender is not None and (now or self._appender.due() <= time.monotonic()):
+            self._appender.upload()
 
     def close(self) -> None:
-        if self._growing is not None:
-            self._growing.close()
+        if self._appender is not None:
+            self._appender.close()

@@ -58,7 +58,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        lacking = ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "collectives")
+        missing = ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "collectives")
         needs = {
             "flops": work.all / devices,
             "peak_bytes": needed[0],
@@ -66,7 +66,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
             "fits": False,
         }
         found = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
-        return known | dict.fromkeys(lacking) | needs | {"warnings": found}
+        return known | dict.fromkeys(missing) | needs | {"warnings": found}
     figures = _memory(compiled, state, args, host, device.platform)
     peak = figures["peak_bytes"]
     analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()

@@ -52,7 +52,7 @@ class NonFinite:
 
     def __str__(self) -> str:
         if self.constant is None:
-            lines = [f"the first non-finite number is made by {self.primitive} at {self.source}"]
+            lines = [f"the first non-finite number is produced by {self.primitive} at {self.source}"]
         elif self.primitive:
             lines = [f"a constant is not finite: {self.constant}, first read by {self.primitive} at {self.source}"]
         else:

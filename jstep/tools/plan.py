@@ -75,7 +75,7 @@ class Plan:
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        text = _table.plan_text(self.steps, self.hyperparameters, self._dues(), self.last_step)
+        text = _table.plan_text(self.steps, self.hyperparameters, self._due_steps(), self.last_step)
         schedule = self._schedule()
         return f"{text}\n\n{schedule}" if schedule else text
 
@@ -97,7 +97,7 @@ class Plan:
             os.fspath(path),
             self.steps,
             self.hyperparameters,
-            self._dues(),
+            self._due_steps(),
             self.last_step,
             self.stages,
             self.batch_size,
@@ -106,7 +106,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         schedule = self._schedule()
-        text = _table.plan_html(self.steps, self.hyperparameters, self._dues(), self.last_step, schedule)
+        text = _table.plan_html(self.steps, self.hyperparameters, self._due_steps(), self.last_step, schedule)
         return text + html.picture(self._picture(), "the plan, drawn")
 
     def _schedule(self) -> str:
@@ -123,7 +123,7 @@ class Plan:
             with open(path, "rb") as file:
                 return file.read()
 
-    def _dues(self) -> list[tuple[str, Any]]:
+    def _due_steps(self) -> list[tuple[str, Any]]:
         return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]
 
 

@@ -41,8 +41,8 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             refuse_shared_buffers(state, args, error)
     elif _is_of_a_nan(error):
         raise FloatingPointError(
-            "the step made a NaN or an infinity, and JAX can no longer locate it, because the state passed to the step "
-            "is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
+            "the step produced a NaN or an infinity, and JAX can no longer locate it, because the state passed to the "
+            "step is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
             "jstep.find_nonfinite(train_step, state, ...)"
         ) from error
     if len(_placements((state, args))) > 1:

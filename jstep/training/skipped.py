@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.types import Array, Optimizer, Updates
-from jstep.optimizers.metrics import SKIPPED, skips, spoiled
+from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips
 from jstep.optimizers.names import is_guarded
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
@@ -24,7 +24,7 @@ def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: O
         return {}
     overall = functools.reduce(jnp.logical_or, found.values())
     if not is_guarded(optimizer):
-        overall &= ~spoiled(done.updates, before.slots, done.slots, done.roles)
+        overall &= ~became_nonfinite(done.updates, before.slots, done.slots, done.roles)
     return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
 
 

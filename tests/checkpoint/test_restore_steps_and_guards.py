@@ -61,7 +61,7 @@ def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
     with jax.enable_x64(True):
         saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.asarray(2**40)))
     with pytest.raises(
-        ValueError, match=r"'global_step' is int32 and does not hold 1099511627776; enable jax_enable_x64"
+        ValueError, match=r"'global_step' is int32 and cannot represent 1099511627776; enable jax_enable_x64"
     ):
         saver.restore(_state(ADAM))
 

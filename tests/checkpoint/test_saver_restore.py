@@ -139,6 +139,10 @@ class TestRestore:
 
     def test_selects_the_step(self, tmp_path):
         with Saver(tmp_path) as saver:
+            with pytest.raises(
+                FileNotFoundError, match=r"no complete checkpoint model-1 in .*which has no checkpoints"
+            ):
+                saver.restore(state_at(0), step=1)
             with pytest.raises(FileNotFoundError, match="no checkpoint model-"):
                 saver.restore(state_at(0))
             save_all(saver, [1, 2])

@@ -159,13 +159,13 @@ def test_hooks_restore_their_own_state(seed, tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 3)])
-def test_twins_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
+def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
     train(2, [Other(), *(Recorder() for _ in range(before))], tmp_path)
-    twins, other = [Recorder() for _ in range(after)], Other()
-    train(4, [*twins, other], tmp_path)
-    assert [one.seen for one in twins] == [[3, 4]] * after
+    same_key, other = [Recorder() for _ in range(after)], Other()
+    train(4, [*same_key, other], tmp_path)
+    assert [one.seen for one in same_key] == [[3, 4]] * after
     assert other.seen == [1, 2, 3, 4]
-    assert f"the checkpoint remembers {before} of Recorder, and there are {after} now" in caplog.text
+    assert f"the checkpoint has the states of {before} Recorder, but the run has {after}" in caplog.text
 
 
 def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):

@@ -75,7 +75,7 @@ def test_batches_of_device_arrays_under_a_guard():
 @pytest.mark.parametrize(
     ("item", "match"),
     [
-        ("x", r"item: the leaf at .* must be a number or an array of numbers, got 'x', a str"),
+        ("x", r"item: the item must be a number or an array of numbers, got 'x', a str"),
         ({"label": ["cat"], "x": np.ones(2)}, r"the leaf at 'label/0' .*got 'cat', a str"),
         ({"label": np.array(["cat"])}, r"the leaf at 'label' .*an array of <U3"),
         ({"when": np.datetime64("2026-01-01")}, r"the leaf at 'when' .*datetime64"),

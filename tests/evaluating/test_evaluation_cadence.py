@@ -101,7 +101,7 @@ def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
     stop, third = hook(reset=True)
     assert stop.why is None
     assert jstep.global_step(train(100, third, checkpoint_dir=tmp_path)) == 12
-    assert "EarlyStopping(loss) starts fresh: what the checkpoint remembers of it is forgotten" in caplog.text
+    assert "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten" in caplog.text
     with pytest.raises(TypeError, match="reset=1: must be True or False"):
         jstep.EarlyStopping("loss", reset=1)
 

@@ -72,7 +72,7 @@ def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, ste
         train(12, hooks(validation, callbacks(seen), wrapped), **kwargs)
     assert validation.yielded == at  # no batch after the signal
     assert jstep.Saver(tmp_path).latest_step() == 6
-    assert "step 6: the run is to stop; EvaluationHook(eval) is abandoned, and due after a restart" in caplog.text
+    assert "step 6: stopping; EvaluationHook(eval) is interrupted and runs after the restart" in caplog.text
     resumed = train(12, hooks(Validation(), callbacks(seen), wrapped), **kwargs)
     assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
     assert same(resumed, uninterrupted)

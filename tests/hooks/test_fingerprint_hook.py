@@ -65,7 +65,7 @@ def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
     requested = []
     with pytest.raises(ValueError, match="is a directory; name a file in it"):
         run(3, jstep.FingerprintHook(path=tmp_path), batches=lambda step: requested.append(step) or batch(step))
-    with pytest.raises(ValueError, match="give it a path, or give train a logdir"):
+    with pytest.raises(ValueError, match="pass it a path, or pass logdir to train"):
         run(3, jstep.FingerprintHook(), batches=lambda step: requested.append(step) or batch(step))
     assert not requested
 

@@ -46,4 +46,4 @@ def test_devices_that_do_not_divide_the_last_batch():
 
 def test_devices_that_do_not_divide_a_batch_of_a_loader():
     found = message_of([ROWS[:8], ROWS[:8], ROWS[:2], ROWS[:8]], batch_sharding=over_devices())
-    assert "at step 2, which batch 1 made, while batch 2 was fetched" in found
+    assert "at step 2, after the update with batch 1, while batch 2 was fetched" in found

@@ -58,7 +58,7 @@ def test_a_value_that_users_saved_under_the_same_name(process):
     for count in (1, 2):
         process(0, count)
         assert next(source_of([0, 1, 2, 3, 4], 4, 9, saved_position({POSITION: 3})).items) == 4
-        with pytest.raises(ValueError, match="Stateful is not one, but an int"):
+        with pytest.raises(ValueError, match="Stateful must be a position, got an int"):
             source_of(Stateful(), 4, 9, saved_position({POSITION: 3}))
 
 

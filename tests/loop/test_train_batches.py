@@ -113,13 +113,15 @@ def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
 
 def test_empty_batches_are_an_error():
     calls = Calls()
-    with pytest.raises(ValueError, match="batches: there is none for step 0, the first of this run, and last_step=5"):
+    with pytest.raises(
+        ValueError, match=r"batches: there is no batch for step 0, the first of this run \(last_step=5\)"
+    ):
         train(5, [], hooks=[calls])
     assert calls.seen == [("begin", 0), ("close",)]
 
 
 def test_a_list_without_a_batch_for_the_first_step_is_an_error():
-    with pytest.raises(ValueError, match="none for step 5, the first of this run"):
+    with pytest.raises(ValueError, match="no batch for step 5, the first of this run"):
         train(10, [DATA[n] for n in range(5)], state=by_hand(5))
 
 

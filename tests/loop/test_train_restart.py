@@ -58,7 +58,7 @@ def test_exhausted_batches_end_a_restored_run(tmp_path):
     resumed = train(8, batches, checkpoint_dir=tmp_path, hooks=[End()])
     assert same(resumed, state)
     assert ended == [5]
-    with pytest.raises(ValueError, match="there is none for step 0"):
+    with pytest.raises(ValueError, match="there is no batch for step 0"):
         train(8, [], checkpoint_dir=tmp_path / "fresh")
 
 
@@ -78,7 +78,7 @@ def test_a_dropped_state_is_a_warning(tmp_path, caplog):
     assert messages(caplog) == []
     train(8, state=train(3), checkpoint_dir=tmp_path)
     (line,) = messages(caplog)
-    assert "at step 3, and is dropped for model-6" in line
+    assert "(step 3) is ignored in favor of model-6" in line
 
 
 def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):

@@ -44,12 +44,18 @@ def note_of(error):
 
 
 FAILURES = {
-    "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "batch 4 made, while batch 5 was fetched"),
+    "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "with batch 4, while batch 5 was fetched"),
     "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(1, .*fail\).after_step"),
-    "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "in the step that takes batch 5"),
-    "exit": (lambda: {"hooks": hook_failing(SystemExit(3))}, SystemExit, "at step 5, which batch 4 made, in every"),
+    "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "while running the step on batch 5"),
+    "exit": (
+        lambda: {"hooks": hook_failing(SystemExit(3))},
+        SystemExit,
+        "at step 5, after the update with batch 4, in every",
+    ),
     "ctrl-c in a library": (
-        lambda: {"hooks": hook_failing(KeyboardInterrupt())}, KeyboardInterrupt, "at step 5, which batch 4 made",
+        lambda: {"hooks": hook_failing(KeyboardInterrupt())},
+        KeyboardInterrupt,
+        "at step 5, after the update with batch 4",
     ),
 }  # fmt: skip
 
@@ -85,7 +91,7 @@ def test_all_batches_of_a_call_are_named(tmp_path):
 
     with pytest.raises(TypeError) as caught:
         train(12, batches, steps_per_call=3, checkpoint_dir=tmp_path)
-    assert "at step 6, which batch 5 made, in the step that takes batches 6 to 8" in note_of(caught.value)
+    assert "at step 6, after the update with batch 5, while running the step on batches 6 to 8" in note_of(caught.value)
     assert jstep.Saver(tmp_path).latest_step() == 6
 
 

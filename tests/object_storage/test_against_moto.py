@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.stores import ABSENT, Objects, growing
+from jstep.stores import ABSENT, Objects, appender
 from jstep.summary import SummaryWriter, scalar
 from jstep.summary.read.series import read_scalars
 
@@ -72,7 +72,7 @@ def test_conditional_writes(moto):
     assert directory.write_if("a b%~", b"3", first)
     assert directory.write_if("a b%~", b"4", first) is None
     assert directory.list() == ["a b%~"]
-    assert directory.found(directory.start_read("a b%~", 0, 1)).data == b"3"
+    assert directory.read_result(directory.start_read("a b%~", 0, 1)).data == b"3"
     assert not directory.delete("a b%~", first)
     assert directory.delete("a b%~")
     assert directory.read("a b%~").data is None
@@ -111,7 +111,7 @@ def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
     # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
     monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(growing, "SEGMENT", 600)
+    monkeypatch.setattr(appender, "SEGMENT", 600)
     with SummaryWriter("s3://bkt/board") as writer:
         board, counts = None, []
         for step in range(20):

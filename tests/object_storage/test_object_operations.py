@@ -19,12 +19,12 @@ def test_read_write_delete_list(store):
     directory = Objects(store.run)
     assert directory.read("a").data is None
     stamp = directory.write("a", b"1")
-    assert directory.read("a") == objects.Found(b"1", stamp)
+    assert directory.read("a") == objects.ReadResult(b"1", stamp)
     for i in range(7):
         directory.write(f"d/{i}", b"x" * i)
     assert directory.list() == ["a", *(f"d/{i}" for i in range(7))]
     assert directory.list("d/2", "d/5") == ["d/2", "d/3", "d/4"]
-    assert directory.found(directory.start_read("d/6", 2, 5)).data == b"xxx"
+    assert directory.read_result(directory.start_read("d/6", 2, 5)).data == b"xxx"
     assert directory.delete("a")
     assert directory.delete("a")
     assert store.keys() == [f"run/d/{i}" for i in range(7)]

@@ -149,17 +149,17 @@ class TestInterrupts:
 
     def test_wake_up_of_an_interrupted_call_is_passed_on(self):
         queue = fifo()
-        sleepers = queue._for_elements
-        original = sleepers._condition.wait
+        waiting = queue._for_elements
+        original = waiting._condition.wait
 
         def interrupted(timeout=None):
             original(timeout)
             raise KeyboardInterrupt
 
-        sleepers._condition.wait = interrupted
+        waiting._condition.wait = interrupted
         first = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=1)
-        sleepers._condition.wait = original
+        waiting._condition.wait = original
         second = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=2)
         queue.enqueue("x")
@@ -171,14 +171,14 @@ class TestInterrupts:
         """The wake-up arrives before the call waits."""
         monkeypatch.setattr(_bounded_queue, "_POLL_SECS", 0.01)
         queue = fifo()
-        original = queue._for_elements.sleep
+        original = queue._for_elements.wait
 
-        def close_before_sleeping():
-            queue._for_elements.sleep = original
+        def close_before_waiting():
+            queue._for_elements.wait = original
             queue.close()  # on this thread, between its check and its wait
             original()
 
-        queue._for_elements.sleep = close_before_sleeping
+        queue._for_elements.wait = close_before_waiting
         with pytest.raises(OutOfRangeError):
             Call(queue.dequeue).wait()
 

@@ -57,7 +57,7 @@ def test_a_past_interval_can_be_reassigned():
     clock.now += 4
     assert watch.seconds()["stepping"] == 4.0  # reading in between has no effect
     clock.now += 6
-    watch.was("starting", 7.0)
+    watch.reassign("starting", 7.0)
     clock.now += 1
     assert (watch.seconds()["starting"], watch.seconds()["stepping"], watch.current) == (7.0, 4.0, "stepping")
 

@@ -12,7 +12,7 @@ _SAMPLE = 1024  # bytes from the middle of each array
 _WORTH_IT = 0.6
 
 
-def pays(arrays: Iterable[Any]) -> bool:
+def is_worthwhile(arrays: Iterable[Any]) -> bool:
     """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
 
     Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.

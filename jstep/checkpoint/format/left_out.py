@@ -9,7 +9,7 @@ import numpy as np
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.var_list import VarList, meant
+from jstep.core.var_list import VarList, resolve
 from jstep.fingerprints.fingerprint import as_text, stacked
 from jstep.fingerprints.mix import leaf_key
 from jstep.state.slots import owners
@@ -33,7 +33,7 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
             f"{ARGUMENT}: selects among the params of a state, but this {type(state).__name__} has none; save a "
             "TrainState, or a dict with 'params'"
         )
-    chosen = meant(params, leave_out, ARGUMENT)
+    chosen = resolve(params, leave_out, ARGUMENT)
     of_slots = {
         str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params)])
         for name, tree in (slots.items() if isinstance(slots, Mapping) else ())

@@ -101,7 +101,7 @@ def match(
     kinds = [_kind(leaf, path) for path, leaf in flat]
     all_keys = [keys_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
     steps = next((shape for keys, (shape, _) in zip(all_keys, kinds, strict=True) if keys == (STEP,)), ())
-    lacking = {}
+    missing = {}
     for (path, leaf), (_, number), keys, wanted_kind in zip(flat, ids(paths), all_keys, kinds, strict=True):
         key = (renamed.get(path, path), number)
         used.add(key)
@@ -117,7 +117,7 @@ def match(
             kept = None
         elif source is None and kept is None:
             found.missing.append(path)
-            lacking[keys] = wanted_kind
+            missing[keys] = wanted_kind
         elif (
             source is not None
             and (source.shape, source.dtype) != wanted_kind
@@ -129,7 +129,7 @@ def match(
             source = None
         found.wanted.append(Wanted(path, leaf, source, left_out=kept))
     found.extra.extend(key[0] for key in records if key not in used and not _is_average(key[0], averages))
-    guards = counts.guards(lacking, steps)
+    guards = counts.guards(missing, steps)
     for i, keys in enumerate(all_keys):
         if found.wanted[i].source is None and keys in guards:
             found.wanted[i] = dataclasses.replace(found.wanted[i], is_guard=True)

@@ -101,7 +101,7 @@ def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     converted = array.astype(dtype_of(wanted))
     if (converted != array).any():
         raise ValueError(
-            f"target: {wanted.path!r} is {converted.dtype} and does not hold {array.max()}; enable jax_enable_x64"
+            f"target: {wanted.path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
         )
     return converted
 

@@ -28,7 +28,7 @@ class Directory:
         self.directory = directory
         self._prefix = prefix
         self._claim: Claim | None = None
-        self._swept = False
+        self._is_cleaned = False
         self._arrays: Any = None
         self._bytes = 0
         self.is_left = False
@@ -67,11 +67,11 @@ class Directory:
         """See `Store.claim`."""
         self._make()
         if self._claim is None or not self._claim.is_held():
-            self._claim, self._swept = self._take(prefix), False
+            self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
-        if not self._swept:
-            place.sweep(self.directory, prefix, IN_FLIGHT.__contains__)
-            self._swept = True
+        if not self._is_cleaned:
+            place.remove_leftovers(self.directory, prefix, IN_FLIGHT.__contains__)
+            self._is_cleaned = True
 
     def _take(self, prefix: str) -> Claim:
         try:
@@ -120,7 +120,7 @@ class Directory:
 
             manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
             # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
-            if lost := _lost(lambda: tensors.lacking(temporary, manifest)):
+            if lost := _lost(lambda: tensors.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
             manifest_file.write(temporary, manifest)
             place.publish(temporary, final, [NAME, *manifest.files])
@@ -133,7 +133,7 @@ class Directory:
             self._explain(error)
             raise
         except BaseException:
-            self._swept = False  # interrupted: the next save removes the remains
+            self._is_cleaned = False  # interrupted: the next save removes the remains
             raise
 
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class Directory:
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""
-        self._swept = False
+        self._is_cleaned = False
         place.remove(path + listing.TEMPORARY)
 
     def evict(self, path: str) -> None:
@@ -167,10 +167,10 @@ class Directory:
             self._claim = None
 
 
-def _lost(lacking: Callable[[], str | None]) -> str | None:
+def _lost(missing: Callable[[], str | None]) -> str | None:
     """Describe what is missing of the written files; None if nothing is."""
     try:
-        path = lacking()
+        path = missing()
     except Exception as error:  # tensorstore has no error types
         return f"the written files cannot be read ({str(error)[:300]})"
     return path and f"{path!r} no longer exists"

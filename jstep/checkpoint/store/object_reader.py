@@ -115,7 +115,7 @@ class ObjectReader:
         blocks: list[packs.Stored] = []
         problems = []
         for _, record, pending in reading:
-            data = self._objects.found(pending).data
+            data = self._objects.read_result(pending).data
             if data is None:
                 problems.append(f"{pending.url}: missing")
             elif record.get("crc32") != [f"{zlib.crc32(data):08x}"]:

@@ -176,7 +176,7 @@ class ObjectStore(ObjectReader):
             self._forbidden = self._forbidden or isinstance(error, PermissionError)
             if not self._warned:
                 self._warned = True
-                _logger.warning("old checkpoints in %s stay, since they cannot be deleted: %s", self.directory, error)
+                _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""

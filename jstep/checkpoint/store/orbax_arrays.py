@@ -39,7 +39,7 @@ class _Failure:
         self.error: Exception | None = None
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """A context whose error is raised at `wait`, or immediately if there is one process."""
         try:
             yield
@@ -56,7 +56,7 @@ class _Written:
         self._futures, self._temporary, self._failure = futures, temporary, failure
 
     def result(self, timeout: float | None = None) -> None:
-        with self._failure.kept():
+        with self._failure.deferred():
             self._end(timeout)
 
     def _end(self, timeout: float | None) -> None:
@@ -119,7 +119,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def finalize(self, directory: Any) -> None:
         """Merge the files of all processes, on the first one."""
-        with self._failure.kept():
+        with self._failure.deferred():
             if self._failure.error is None:
                 self._handlers[False].finalize(directory)
 
@@ -192,7 +192,7 @@ class Checkpointer:
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, _nothing  # do not keep the function, and what it references, alive
-        with self._failure.kept():
+        with self._failure.deferred():
             if self._failure.error is None:
                 publish(temporary, final)
 

@@ -78,7 +78,7 @@ def remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sweep(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
+def remove_leftovers(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
     """Remove what interrupted saves and deletions of this prefix left behind.
 
     Only the owner of the claim may call it: otherwise the removed folder may be one that is being written.

@@ -49,7 +49,7 @@ def _spec(path: str, name: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_data": False}
 
 
-def lacking(path: str, manifest: Manifest) -> str | None:
+def missing(path: str, manifest: Manifest) -> str | None:
     """Return the first array of a manifest that is not in a folder with all its chunks; None if all are there.
 
     One byte of each chunk is read, which finds removed files.

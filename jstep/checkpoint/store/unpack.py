@@ -116,7 +116,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
     def end_one() -> None:
         run, pending = reading.pop(0)
         try:
-            found = objects.found(pending)
+            found = objects.read_result(pending)
             if found.data is None:
                 raise ValueError("missing")
             for block in run:

@@ -50,13 +50,13 @@ def cautious(optimizer: Optimizer) -> Optimizer:
             trees.flatten_like(params, tree, what, is_leaf=is_slices)
             for tree, what in ((updates, "updates"), (gradients, "gradients"))
         )
-        careful = [None if u is None else _careful(u, g) for u, g in zip(found, given, strict=True)]
-        return trees.structure(params).unflatten(careful), inner, {}
+        masked = [None if u is None else _masked(u, g) for u, g in zip(found, given, strict=True)]
+        return trees.structure(params).unflatten(masked), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)
 
 
-def _careful(u: Any, g: Any) -> Array:
+def _masked(u: Any, g: Any) -> Array:
     u = u.to_dense() if is_slices(u) else u
     g = jnp.asarray(g)
     agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)

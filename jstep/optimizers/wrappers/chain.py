@@ -41,20 +41,20 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         )
     parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
     finished = [part for part, one in parts.items() if makes_finished_updates(one)]
-    climbs = len(finished) > 1 and (
+    warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
-        "them as gradients: the sign flips twice, so the loss climbs (gradient ascent). Keep one of the two; replace "
-        "the first by an element that transforms gradients, such as jstep.scale_by_adam() for jstep.adam(…); or train "
-        "different leaves with each, using jstep.partition."
+        "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
+        "two; replace the first by an element that transforms gradients, such as jstep.scale_by_adam() for "
+        "jstep.adam(…); or train different leaves with each, using jstep.partition."
     )
     try:
         check_names(parts)
     except ValueError as error:
-        if climbs:
-            error.add_note(climbs)
+        if warning:
+            error.add_note(warning)
         raise
-    if climbs:
-        warnings.warn(climbs, UserWarning, stacklevel=2)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=2)
 
     late = tuple(name for one in optimizers for name in late_slots(one))
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterable
 
-from jstep.stores import Growing, Objects, is_url
+from jstep.stores import ObjectAppender, Objects, is_url
 from jstep.summary.read.files import is_event_file
 from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes
@@ -53,7 +53,7 @@ def _objects(logdir: str, flush_secs: float) -> ObjectFile:
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
         stem = name.rpartition(".")[0]
         later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
-        return ObjectFile(Growing(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs))
+        return ObjectFile(ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs))
 
 
 def _file_name(there: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
-from jstep.stores import Growing
+from jstep.stores import ObjectAppender
 
 _logger = logging.getLogger("jstep")
 
@@ -102,22 +102,22 @@ class LocalFile:
 class ObjectFile:
     """Objects below a URL: one that grows; past a megabyte the next one is started."""
 
-    def __init__(self, growing: Growing) -> None:
-        self.path = growing.path
-        self._growing = growing
+    def __init__(self, appender: ObjectAppender) -> None:
+        self.path = appender.path
+        self._appender = appender
 
     def write(self, data: bytes) -> None:
         """See `Sink.write`; records are buffered in memory."""
-        self._growing.write(data)
+        self._appender.write(data)
 
     def sync(self) -> None:
         """See `Sink.sync`; the records are uploaded."""
-        self._growing.upload()
+        self._appender.upload()
 
     def due(self) -> float:
         """See `Sink.due`."""
-        return self._growing.due()
+        return self._appender.due()
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._growing.close()
+        self._appender.close()

@@ -65,7 +65,7 @@ def origin(body: Subprogram, args: list[Any], results: Sequence[Any]) -> Origin 
     wanted = _bad(results)
     if not wanted:
         return None
-    found = _Backwards(body, args, ()).run(wanted)
+    found = _BackwardSearch(body, args, ()).run(wanted)
     # An infinity that is only returned is a bound or a mask.
     computed = [
         one for one in found.origins if one.constant is None or has_nan(one.constant) or not _returned(body, one)
@@ -89,14 +89,14 @@ def _returned(body: Subprogram, one: Origin) -> bool:
 
 
 @dataclasses.dataclass
-class _Trail:
+class _Result:
     """The result of following a program backwards: origins, and the arguments that the other numbers come from."""
 
     origins: list[Origin]
     readers: dict[int, Reader | None]
 
 
-class _Backwards:
+class _BackwardSearch:
     """An evaluated program that can be followed backwards from some of its results."""
 
     def __init__(self, body: Subprogram, args: list[Any], path: tuple[Step, ...]) -> None:
@@ -115,40 +115,40 @@ class _Backwards:
             for var in last.get(at, ()):
                 env.pop(var, None)
 
-    def run(self, wanted: Iterable[int]) -> _Trail:
+    def run(self, wanted: Iterable[int]) -> _Result:
         """Follow the results with these indices to their origins."""
-        trail = _Trail([], {})
+        result = _Result([], {})
         sought: dict[Any, Reader | None] = {}
-        self._note([(self._body.jaxpr.outvars[i], None) for i in wanted], sought, trail)
+        self._note([(self._body.jaxpr.outvars[i], None) for i in wanted], sought, result)
         for operation in reversed(self._body.operations):
             made = [i for i, var in enumerate(operation.eqn.outvars) if var in sought]
             if made:
-                readers = self._through(operation, made, trail)
-                self._note([(operation.eqn.invars[i], reader) for i, reader in readers.items()], sought, trail)
+                readers = self._through(operation, made, result)
+                self._note([(operation.eqn.invars[i], reader) for i, reader in readers.items()], sought, result)
         indices = {var: i for i, var in enumerate(self._body.jaxpr.invars)}
-        trail.readers.update((indices[var], reader) for var, reader in sought.items() if var in indices)
-        return trail
+        result.readers.update((indices[var], reader) for var, reader in sought.items() if var in indices)
+        return result
 
-    def _note(self, needed: list[tuple[Any, Reader | None]], sought: dict[Any, Reader | None], trail: _Trail) -> None:
+    def _note(self, needed: list[tuple[Any, Reader | None]], sought: dict[Any, Reader | None], result: _Result) -> None:
         """Record constants as origins, and variables to be followed further."""
         for atom, reader in needed:
             if isinstance(atom, core.Literal) or atom in self._consts:
-                trail.origins.append(Origin(reader, read(self._consts, atom)))
+                result.origins.append(Origin(reader, read(self._consts, atom)))
             else:
                 sought[atom] = reader
 
     def _reader(self, operation: Operation) -> Reader:
         return Reader(self._path, operation, *self._kept[operation.number])
 
-    def _through(self, operation: Operation, made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+    def _through(self, operation: Operation, made: list[int], result: _Result) -> dict[int, Reader | None]:
         """Return the operands that these results come from, each with the operation that reads it."""
         ins, outs = self._kept[operation.number]
         inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}.get(operation.kind)
         if inner is not None:
-            return inner(operation, ins, made, trail)
+            return inner(operation, ins, made, result)
         bad = _worst(ins, bool(_bad([outs[i] for i in made], nan=True)))
         if not bad:
-            trail.origins.append(self._inside(operation))
+            result.origins.append(self._inside(operation))
         return dict.fromkeys(bad, self._reader(operation))
 
     def _inside(self, operation: Operation) -> Origin:
@@ -167,22 +167,23 @@ class _Backwards:
         body: Subprogram,
         args: list[Any],
         wanted: list[int],
-        trail: _Trail,
+        result: _Result,
         at: list[int] | None = None,
     ) -> dict[int, Reader | None]:
-        inner = _Backwards(body, args, (*self._path, Step(operation, entered(operation, body, at or ())))).run(wanted)
+        path = (*self._path, Step(operation, entered(operation, body, at or ())))
+        inner = _BackwardSearch(body, args, path).run(wanted)
         own = self._reader(operation)
-        trail.origins.extend(Origin(one.reader or own, one.constant) for one in inner.origins)
+        result.origins.extend(Origin(one.reader or own, one.constant) for one in inner.origins)
         return {i: reader or own for i, reader in inner.readers.items()}
 
-    def _call(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
-        return self._into(operation, operation.bodies[0], ins, made, trail)
+    def _call(self, operation: Operation, ins: list[Any], made: list[int], result: _Result) -> dict[int, Reader | None]:
+        return self._into(operation, operation.bodies[0], ins, made, result)
 
-    def _cond(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+    def _cond(self, operation: Operation, ins: list[Any], made: list[int], result: _Result) -> dict[int, Reader | None]:
         taken = operation.bodies[min(max(int(ins[0]), 0), len(operation.bodies) - 1)]
-        return {i + 1: one for i, one in self._into(operation, taken, ins[1:], made, trail).items()}
+        return {i + 1: one for i, one in self._into(operation, taken, ins[1:], made, result).items()}
 
-    def _scan(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+    def _scan(self, operation: Operation, ins: list[Any], made: list[int], result: _Result) -> dict[int, Reader | None]:
         params, body = operation.eqn.params, operation.bodies[0]
         consts, carry = counts_of(params)
         length, reverse = params["length"], params["reverse"]
@@ -199,9 +200,11 @@ class _Backwards:
         def at(i: int) -> int:
             return length - 1 - i if reverse else i
 
-        return self._iterations(operation, body, ins, made, order, at, consts, carry, trail)
+        return self._iterations(operation, body, ins, made, order, at, consts, carry, result)
 
-    def _while(self, operation: Operation, ins: list[Any], made: list[int], trail: _Trail) -> dict[int, Reader | None]:
+    def _while(
+        self, operation: Operation, ins: list[Any], made: list[int], result: _Result
+    ) -> dict[int, Reader | None]:
         params, body = operation.eqn.params, operation.bodies[-1]
         before, consts = params["cond_nconsts"], params["body_nconsts"]
         first = before + consts
@@ -224,7 +227,7 @@ class _Backwards:
             return {first + i: self._reader(operation) for i in made}
         order = np.logical_or.accumulate(order)
         found = self._iterations(
-            operation, body, ins[before:], made, order, lambda i: i, consts, len(ins) - first, trail
+            operation, body, ins[before:], made, order, lambda i: i, consts, len(ins) - first, result
         )
         return {before + i: reader for i, reader in found.items()}
 
@@ -238,7 +241,7 @@ class _Backwards:
         at: Any,
         consts: int,
         carry: int,
-        trail: _Trail,
+        result: _Result,
     ) -> dict[int, Reader | None]:
         """Follow results back through the iterations of a loop, from the first one with non-finite values.
 
@@ -251,7 +254,7 @@ class _Backwards:
             at: Maps an iteration to its index among the results of a scan.
             consts: Number of constant operands.
             carry: Number of carried values.
-            trail: Collects the origins.
+            result: Collects the origins.
         """
         readers: dict[int, Reader | None] = {}
         column = int(states[:, made, 1].any())
@@ -265,7 +268,7 @@ class _Backwards:
             iterations[operation.depth] = at(first)
             args = arguments_of(operation, body, self._kept[operation.number][0], at(first))
             bad = [i for i, one in zip(wanted, when, strict=True) if one.size and one[0] == first]
-            found = self._into(operation, body, args, bad, trail, iterations)
+            found = self._into(operation, body, args, bad, result, iterations)
             readers.update((i, one) for i, one in found.items() if not consts <= i < consts + carry)
             handed = [i - consts for i in found if consts <= i < consts + carry]
             if not first:

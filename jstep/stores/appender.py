@@ -19,7 +19,7 @@ PERIOD = 10.0
 _logger = logging.getLogger("jstep")
 
 
-class Growing:
+class ObjectAppender:
     """A growing sequence of bytes, stored as one object or several. A failed upload loses nothing.
 
     One thread may write while another one uploads.

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-class Places(NamedTuple):
-    """Indices of arrays, grouped by place.
+class Placements(NamedTuple):
+    """Indices of arrays, grouped by placement.
 
     Attributes:
         on_devices: The indices of the arrays on the same devices, and their mesh or None, for each set of devices.
@@ -21,26 +21,26 @@ class Places(NamedTuple):
     on_host: list[int]
 
 
-def places_of(leaves: Sequence[Any]) -> Places:
+def placements_of(leaves: Sequence[Any]) -> Placements:
     """Group arrays by their devices; those whose device JAX may choose join the others."""
-    places: dict[Any, list[int]] = {}
+    placements: dict[Any, list[int]] = {}
     meshes: dict[Any, Any] = {}
     on_host = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            devices, mesh = _place_of(leaf)
-            places.setdefault(devices, []).append(number)
+            devices, mesh = _placement_of(leaf)
+            placements.setdefault(devices, []).append(number)
             meshes.setdefault(devices, mesh)
         else:
             on_host.append(number)
-    if None in places and len(places) > 1:
-        anywhere = places.pop(None)
-        next(iter(places.values())).extend(anywhere)
-    return Places([(numbers, meshes[devices]) for devices, numbers in places.items()], on_host)
+    if None in placements and len(placements) > 1:
+        anywhere = placements.pop(None)
+        next(iter(placements.values())).extend(anywhere)
+    return Placements([(numbers, meshes[devices]) for devices, numbers in placements.items()], on_host)
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """Compile and call `fn(*args)` for arrays of one place; the result is replicated over the mesh.
+    """Compile and call `fn(*args)` for arrays with one placement; the result is replicated over the mesh.
 
     The caller's current mesh is ignored in favor of the mesh of the arrays. The program is cached by `fn`.
     """
@@ -53,7 +53,7 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
     return jax.jit(fn, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
-def _place_of(leaf: Any) -> tuple[Any, Any]:
+def _placement_of(leaf: Any) -> tuple[Any, Any]:
     """A key for the devices of an array, None if JAX may choose them; and its mesh, if any."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
