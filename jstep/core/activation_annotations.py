@@ -1,9 +1,10 @@
-"""Detection of losses that place their activations themselves."""
+"""Detection of losses that place their activations themselves, and of steps that shard any array."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import Sharding
 
 from jstep.core.equations import is_differentiated
 
@@ -17,6 +18,26 @@ def is_annotated(traced: Any) -> bool:
         traced: The jaxpr of the step.
     """
     return _places_activations(getattr(traced, "jaxpr", traced), in_loss=False)
+
+
+def shards_arrays(traced: Any) -> bool:
+    """Whether a step shards any array that it computes: by a constraint, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    jaxpr = getattr(traced, "jaxpr", traced)
+    return any(
+        eqn.primitive.name == "shard_map"
+        or (eqn.primitive.name in _PLACING and any(map(_splits, eqn.params.values())))
+        or any(map(_is_explicit, eqn.outvars))
+        or any(map(shards_arrays, _inner(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _splits(value: Any) -> bool:
+    return isinstance(value, Sharding) and not value.is_fully_replicated
 
 
 def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.activation_annotations import is_annotated
+from jstep.core.activation_annotations import shards_arrays
 from jstep.core.meshes import mesh_of
 from jstep.core.trees import is_key
 from jstep.loop.trace_step import trace_step
@@ -17,8 +17,8 @@ _logger = logging.getLogger("jstep")
 def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None:
     """Log a warning if every device of the state's mesh computes the same: nothing is split, and so is the work.
 
-    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the loss neither
-    shards its activations nor uses `shard_map`. Any other layout may be intended, and gives no warning.
+    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
+    nothing itself. Any other layout may be intended, and gives no warning.
 
     Args:
         step: The step that ran.
@@ -34,7 +34,7 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
     if not any(map(_has_rows, jax.tree.leaves(args))):
         return
     traced = trace_step(step, state, args)
-    if traced is None or is_annotated(traced.jaxpr):
+    if traced is None or shards_arrays(traced.jaxpr):
         return
     _logger.warning(
         "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
