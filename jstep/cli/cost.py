@@ -45,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
-    step, state, *batch = _returned(arguments.program, place, name)
+    step, state, *batch = _returned(place, name)
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
@@ -63,7 +63,8 @@ def _place_and_name(program: str) -> tuple[str, str]:
     return place, name
 
 
-def _returned(program: str, place: str, name: str) -> Any:
+def _returned(place: str, name: str) -> Any:
+    program = f"{place}:{name}"
     function = getattr(_loaded(place), name, None)
     if not callable(function):
         raise ValueError(f"{program!r}: {place} has no function {name!r}")

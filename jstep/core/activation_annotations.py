@@ -17,7 +17,10 @@ def is_annotated(traced: Any) -> bool:
     Args:
         traced: The jaxpr of the step.
     """
-    return _places_activations(getattr(traced, "jaxpr", traced), in_loss=False)
+    return any(
+        in_loss and (eqn.primitive.name in _PLACING or any(map(_is_explicit, eqn.outvars)))
+        for eqn, in_loss in _equations(traced)
+    )
 
 
 def shards_arrays(traced: Any) -> bool:
@@ -26,13 +29,11 @@ def shards_arrays(traced: Any) -> bool:
     Args:
         traced: The jaxpr of the step.
     """
-    jaxpr = getattr(traced, "jaxpr", traced)
     return any(
         eqn.primitive.name == "shard_map"
         or (eqn.primitive.name in _PLACING and any(map(_splits, eqn.params.values())))
         or any(map(_is_explicit, eqn.outvars))
-        or any(map(shards_arrays, _inner(eqn)))
-        for eqn in jaxpr.eqns
+        for eqn, _ in _equations(traced)
     )
 
 
@@ -40,14 +41,13 @@ def _splits(value: Any) -> bool:
     return isinstance(value, Sharding) and not value.is_fully_replicated
 
 
-def _places_activations(jaxpr: core.Jaxpr, *, in_loss: bool) -> bool:
-    for eqn in jaxpr.eqns:
+def _equations(traced: Any, *, in_loss: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Iterate over all equations, also of inner programs, each with whether it belongs to the loss."""
+    for eqn in getattr(traced, "jaxpr", traced).eqns:
         here = in_loss or is_differentiated(eqn)
-        if here and (eqn.primitive.name in _PLACING or any(map(_is_explicit, eqn.outvars))):
-            return True
-        if any(_places_activations(inner, in_loss=here) for inner in _inner(eqn)):
-            return True
-    return False
+        yield eqn, here
+        for inner in _inner(eqn):
+            yield from _equations(inner, in_loss=here)
 
 
 def _is_explicit(var: Any) -> bool:

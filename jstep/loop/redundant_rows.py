@@ -4,18 +4,16 @@ import logging
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.core.activation_annotations import shards_arrays
-from jstep.core.meshes import mesh_of
-from jstep.core.trees import is_key
 from jstep.loop.trace_step import trace_step
+from jstep.sharding.of_batches import mesh_without_batch
 
 _logger = logging.getLogger("jstep")
 
 
 def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None:
-    """Log a warning if every device of the state's mesh computes the same: nothing is split, and so is the work.
+    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
     nothing itself. Any other layout may be intended, and gives no warning.
@@ -26,12 +24,10 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
         args: The batch as the step received it.
     """
     params = jax.tree.leaves(getattr(state, "params", None))
-    mesh = mesh_of(params)
-    if mesh is None or mesh.size == 1 or jax.process_index() != 0 or mesh_of(args) is not None:
+    mesh = mesh_without_batch(params, args)
+    if mesh is None or jax.process_index() != 0:
         return
     if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
-        return
-    if not any(map(_has_rows, jax.tree.leaves(args))):
         return
     traced = trace_step(step, state, args)
     if traced is None or shards_arrays(traced.jaxpr):
@@ -42,7 +38,3 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
         mesh.size,
         mesh.axis_names[0],
     )
-
-
-def _has_rows(leaf: Any) -> bool:
-    return np.ndim(leaf) > 0 and not is_key(leaf)

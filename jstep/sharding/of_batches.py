@@ -3,9 +3,12 @@
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.layouts import mesh_axes_of
+from jstep.core.meshes import mesh_of
+from jstep.core.trees import is_key
 
 
 def named(sharding: Any, *, stacked: bool = False) -> Any:
@@ -43,3 +46,12 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
             parts *= mesh.shape[name]
         kept.append(axis if shape[dim] % parts == 0 else None)
     return PartitionSpec(*kept)
+
+
+def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
+    """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
+    mesh = mesh_of(state)
+    if mesh is None or mesh.size == 1 or mesh_of(args) is not None:
+        return None
+    has_rows = any(np.ndim(leaf) > 0 and not is_key(leaf) for leaf in jax.tree.leaves(args))
+    return mesh if has_rows else None

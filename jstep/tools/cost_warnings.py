@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.activation_annotations import is_annotated
-from jstep.core.meshes import mesh_of
 from jstep.core.sizes import size
+from jstep.sharding.of_batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.origins import argument_of
@@ -75,9 +75,8 @@ def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> 
 
 def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
     """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
-    mesh = mesh_of(state)
-    has_rows = any(np.ndim(leaf) > 0 and not trees.is_key(leaf) for leaf in jax.tree.leaves(args))
-    if mesh is None or mesh.size == 1 or not has_rows or mesh_of(args) is not None:
+    mesh = mesh_without_batch(state, args)
+    if mesh is None:
         return []
     return [
         f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "

@@ -13,9 +13,10 @@ from jstep.core.checks import as_function
 from jstep.core.equations import is_differentiated
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.operations import Subprogram, body_of
+from jstep.core.ranges import Range
 from jstep.state import TrainState, global_step
 from jstep.tools.nonfinite.loop_arguments import evaluated
-from jstep.tools.nonfinite.numbers import Range, is_inexact, range_of
+from jstep.tools.nonfinite.numbers import is_inexact, range_of
 from jstep.tools.nonfinite.origin import Reader, origin
 from jstep.tools.nonfinite.search import Found, Search
 from jstep.tools.nonfinite.source import line_of

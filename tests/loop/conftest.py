@@ -1,4 +1,4 @@
-"""Checks after each test that the run left no threads, signal handlers or logging configuration behind."""
+"""After each test: kill its processes, and check for threads, signal handlers and logging configuration left behind."""
 
 import logging
 import signal
@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from children import kill_all
 
 
 def remaining_threads():
@@ -17,6 +18,12 @@ def remaining_threads():
             return []
         time.sleep(0.01)
     return found
+
+
+@pytest.fixture(autouse=True)
+def end_processes():
+    yield
+    kill_all()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import re
 import signal
 
 import pytest
-from children import IMPORTS, end, kill_all, start
+from children import IMPORTS, end, start
 from processes import run as run_all
 from processes import start as start_all
 from processes import wait_for
@@ -104,12 +104,6 @@ LOST = 2
 # A run crosses or reaches a stage boundary between two of these.
 NEXT_TO_BOUNDARIES = [(boundary + i, 0) for boundary in BOUNDARIES for i in (-1, 1)]
 AFTER_BOUNDARIES = [(4, LOST), *((boundary + i, LOST) for boundary in BOUNDARIES for i in (0, 4))]
-
-
-@pytest.fixture(autouse=True)
-def end_processes():
-    yield
-    kill_all()
 
 
 def values_of(out, what):

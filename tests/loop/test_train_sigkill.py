@@ -2,16 +2,9 @@
 
 import json
 
-import pytest
-from children import IMPORTS, MODEL, end, kill_all, start
+from children import IMPORTS, MODEL, end, start
 
 from jstep.checkpoint import Saver
-
-
-@pytest.fixture(autouse=True)
-def end_processes():
-    yield
-    kill_all()
 
 
 def test_sigkill_at_twenty_random_times(tmp_path):

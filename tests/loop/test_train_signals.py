@@ -3,15 +3,9 @@
 import signal
 
 import pytest
-from children import end, kill_all, read_until, release, start
+from children import end, read_until, release, start
 
 from jstep.checkpoint import Saver
-
-
-@pytest.fixture(autouse=True)
-def end_processes():
-    yield
-    kill_all()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -7,13 +7,7 @@ import select
 import time
 
 import pytest
-from children import end, kill_all, start
-
-
-@pytest.fixture(autouse=True)
-def end_processes():
-    yield
-    kill_all()
+from children import end, start
 
 
 def test_log_lines_without_a_terminal(tmp_path):

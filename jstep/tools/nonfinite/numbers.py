@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import ranges
 from jstep.core.meshes import reduced
-from jstep.core.ranges import Range as Range
+from jstep.core.ranges import Range
 
 
 def is_inexact(value: Any) -> bool:
