@@ -24,6 +24,18 @@ from typing import Any
 _PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
+cpu_seconds = 0.0
+"""CPU time of the programs that have ended."""
+
+_compiled: list[str] = []
+"""The directory with compiled programs, if there is one."""
+
+
+def cache_compiled_programs(directory: str) -> None:
+    """Share compiled programs between this process and all programs that it starts, now and in later runs."""
+    _compiled[:] = [directory]
+    _enable_compilation_cache(directory)
+
 
 class Program:
     """A running program with the interface of `subprocess.Popen` in text mode."""
@@ -47,9 +59,11 @@ class Program:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._exit_status], [], [], timeout)[0]:
-            status = os.read(self._exit_status, 16)
+            global cpu_seconds
+            status, cpu = os.read(self._exit_status, 64).split()
             os.close(self._exit_status)
             self.returncode = os.waitstatus_to_exitcode(int(status))
+            cpu_seconds += float(cpu)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -128,8 +142,9 @@ class _Server:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control, server_end = socket.socketpair()
-        self._compiled = tempfile.TemporaryDirectory()
-        arguments = server_end.fileno(), _PRELOADED, self._compiled.name
+        self._own = contextlib.ExitStack()
+        directory = _compiled[0] if _compiled else self._own.enter_context(tempfile.TemporaryDirectory())
+        arguments = server_end.fileno(), _PRELOADED, directory
         code = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import forked; "
         code += f"code = forked.serve{arguments}; del sys.path[0], forked\nexec(code)"
         with server_end:
@@ -153,7 +168,7 @@ class _Server:
         """End the server and all programs that are still running."""
         self._control.close()
         self._process.wait()
-        self._compiled.cleanup()
+        self._own.close()
 
 
 @functools.cache
@@ -176,11 +191,11 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
         if woken in ready:
             os.read(woken, 100)
             while running:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
                 if not pid:
                     break
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(running[pid], b"%d" % status)
+                    os.write(running[pid], b"%d %f" % (status, used.ru_utime + used.ru_stime))
                 os.close(running.pop(pid))
         if control not in ready:
             continue
