@@ -1,16 +1,18 @@
 """Scripts that save and restore in a separate process, which a test may kill."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
 import textwrap
 
+TESTS = str(pathlib.Path(__file__).parents[1])
 PRELUDE = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
 import jax, jax.numpy as jnp, numpy as np
-import jstep
+import file_operations, jstep
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 
 directory = sys.argv[1]
@@ -24,7 +26,8 @@ def start(script, *args, **env):
     with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # for the source lines in tracebacks
         file.write(PRELUDE + textwrap.dedent(script))
     command = [sys.executable, file.name, *map(str, args)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **env}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

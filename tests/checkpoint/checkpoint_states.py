@@ -1,11 +1,14 @@
-"""States to save, and helpers that inspect or corrupt the files of a checkpoint."""
+"""States to save, failing and held saves, and helpers that inspect or corrupt the files of a checkpoint."""
 
 import glob
+import json
 import os
+import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from file_operations import before, disk_is_full, held
 
 import jstep
 
@@ -54,5 +57,23 @@ def flip(path, at):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def fail(*args):
-    raise OSError(28, "No space left on device")
+def edit_manifest(path, change):
+    """Change the content of a manifest and recompute its checksum."""
+    file = f"{path}/manifest.json"
+    with open(file) as opened:
+        data = json.load(opened)
+    del data["crc32"]
+    changed = change(data)
+    body = json.dumps(data if changed is None else changed).encode()[:-1]
+    with open(file, "wb") as opened:
+        opened.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+def failing_saves(directory):
+    """Return a context in which the disk is full when a save below a directory writes its last file, the manifest."""
+    return before("open", f"{directory}/*/manifest.json*", disk_is_full, mode="w")
+
+
+def held_saves(directory):
+    """Return a context whose saves below a directory write their last file when the event is set, or at its end."""
+    return held("open", f"{directory}/*/manifest.json*", mode="w")

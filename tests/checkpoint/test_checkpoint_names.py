@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_states import NO_SLOTS, assert_same, files_of, flip, listing, save_all, state_at
+from checkpoint_states import assert_same, edit_manifest, files_of, flip, listing, save_all, state_at
+from file_operations import before
 
 import jstep
 from jstep.checkpoint import CheckpointError, Saver, checkpoint_name, latest_checkpoint
-from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.store import checksums
 
 
 class TestNames:
@@ -150,22 +149,27 @@ class TestManifest:
         del on_disk["manifest.json"]
         assert {name: record["bytes"] for name, record in loaded["files"].items()} == on_disk
 
-    def test_a_later_format_is_refused(self, tmp_path, monkeypatch):
+    def test_a_later_format_is_refused(self, tmp_path):
         with Saver(tmp_path) as saver:
-            monkeypatch.setattr(_manifest, "FORMAT", 2)
-            saver.save(state_at(3))
+            path = saver.save(state_at(3))
             saver.wait()
-            monkeypatch.undo()
+            edit_manifest(path, lambda data: data.update(format=2))
             with pytest.raises(CheckpointError, match="format 2, written by jstep"):
                 saver.restore(state_at(0))
 
-    def test_error_names_the_corrupted_block(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(checksums, "BLOCK", 1000)
-        state = jstep.TrainState.create({"w": jnp.arange(2500)}, NO_SLOTS)
-        with Saver(tmp_path, compress=False) as saver:
-            path = saver.save(state)
-            assert_same(saver.restore(state), state)
-            large = max(files_of(path), key=os.path.getsize)
-            flip(large, 4321)
-            with pytest.raises(CheckpointError, match=r"bytes \[4000, 5000\) differs"):
-                saver.restore(state)
+    def test_error_names_the_corrupted_block(self, tmp_path):
+        """A block has 64 MiB. The file of two blocks is one that the save finds among its own: it takes no space."""
+        block, size = 64 * 2**20, 64 * 2**20 + 1000
+
+        def add_large_file(path):
+            with open(os.path.join(os.path.dirname(path), "large"), "wb") as file:
+                file.truncate(size)
+
+        with Saver(tmp_path) as saver:
+            with before("open", f"{tmp_path}/*-tmp/*", add_large_file, mode="w", times=1):
+                path = saver.save(state_at(1))
+                saver.wait()
+            assert_same(saver.restore(state_at(0)), state_at(1))
+            flip(f"{path}/large", block + 321)
+            with pytest.raises(CheckpointError, match=rf"large: the checksum of bytes \[{block}, {size}\) differs"):
+                saver.restore(state_at(0))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_states import listing
+from file_operations import before
 
 import jstep
-from jstep.checkpoint.store import checksums, place
 
 # Small arrays are stored in the index itself, so this one is large.
 LARGE = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
@@ -41,21 +41,23 @@ def _remove(folder: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("what", REMOVED)
-def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, what: str) -> None:
+def test_removal_before_publishing_fails_the_save(tmp_path: Any, what: str) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
-    collect = checksums.collect
+    removed_from = []
 
-    def removing(folder: str, processes: int = 1) -> Any:
-        _remove(folder, REMOVED[what])
-        return collect(folder, processes)
+    def remove(folder: str) -> None:
+        is_written = os.path.exists(os.path.join(folder, "manifest.ocdbt"))
+        if is_written and not removed_from:
+            removed_from.append(folder)
+            _remove(folder, REMOVED[what])
 
-    monkeypatch.setattr(checksums, "collect", removing)
-    saver.save(state_at(2, 2.0))
-    with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*the newest is .*model-1"):
-        saver.wait()
-    monkeypatch.undo()
+    with before(("os.walk", "os.scandir", "os.listdir"), f"{tmp_path}/model-2*-tmp", remove):
+        saver.save(state_at(2, 2.0))
+        with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*the newest is .*model-1"):
+            saver.wait()
+    assert removed_from
     assert listing(tmp_path) == ["model-1"]
     assert saver.restore(state_at(0)).params["w"][0, 0] == 1.0
     saver.save(state_at(2, 2.0))
@@ -63,20 +65,17 @@ def test_removal_before_publishing_fails_the_save(tmp_path: Any, monkeypatch: An
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_removal_while_publishing_fails_the_save(tmp_path: Any, monkeypatch: Any, replaces: bool) -> None:
+def test_removal_while_publishing_fails_the_save(tmp_path: Any, replaces: bool) -> None:
     saver = jstep.Saver(tmp_path)
     saver.save(state_at(1, 1.0))
     saver.wait()
-    sync = place.sync
 
-    def removing(folder: str) -> None:
-        if folder.endswith(".orbax-checkpoint-tmp"):
-            _remove(folder, "ocdbt.process_0/d/*")
-        sync(folder)
+    def remove(folder: str) -> None:
+        _remove(folder, "ocdbt.process_0/d/*")
 
-    monkeypatch.setattr(place, "sync", removing)
-    saver.save(state_at(1 if replaces else 2, 2.0))
-    with pytest.raises(jstep.CheckpointError, match="was removed while the checkpoint was written"):
-        saver.wait()
+    with before("os.rename", f"{tmp_path}/*-tmp", remove, times=1):
+        saver.save(state_at(1 if replaces else 2, 2.0))
+        with pytest.raises(jstep.CheckpointError, match="was removed while the checkpoint was written"):
+            saver.wait()
     assert listing(tmp_path) == ["model-1"]
     assert saver.restore(state_at(0)).params["w"][0, 0] == 1.0

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_states import NO_SLOTS, listing, save_all, state_at
+from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_at
+from file_operations import before
 
 import jstep
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
-from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.store import checksums
 
 
 @pytest.fixture
@@ -22,18 +21,6 @@ def saved(tmp_path):
     with Saver(tmp_path) as saver:
         save_all(saver, [1, 2])
         yield saver, str(tmp_path / "model-2")
-
-
-def edit_manifest(path, change):
-    """Change the content of a manifest and recompute its checksum."""
-    file = f"{path}/manifest.json"
-    with open(file) as opened:
-        data = json.load(opened)
-    del data["crc32"]
-    changed = change(data)
-    body = json.dumps(data if changed is None else changed).encode()[:-1]
-    with open(file, "wb") as opened:
-        opened.write(body + b',\n "crc32": "' + f'{zlib.crc32(body):08x}"\n}}\n'.encode())
 
 
 def without(key):
@@ -117,12 +104,13 @@ def test_array_data_that_contradict_the_manifest(tmp_path):
         saver.wait()
         # the data of step 2 with the manifest of step 1 and matching checksums
         one, two = str(tmp_path / "model-1"), str(tmp_path / "model-2")
-        manifest = f"{one}/manifest.json"
-        shutil.move(manifest, tmp_path / "manifest.json")
+        shutil.move(f"{one}/manifest.json", tmp_path / "manifest.json")
         shutil.rmtree(one)
         shutil.copytree(two, one)
-        shutil.move(tmp_path / "manifest.json", manifest)
-        edit_manifest(one, lambda data: data.update(files=checksums.records(one, checksums.files_below(one))))
+        shutil.move(tmp_path / "manifest.json", f"{one}/manifest.json")
+        with open(f"{two}/manifest.json") as file:
+            files = json.load(file)["files"]
+        edit_manifest(one, lambda data: data.update(files=files))
         target = jstep.TrainState.create({"w": jnp.zeros(8)}, NO_SLOTS)
         for wanted in (target, jax.tree.map(np.asarray, target), None):
             with pytest.raises(CheckpointError, match=r"'params/w' is bfloat16\[2000000\], and float32\[8\]"):
@@ -143,44 +131,45 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
     assert listing(tmp_path / "elsewhere") == ["model-1"]
 
 
-def test_decode_refuses_an_invalid_field(saved):
-    _, path = saved
+def test_the_error_for_an_invalid_field_says_what_is_wrong(saved):
+    saver, path = saved
     edit_manifest(path, lambda data: data.update(step="2"))
-    with open(f"{path}/manifest.json", "rb") as file, pytest.raises(CheckpointError, match="content is not what jstep"):
-        _manifest.decode(file.read())
+    with pytest.raises(CheckpointError, match="content is not what jstep"):
+        saver.extra()
 
 
-def test_evicted_during_a_restore(tmp_path, monkeypatch):
+def reading(path):
+    """Return the arguments of `before` for reading a data file of a checkpoint; such files have random names."""
+    return "open", f"{path}/*d/*"
+
+
+def test_evicted_during_a_restore(tmp_path):
     """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
     with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
         save_all(saver, [1])
-        real, step = checksums.find_corruption, iter(range(2, 5))
 
-        def evicting(path, *args):
-            save_all(saver, [next(step)])
-            return real(path, *args)
+        def evict(path):
+            step = saver.latest_step()
+            if f"model-{step}/" in path:  # not evicted yet, before another file of it was read
+                save_all(saver, [step + 1])
 
-        monkeypatch.setattr(
-            checksums, "find_corruption", lambda *args: evicting(*args) if args[0][-1] < "4" else real(*args)
-        )
-        assert int(reader.restore(state_at(0)).global_step) == 4
-        monkeypatch.undo()
-        monkeypatch.setattr(checksums, "find_corruption", lambda *args: (save_all(saver, [9]), real(*args))[1])
-        with pytest.raises(FileNotFoundError, match="step=4"):
+        with before(*reading(tmp_path / "model-[123]"), evict, mode="r") as reads:
+            assert int(reader.restore(state_at(0)).global_step) == 4
+        assert {path.split("/model-")[1][0] for path in reads.paths} == {"1", "2", "3"}
+        evicting = before(*reading(tmp_path / "model-4"), evict, mode="r")
+        with evicting, pytest.raises(FileNotFoundError, match="step=4"):
             reader.restore(state_at(0), step=4)
 
 
-def test_replaced_during_a_restore(tmp_path, monkeypatch):
+def test_replaced_during_a_restore(tmp_path):
     with Saver(tmp_path) as saver, Saver(tmp_path) as reader:
         saver.save(state_at(1, 1.0))
         saver.wait()
-        real = checksums.find_corruption
 
-        def replacing(*args):
-            monkeypatch.undo()
+        def replace(path):
             saver.save(state_at(1, 2.0))
             saver.wait()
-            return real(*args)
 
-        monkeypatch.setattr(checksums, "find_corruption", replacing)
-        assert reader.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
+        with before(*reading(tmp_path / "model-1"), replace, mode="r", times=1) as reads:
+            assert reader.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
+        assert reads.paths

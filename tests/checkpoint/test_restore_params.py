@@ -109,6 +109,7 @@ def test_error_suggests_a_target_without_missing_entries(tmp_path):
             assert "nothing of" not in str(error.value)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize(
     "names",
     [

@@ -1,7 +1,5 @@
 """Errors of `Saver`: bad arguments, states that cannot be saved, and failed background saves."""
 
-import asyncio
-import gc
 import logging
 import os
 import pathlib
@@ -11,13 +9,11 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import fail, listing, save_all, state_at
+from checkpoint_states import failing_saves, held_saves, listing, save_all, state_at
+from file_operations import before
 
 from jstep import checkpoint
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
-from jstep.checkpoint.store import manifest_file, orbax_writes
-from jstep.checkpoint.store import orbax_arrays as _orbax
-from jstep.checkpoint.store.in_flight import IN_FLIGHT
 
 
 class TestErrors:
@@ -57,22 +53,20 @@ class TestErrors:
         assert listing(tmp_path) == []
 
     @pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"])
-    def test_a_background_failure_is_raised_by_the_next_call(self, tmp_path, monkeypatch, call):
+    def test_a_background_failure_is_raised_by_the_next_call(self, tmp_path, call):
         saver = Saver(tmp_path)
         save_all(saver, [1])
-        monkeypatch.setattr(manifest_file, "write", fail)
-        saver.save(state_at(2))
         calls = {
             "save": lambda: saver.save(state_at(3)),
             "restore": lambda: saver.restore(state_at(0)),
             "last": lambda: saver.last_checkpoints,
         }
-        with pytest.raises(
-            CheckpointError, match=r"model-2 was not saved.*No space left.*newest is .*model-1"
-        ) as error:
-            calls.get(call, getattr(saver, call, None))()
+        message = r"model-2 was not saved.*No space left.*newest is .*model-1"
+        with failing_saves(tmp_path):
+            saver.save(state_at(2))
+            with pytest.raises(CheckpointError, match=message) as error:
+                calls.get(call, getattr(saver, call, None))()
         assert isinstance(error.value.__cause__, OSError)
-        monkeypatch.undo()
         # the error is raised once, no incomplete files remain, and later saves succeed
         assert listing(tmp_path) == ["model-1"]
         assert saver.all_steps() == [1]
@@ -81,10 +75,9 @@ class TestErrors:
             assert saver.all_steps() == [1, 4]
         saver.close()
 
-    def test_a_synchronous_failure_is_raised_by_save(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(manifest_file, "write", fail)
+    def test_a_synchronous_failure_is_raised_by_save(self, tmp_path):
         saver = Saver(tmp_path, async_save=False)
-        with pytest.raises(CheckpointError, match=r"model-2 was not saved.*there are none yet"):
+        with failing_saves(tmp_path), pytest.raises(CheckpointError, match=r"model-2 was not saved.*none yet"):
             saver.save(state_at(2))
         assert listing(tmp_path) == []
 
@@ -93,14 +86,14 @@ class TestErrors:
         saver.save(state_at(2))
         assert listing(tmp_path) == ["model-2"]
 
-    def test_close_does_not_mask_the_error_of_the_block(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(manifest_file, "write", fail)
-        with pytest.raises(KeyError, match="mine") as error, Saver(tmp_path) as saver:  # noqa: PT012
-            saver.save(state_at(2))
-            raise KeyError("mine")
-        assert "model-2 was not saved" in error.value.__notes__[0]
-        with pytest.raises(CheckpointError), Saver(tmp_path) as saver:
-            saver.save(state_at(2))
+    def test_close_does_not_mask_the_error_of_the_block(self, tmp_path):
+        with failing_saves(tmp_path):
+            with pytest.raises(KeyError, match="mine") as error, Saver(tmp_path) as saver:  # noqa: PT012
+                saver.save(state_at(2))
+                raise KeyError("mine")
+            assert "model-2 was not saved" in error.value.__notes__[0]
+            with pytest.raises(CheckpointError), Saver(tmp_path) as saver:
+                saver.save(state_at(2))
 
     def test_a_saver_can_only_restore_after_close(self, tmp_path):
         saver = Saver(tmp_path)
@@ -112,27 +105,15 @@ class TestErrors:
         assert saver.latest_step() == 2
         assert int(saver.restore(state_at(0)).global_step) == 2
 
-    def test_failure_of_an_unreferenced_saver_is_logged(self, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr(manifest_file, "write", fail)
-        Saver(tmp_path).save(state_at(2))
-        gc.collect()
-        assert len(IN_FLIGHT) == 1
-        _orbax._finish()
-        assert "model-2 was not saved" in caplog.text
-        assert not IN_FLIGHT
+    def test_an_interrupted_save_leaves_no_files(self, tmp_path):
+        def interrupt(path):
+            os.mkdir(path)
+            raise KeyboardInterrupt
 
-    def test_an_interrupted_save_leaves_no_files(self, tmp_path, monkeypatch):
         with Saver(tmp_path) as saver:
             save_all(saver, [1])
-
-            def interrupted(*args):
-                (tmp_path / "model-2.orbax-checkpoint-tmp").mkdir()
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(saver._store._arrays, "save", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with before("os.mkdir", f"{tmp_path}/model-2*", interrupt, times=1), pytest.raises(KeyboardInterrupt):
                 saver.save(state_at(2))
-            monkeypatch.undo()
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
 
@@ -150,69 +131,37 @@ class TestErrors:
         assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"
 
 
-def test_an_event_loop_is_closed_after_its_tasks_have_ended():
-    """Orbax closes its event loop at the first failure, without waiting for its other writes."""
-    loop, ended = asyncio.new_event_loop(), []
-
-    async def lasts():
-        for _ in range(30):
-            await asyncio.sleep(0)
-        ended.append(loop.is_closed())
-
-    async def fails():
-        fail()
-
-    async def writes():
-        for _ in range(2):
-            orbax_writes.finish_before_closing(loop)
-        await asyncio.gather(fails(), lasts(), lasts())
-
-    with pytest.raises(OSError, match="No space left"):
-        loop.run_until_complete(writes())
-    loop.close()
-    assert ended == [False, False]
-    assert loop.is_closed()
-
-
-def test_filters_of_other_loggers_are_removed_after_the_save(tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = manifest_file.write
-    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
+def test_filters_of_other_loggers_are_removed_after_the_save(tmp_path):
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    before = [list(logger.filters) for logger in loggers]
+    original = [list(logger.filters) for logger in loggers]
     with Saver(tmp_path) as saver, Saver(tmp_path, "other") as other:
-        for one in (saver, other):
-            one.save(state_at(1))
-        assert [list(logger.filters) for logger in loggers] != before
-        gate.set()
+        with held_saves(tmp_path):
+            for one in (saver, other):
+                one.save(state_at(1))
+            assert [list(logger.filters) for logger in loggers] != original
         saver.wait()
         other.wait()
-        assert [list(logger.filters) for logger in loggers] == before
-        monkeypatch.setattr(manifest_file, "write", fail)
-        for step in (2, 3):
-            saver.save(state_at(step))
-            with pytest.raises(checkpoint.CheckpointError):
-                saver.wait()
-        assert [list(logger.filters) for logger in loggers] == before
+        assert [list(logger.filters) for logger in loggers] == original
+        with failing_saves(tmp_path):
+            for step in (2, 3):
+                saver.save(state_at(step))
+                with pytest.raises(checkpoint.CheckpointError):
+                    saver.wait()
+        assert [list(logger.filters) for logger in loggers] == original
 
 
-def test_only_two_modules_import_orbax_and_tensorstore():
-    modules = [
-        path.name
-        for path in pathlib.Path(checkpoint.__file__).parent.rglob("*.py")
-        if re.search(r"^\s*(import|from) (orbax|tensorstore)", path.read_text(), re.MULTILINE)
-    ]
-    assert sorted(modules) == ["orbax_arrays.py", "tensors.py"]
+@pytest.mark.parametrize("package", ["orbax", "tensorstore"])
+def test_only_one_module_imports(package):
+    imports = re.compile(rf"^\s*(import|from) {package}\b", re.MULTILINE)
+    modules = pathlib.Path(checkpoint.__file__).parent.rglob("*.py")
+    assert len([path for path in modules if imports.search(path.read_text())]) == 1
 
 
-def test_save_returns_before_the_checkpoint_exists(tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = manifest_file.write
-    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
+def test_save_returns_before_the_checkpoint_exists(tmp_path):
     with Saver(tmp_path) as saver:
-        path = saver.save(state_at(1))
-        assert not os.path.exists(path)
-        assert latest_checkpoint(tmp_path) is None
-        gate.set()
+        with held_saves(tmp_path):
+            path = saver.save(state_at(1))
+            assert not os.path.exists(path)
+            assert latest_checkpoint(tmp_path) is None
         saver.wait()
         assert os.path.exists(path)

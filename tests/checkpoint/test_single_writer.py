@@ -1,18 +1,30 @@
 """Claims: one Saver at a time writes a prefix in a directory, until it is closed or its process ends."""
 
+import errno
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import pytest
 from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
+from file_operations import before, failing
 
 from jstep.checkpoint import CheckpointError, Saver
-from jstep.checkpoint.store import claim as _claim
+
+
+def no_locks(directory):
+    """Return a context in which the file system of a directory has no locks."""
+    return before("fcntl.flock", f"{directory}/*", failing(errno.ENOLCK))
+
+
+def claim_file_of(directory):
+    """Return the path of the claim file of a Saver, which has deleted it again."""
+    with Saver(directory) as saver:
+        saver.claim()
+        (name,) = set(os.listdir(directory)) - set(listing(directory))
+    return os.path.join(directory, name)
 
 
 def test_a_second_saver_of_the_process_is_refused(tmp_path):
@@ -93,11 +105,17 @@ def test_a_failed_save_keeps_the_claim(tmp_path):
 
 
 def test_sigkill_releases_the_claim(tmp_path):
-    """The claim ends with its process, even if child processes, such as those of a loader, outlive it."""
+    """The claim ends with its process, even if child processes, such as those of a loader, outlive it.
+
+    The same holds on file systems without locks, on which the content of the claim file decides.
+    """
     script = """
-    import subprocess
+    import errno, subprocess
     saver = Saver(directory)
     saver.claim()
+    unlocked = Saver(os.path.join(directory, "unlocked"))
+    with file_operations.before("fcntl.flock", "*", file_operations.failing(errno.ENOLCK)):
+        unlocked.claim()
     started = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], close_fds=False)
     pid = os.fork()
     if pid == 0:
@@ -109,15 +127,17 @@ def test_sigkill_releases_the_claim(tmp_path):
     children = [int(pid) for pid in process.stdout.readline().split()]
     try:
         assert len(children) == 2, process.communicate(timeout=60)
-        with Saver(tmp_path) as saver:
-            for _ in range(2):
+        unlocked = tmp_path / "unlocked"
+        with Saver(tmp_path) as saver, no_locks(unlocked), Saver(unlocked) as other:
+            for refused in (saver, saver, other):
                 with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}:"):
-                    saver.save(state_at(7))
-            assert saver.all_steps() == []
+                    refused.save(state_at(7))
+            assert saver.all_steps() == other.all_steps() == []
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=60)
-            save_all(saver, [7])
-            assert saver.all_steps() == [7]
+            for released in (saver, other):
+                save_all(released, [7])
+                assert released.all_steps() == [7]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -125,6 +145,7 @@ def test_sigkill_releases_the_claim(tmp_path):
         process.communicate(timeout=60)
 
 
+@pytest.mark.thorough
 def test_a_forked_process_does_not_own_the_claim(tmp_path):
     """It cannot claim, does not wait for saves at its exit, and does not release the claim."""
     script = """
@@ -181,8 +202,10 @@ class TestWithoutLocks:
     """File systems without locks, on which the content of the claim file decides."""
 
     @pytest.fixture(autouse=True)
-    def no_locks(self, monkeypatch):
-        monkeypatch.setattr(_claim, "fcntl", None)
+    def without_locks(self, tmp_path):
+        with no_locks(tmp_path) as attempts:
+            yield
+        assert attempts.paths
 
     def test_a_second_saver_of_the_process(self, tmp_path):
         with Saver(tmp_path) as saver, Saver(tmp_path) as other:
@@ -192,25 +215,8 @@ class TestWithoutLocks:
             saver.close()
             other.claim()
 
-    def test_the_claim_ends_with_its_process(self, tmp_path):
-        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        try:
-            owner = _claim.owner.this_process() | {"pid": process.pid, "started": _claim.owner.started(process.pid)}
-            path = _claim.file_of(str(tmp_path), "model")
-            with open(path, "w") as file:
-                file.write(__import__("json").dumps(owner))
-            with Saver(tmp_path) as saver:
-                with pytest.raises(CheckpointError, match=f"process {process.pid}"):
-                    saver.claim()
-                process.kill()
-                process.wait()
-                saver.claim()
-        finally:
-            process.kill()
-            process.communicate()
-
     def test_a_stale_claim_of_another_host_expires(self, tmp_path):
-        path = _claim.file_of(str(tmp_path), "model")
+        path = claim_file_of(tmp_path)
         with open(path, "w") as file:
             file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
         with Saver(tmp_path) as saver:
@@ -222,26 +228,24 @@ class TestWithoutLocks:
                 assert socket.gethostname() in file.read()
 
 
-def test_a_claim_file_that_cannot_be_opened(tmp_path, monkeypatch):
-    with open(_claim.file_of(str(tmp_path), "model"), "w") as file:
+def test_a_claim_file_that_cannot_be_opened(tmp_path):
+    path = claim_file_of(tmp_path)
+    with open(path, "w") as file:
         file.write("{}")
-    opened = os.open
 
-    def refusing(path, flags, *args):
-        if str(path).endswith(".jstep-writer") and flags & os.O_RDWR and os.path.exists(path):
-            raise PermissionError(13, "Permission denied", path)
-        return opened(path, flags, *args)
+    def refuse(path):
+        if os.path.exists(path):
+            failing(errno.EACCES)(path)
 
-    monkeypatch.setattr(os, "open", refusing)
-    with Saver(tmp_path) as saver, Saver(tmp_path) as other:
+    with before("open", path, refuse, mode="w"), Saver(tmp_path) as saver, Saver(tmp_path) as other:
         saver.claim()
         with pytest.raises(CheckpointError, match="one writer"):
             other.claim()
 
 
 def test_an_invalid_claim_file_is_ignored(tmp_path):
+    path = claim_file_of(tmp_path)
     for text in (b"", b"[]", b"\xff", b"{", b'{"pid": "x"}'):
-        path = _claim.file_of(str(tmp_path), "model")
         with open(path, "wb") as file:
             file.write(text)
         with Saver(tmp_path) as saver:

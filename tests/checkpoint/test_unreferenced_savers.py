@@ -1,14 +1,13 @@
 """Savers that are garbage-collected without `close`: their saves are completed and their claims released."""
 
+import contextlib
 import gc
 import threading
 
-import pytest
-from checkpoint_states import fail, save_all, state_at
+from checkpoint_states import save_all, state_at
+from file_operations import before, disk_is_full, until
 
 from jstep.checkpoint import Saver
-from jstep.checkpoint.store import manifest_file
-from jstep.checkpoint.store.directory import Directory
 
 
 def test_an_unreferenced_saver_releases_its_claim(tmp_path):
@@ -20,38 +19,35 @@ def test_an_unreferenced_saver_releases_its_claim(tmp_path):
         assert other.all_steps() == [1, 2]
 
 
-@pytest.fixture
-def gate(monkeypatch):
-    """An event that is set when another Saver waits for the save of an unreferenced one."""
-    gate, finish = threading.Event(), Directory.finish
+@contextlib.contextmanager
+def save_in_progress(directory, end=lambda path: None):
+    """Begin a save of an unreferenced Saver; another Saver's attempt to lock the prefix in the block lets it end."""
+    attempted = threading.Event()
 
-    def finishing(store):
-        gate.set()
-        finish(store)
+    def hold(path):
+        until(attempted)(path)
+        end(path)
 
-    monkeypatch.setattr(Directory, "finish", finishing)
-    yield gate
-    gate.set()
+    with before("open", f"{directory}/*/manifest.json*", hold, mode="w", times=1):
+        Saver(directory).save(state_at(1))
+        with before("fcntl.flock", f"{directory}/*", lambda path: attempted.set()):
+            try:
+                yield
+                assert attempted.is_set()
+            finally:
+                attempted.set()
 
 
-def test_the_next_saver_waits_for_a_save_in_progress(tmp_path, monkeypatch, gate):
-    write = manifest_file.write
-    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), write(*args)))
-    Saver(tmp_path).save(state_at(1))
-    with Saver(tmp_path) as other:
+def test_the_next_saver_waits_for_a_save_in_progress(tmp_path):
+    with save_in_progress(tmp_path), Saver(tmp_path) as other:
         save_all(other, [2])
         assert other.all_steps() == [1, 2]
-    assert gate.is_set()
 
 
-def test_a_failed_save_is_logged(tmp_path, monkeypatch, gate, caplog):
-    write = manifest_file.write
-    monkeypatch.setattr(manifest_file, "write", lambda *args: (gate.wait(60), fail()))
-    Saver(tmp_path).save(state_at(1))
-    with Saver(tmp_path) as other:
+def test_a_failed_save_is_logged(tmp_path, caplog):
+    with save_in_progress(tmp_path, disk_is_full), Saver(tmp_path) as other:
         other.claim()
         assert "was not saved" in caplog.text
-        monkeypatch.setattr(manifest_file, "write", write)
         save_all(other, [2])
         assert other.all_steps() == [2]
 
