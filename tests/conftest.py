@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,19 +14,25 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # deadlock until XLA aborts after 40 s.
 os.environ.setdefault("NPROC", "64")
 
+import costs
+import forked
 import hypothesis
 import jax
 import pytest
+import thorough
+from jax.experimental.compilation_cache import compilation_cache
 
 # SIGINT may be ignored in the process that runs the tests, for example under nohup or in a background job. Processes
 # that tests start would inherit that, and those that wait for Ctrl-C would wait forever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests spend most of their time compiling, which takes a third as long without optimizations. `XLA_FLAGS= pytest`
-# tests with XLA's default optimization level. jaxlib aborts on unknown flags, and its flags change between versions, so
-# they are first tried in another process. Processes that tests start inherit them.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# The tests spend most of their time compiling, which takes less than half as long without optimizations and in one
+# piece. `XLA_FLAGS= pytest` tests with XLA's default optimization level. jaxlib aborts on unknown flags, and its flags
+# change between versions, so they are first tried in another process. Processes that tests start inherit them.
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 if "XLA_FLAGS" not in os.environ:
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": QUICK}, capture_output=True, timeout=300, check=False)
@@ -47,16 +54,20 @@ hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("jstep")
 
 
+def _settings() -> object:
+    return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+
+
+_known_settings: list[object] = []
+
+
 @pytest.fixture(autouse=True)
-def jax_settings_are_unchanged():
+def jax_settings_are_unchanged() -> Iterator[None]:
     """Check that a test leaves no mesh or option set, which would affect the tests that happen to run after it."""
-
-    def settings() -> object:
-        return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
-
-    before = settings()
+    before = _known_settings.pop() if _known_settings else _settings()
     yield
-    assert settings() == before, "the test changed the settings of JAX"
+    _known_settings.append(_settings())
+    assert _known_settings[0] == before, "the test, or the first one's imports, changed the settings of JAX"
 
 
 @pytest.fixture
@@ -67,7 +78,18 @@ def x64():
 
 
 @pytest.fixture
-def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
+def no_cached_programs() -> Iterator[None]:
+    """Compile all programs of one test, for example because it reads their metadata."""
+    was_enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", was_enabled)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def compilations(no_cached_programs: None) -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
     """A context manager: `with compilations() as seen:` lists the compilations inside of the block."""
 
     @contextlib.contextmanager
@@ -87,8 +109,31 @@ def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]
     return watch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=pathlib.Path, help="write the CPU time of each test to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    thorough.configure(config)
+    if path := config.getoption("--costs"):
+        config.pluginmanager.register(costs.Recorder(path))
+    # Repeated runs find compiled programs in .pytest_cache, as do the programs that tests start.
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        forked.cache_compiled_programs(str(config.cache.mkdir("compiled")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each worker consecutive tests: those of a module share compiled programs and fixtures."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Check that no test ID contains a memory address: pytest-xdist needs the same IDs in all processes."""
+    """Apply the marker `thorough`, and check that no ID has an address: all workers need to find the same IDs."""
+    thorough.mark_cases(items)
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"tests are named after an memory address: {unstable[:3]}; give them ids")

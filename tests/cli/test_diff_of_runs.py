@@ -88,6 +88,7 @@ def difference(a, b, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batches", ["array", "rows", "mixture", "function", "generator", "loader", "list"])
 def test_the_same_run_in_another_directory(runs, batches, capsys, tmp_path, monkeypatch):
     a, one = runs("a", batches)
@@ -109,6 +110,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.thorough(except_for=["optimizer"])
 @pytest.mark.parametrize("variant", PLANTED)
 def test_names_a_planted_difference(runs, variant, capsys):
     (a, one), (b, other) = runs("a"), runs("b", variant=variant)
@@ -121,6 +123,7 @@ def test_names_a_planted_difference(runs, variant, capsys):
 MESHES = {"a": "mesh", "b": "other mesh"}
 
 
+@pytest.mark.thorough
 def test_names_another_mesh_and_an_xla_flag(runs, capsys):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     (a, one), (b, other) = (runs(name, variant=variant, XLA_FLAGS=flags) for name, variant in MESHES.items())

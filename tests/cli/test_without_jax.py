@@ -60,6 +60,9 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough(
+    except_for={"arguments": [("inspect", "run"), ("events", "log"), ("--help",), ("cost", "--help")]}
+)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -75,7 +78,7 @@ def run(tmp_path_factory):
         (("--version",), f"jstep {jstep.__version__}"),
         *(((name, "--help"), f"jstep {name}") for name in COMMANDS),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_commands_do_not_import_jax(run, arguments, expected):
     code, lines = run_command(*in_folder(run, arguments))
@@ -84,6 +87,7 @@ def test_commands_do_not_import_jax(run, arguments, expected):
     assert "no JAX" in lines
 
 
+@pytest.mark.thorough(except_for=["nope", "goodput nowhere", "inspect nowhere"])
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -59,6 +59,7 @@ def test_clip_by_norm(tree: Any, limit: float) -> None:
             assert norm(np.asarray(after)) <= limit * (1 + 1e-5)
 
 
+@pytest.mark.thorough
 @given(hnp.arrays(np.float32, (3, 4), elements=numbers), limits, st.sampled_from([0, 1, -1, (0,), (0, 1)]))
 def test_clip_by_norm_over_axes(x: np.ndarray, limit: float, axes: Any) -> None:
     clipped = jstep.clip_by_norm(x, limit, axes=axes)
@@ -155,6 +156,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CLIPS)
 def test_zeros_stay_zero_with_finite_derivatives(name: str) -> None:
     clip, zeros = CLIPS[name], jnp.zeros(3)
@@ -284,6 +286,7 @@ def test_scheduled_limits_follow_the_step() -> None:
 # Sparse rows.
 
 
+@pytest.mark.thorough
 def test_repeated_rows_are_added_before_the_norm() -> None:
     sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
     assert float(jstep.global_norm({"t": sparse})) == 5.0

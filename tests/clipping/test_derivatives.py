@@ -26,6 +26,7 @@ def _values(size: float, dtype: str = "float32") -> tuple[Any, Any]:
     return x, np.asarray(x, np.float64)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -38,6 +39,7 @@ def test_gradient_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None
     assert found["b"].tolist() == [0, 0]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("part", [0.1, 3.0], ids=["clipped", "within"])
@@ -54,6 +56,7 @@ def test_gradients_of_clipping(name: str, size: float, part: float) -> None:
     np.testing.assert_allclose(by_limit, exact @ WEIGHTS / norm if clips else 0, rtol=1e-4)
 
 
+@pytest.mark.thorough(except_for=["norm", "global"])
 @pytest.mark.parametrize("name", CLIPS)
 def test_second_derivatives_of_clipping(name: str) -> None:
     clip, count = CLIPS[name]
@@ -66,6 +69,7 @@ def test_second_derivatives_of_clipping(name: str) -> None:
     np.testing.assert_allclose(found, jax.hessian(plain)(x), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_hessian_jacfwd_and_vmap_of_the_global_norm() -> None:
     x = jnp.array([3.0, 4.0])
     np.testing.assert_allclose(

@@ -102,6 +102,7 @@ def expected_steps(name, parts):
     return steps
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from random_optimizers import PATHS, Wrapped, gradients_of, leaf_at, nested_optimizers, params_of, train_alone
+from thorough import examples
 
 import jstep
 
@@ -22,7 +23,7 @@ def build(spec):
     return optimizer, jstep.TrainState.create(params_of(np.random.default_rng(0)), optimizer)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(spec=nested_optimizers())
 def test_each_leaf_is_updated_by_its_own_optimizer(spec):
     optimizer, state = build(spec)
@@ -43,7 +44,7 @@ def test_each_leaf_is_updated_by_its_own_optimizer(spec):
     assert jax.tree.structure(state) == jax.tree.structure(before)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(spec=nested_optimizers())
 def test_a_skipped_update_changes_no_params_and_no_slots(spec):
     optimizer, state = build(Wrapped("skip", "", spec))
@@ -59,7 +60,7 @@ def test_a_skipped_update_changes_no_params_and_no_slots(spec):
     assert after.global_step == 2
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(spec=nested_optimizers())
 def test_resume_of_nested_optimizers_is_bitwise(spec, tmp_path_factory):
     optimizer, state = build(spec)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import strategies as st
+from thorough import examples
 
 import jstep
 from jstep.core import trees
@@ -149,7 +150,7 @@ def shapes_and_dtypes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-@hypothesis.settings(max_examples=40)
+@examples(40)
 @hypothesis.given(optimizers, trees_of_params, st.booleans())
 @hypothesis.example((partitioned, [(jstep.dynamic_loss_scale, (PLAIN[0],))]), {"a": jnp.ones(3)}, False)
 @hypothesis.example((MASKED[0], (PLAIN[0],)), {"a": jnp.array([1, 2])}, False)
@@ -170,7 +171,7 @@ def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any,
     assert all(tree.dtype == jnp.float32 for tree in slots.values())
 
 
-@hypothesis.settings(max_examples=10)
+@examples(10)
 @hypothesis.given(optimizers)
 def test_guarded_optimizers_skip_and_continue(plan: Any) -> None:
     params = {"a": jnp.ones((2, 3)), "bb": jnp.ones(3, jnp.bfloat16), "ccc": jnp.ones(())}

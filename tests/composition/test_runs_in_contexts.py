@@ -57,6 +57,7 @@ def make():
     return state, jstep.minimize(loss_fn, optimizer, rng=key(), metrics=("grad_norm",))
 
 
+@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_resume_is_bitwise_in_every_context(context, tmp_path):
     with CONTEXTS[context]():
@@ -71,6 +72,7 @@ def test_resume_is_bitwise_in_every_context(context, tmp_path):
     assert jstep.global_step(resumed) == 8
 
 
+@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_several_steps_per_call(context):
     with CONTEXTS[context]():
@@ -82,6 +84,7 @@ def test_several_steps_per_call(context):
     np.testing.assert_allclose(one.params["w"], three.params["w"], rtol=1e-5)
 
 
+@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_hooks_can_be_used_in_two_runs(context):
     lines = []

@@ -83,6 +83,7 @@ def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, li
     return state, history
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) -> None:
@@ -142,6 +143,7 @@ GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] =
 }
 
 
+@pytest.mark.thorough(except_for=["both-True", "both-turned-True", "other-label-True"])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("name", GUARDS)
 def test_steps_are_skipped_only_if_no_nan_passed_the_guards(name: str, counted: bool) -> None:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import examples
 
 import jstep
 
@@ -31,7 +32,7 @@ def test_indexed_slices_are_a_pytree() -> None:
     assert paths == ["values", "indices"]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.lists(st.integers(0, 4), min_size=0, max_size=6),
     hnp.arrays(np.float32, (6, 2), elements=st.floats(-100, 100, width=16)),
@@ -58,6 +59,7 @@ def test_indices_of_any_integer_dtype(dtype: Any) -> None:
     np.testing.assert_array_equal(jax.jit(lambda s: s.to_dense())(sparse), dense)
 
 
+@pytest.mark.thorough
 def test_tables_of_any_rank() -> None:
     vector = jstep.IndexedSlices(jnp.ones(2), jnp.array([1, 1]), (3,))
     np.testing.assert_array_equal(vector.to_dense(), [0.0, 2.0, 0.0])

@@ -125,6 +125,7 @@ CHILD = """
 """
 
 
+@pytest.mark.thorough
 def test_the_hash_is_the_same_in_another_process(tmp_path):
     """The other process has another directory, another path of the source file and another hash seed."""
     (tmp_path / "elsewhere").mkdir()

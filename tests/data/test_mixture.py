@@ -6,9 +6,10 @@ import pickle
 import numpy as np
 import pytest
 from batch_rows import same
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_program
+from thorough import examples
 
 from jstep.data import Batches, mixture
 
@@ -43,7 +44,7 @@ def test_sources_are_mixed_but_in_order_without_shuffle():
     assert any(batch.tolist() != sorted(batch.tolist()) for batch in seen)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.dictionaries(st.integers(1, 20), st.integers(1, 5), max_size=3),
     st.dictionaries(

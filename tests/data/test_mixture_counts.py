@@ -5,8 +5,9 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import examples
 
 from jstep.data._counts import Counts
 
@@ -40,7 +41,7 @@ def ideal_counts(stages, rows):
     return [sum(column, Fraction(0)) for column in zip(*parts, strict=True)] or [Fraction(0)] * len(stages[0][1])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(schedules())
 def test_counts_are_bounded_and_monotonic(stages):
     counts = Counts(stages)
@@ -59,7 +60,7 @@ def test_counts_are_bounded_and_monotonic(stages):
         last = now
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(WEIGHT, min_size=1, max_size=10).filter(any), st.integers(0, 10**30))
 def test_rows_of_one_stage_follow_virtual_times(weights, far):
     """Row j of a source has the virtual time (2j + 1) / (2w); rows are taken in that order."""

@@ -102,6 +102,7 @@ class TestPlacement:
         (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
         assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
+    @pytest.mark.thorough
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data import batches

@@ -47,6 +47,7 @@ def connected(grads: Any) -> set[str]:
     return {name for name, grad in grads.items() if grad is not None}
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)

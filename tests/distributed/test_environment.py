@@ -231,6 +231,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_processes_connect(launcher):
     address = free_address()

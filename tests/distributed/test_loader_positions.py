@@ -70,6 +70,7 @@ def value_of(lines, name):
     return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["get_state", "state_dict"])
 def test_each_loader_resumes_at_its_position(tmp_path, kind):
     uninterrupted = run(TRAIN, 2, tmp_path / "uninterrupted", kind, -1)
@@ -102,6 +103,7 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
             assert "jstep.batches" in error
 
 
+@pytest.mark.thorough
 def test_equal_positions_work_on_any_number_of_processes(tmp_path):
     killed = start(TRAIN, 2, tmp_path, "same", 10)
     assert killed[1].wait(100) == -signal.SIGKILL

@@ -76,6 +76,7 @@ def test_process_0_logs_and_all_processes_save(uninterrupted):
     assert jstep.Saver(directory).all_steps() == [20, 40, 60]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["term", "int"])
 def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, mode):
     """All processes save that step and exit; the resumed run is bitwise identical."""
@@ -94,6 +95,7 @@ def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, 
     assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
 
 
+@pytest.mark.thorough
 def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninterrupted):
     processes = start(TRAIN, 2, tmp_path, "die")
     assert processes[1].wait(60) == -signal.SIGKILL
@@ -107,6 +109,7 @@ def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninte
     assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
 
 
+@pytest.mark.thorough
 def test_an_error_in_one_process_ends_the_others(tmp_path):
     ended = wait_for(start(TRAIN, 2, tmp_path, "raise"), timeout=60)
     assert ended[1].code not in (0, 143)
@@ -114,6 +117,7 @@ def test_an_error_in_one_process_ends_the_others(tmp_path):
     assert ended[0].code not in (0, 143)
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
     """With 2, then 1, then 4 processes, the batches are the same, and the weights up to rounding."""
     script = TRAIN.replace("batches, 60", "batches, int(sys.argv[6])")
@@ -127,6 +131,7 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_time_based_saves_happen_at_the_same_steps(tmp_path):
     """A step takes 1 s by the clock of process 0, which decides, and 3 s by the clock of process 1."""
     script = """
@@ -153,6 +158,7 @@ def test_time_based_saves_happen_at_the_same_steps(tmp_path):
         assert value(lines, "evaluated") == "7 14 21 28 30"
 
 
+@pytest.mark.thorough
 def test_states_and_batches_over_processes(tmp_path):
     """States, batches, errors and checkpoints with arrays that span two processes."""
     script = """

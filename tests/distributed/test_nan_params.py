@@ -1,5 +1,6 @@
 """NaN detection in parameters that are sharded over processes while each loss is finite."""
 
+import pytest
 from processes import run
 
 import jstep
@@ -23,6 +24,7 @@ except jstep.NanLossDuringTrainingError as error:
 """
 
 
+@pytest.mark.thorough
 def test_sharded_params_are_checked_before_a_checkpoint(tmp_path):
     for lines in run(NAN_GRADIENT, 2, tmp_path):
         assert "raised 10 True" in lines

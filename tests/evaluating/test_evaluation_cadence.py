@@ -33,6 +33,7 @@ def hooks(extra=(), **cadence):
     return [jstep.EvaluationHook(scripted(VALUES, 4), **(cadence or {"every_n_steps": 4}), then=then)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_run_in_two_parts_is_identical_for_every_cut(steps_per_call, tmp_path):
     uninterrupted = train(40, hooks())

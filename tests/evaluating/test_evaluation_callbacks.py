@@ -169,6 +169,7 @@ def keep(directory, values, start=1, **kwargs):
     return sorted(best.values) if best.values else []
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize(
     ("values", "kwargs", "expected"),
     [

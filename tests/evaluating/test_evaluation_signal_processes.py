@@ -1,5 +1,6 @@
 """A signal to one process during an evaluation: all processes abandon it at the same batch, save and exit."""
 
+import pytest
 from processes import run, start, wait_for
 
 import jstep
@@ -36,6 +37,7 @@ def values_of(one, word):
     return [line.removeprefix(f"{word} ") for line in one if line.startswith(f"{word} ")]
 
 
+@pytest.mark.thorough
 def test_all_processes_abandon_and_repeat_the_evaluation(tmp_path):
     ended = wait_for(start(SCRIPT, 2, tmp_path, "term"))
     assert [one.code for one in ended] == [143, 143], ended[0].err[-2000:]

@@ -76,6 +76,7 @@ def alone(tmp_path_factory):
     return lines
 
 
+@pytest.mark.thorough
 def test_two_processes_give_the_results_of_one(alone, tmp_path):
     first, second = run(SCRIPT, 2, tmp_path)
     expected = [np.array(line.split(), float) for line in values_of(alone, "found")]

@@ -111,6 +111,7 @@ def in_batches(size, x=X):
     return [x[i : i + size] for i in range(0, len(x), size)]
 
 
+@pytest.mark.thorough(except_for=["4", "23"])
 @pytest.mark.parametrize("size", [1, 4, 5, 23])
 def test_objects_are_merged_over_all_batches(size):
     evaluate = jstep.evaluator(metric_fn, in_batches(size))

@@ -24,6 +24,7 @@ def cost_of(module: dict[str, Any], loss_fn: Callable[..., Any], mesh: jax.shard
         return jstep.cost(jstep.minimize(loss_fn, optimizer), state, windows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 def test_fsdp_does_not_reshard_activations(axes: dict[str, int], axis_type: AxisType) -> None:

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import pytest
 from programs import finished, run
 
 STEPS = 16
@@ -12,6 +13,7 @@ def fingerprint(out):
     return re.search(rf"fingerprint of the state after {STEPS} steps: (\w{{16}})", out)[1]
 
 
+@pytest.mark.thorough
 def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
     picture = tmp_path / "plan.png"
     uninterrupted = run("score.py", "--steps", STEPS, "--plot", picture)

@@ -4,6 +4,7 @@ import pytest
 from programs import ROOT, run
 
 
+@pytest.mark.thorough
 def test_time_travel_finds_the_line_and_the_step(tmp_path):
     pytest.importorskip("sklearn")
     out = run("time_travel.py", "--directory", tmp_path)

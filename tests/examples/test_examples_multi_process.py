@@ -3,9 +3,11 @@
 import os
 import re
 
+import pytest
 from programs import finished
 
 
+@pytest.mark.thorough
 def test_a_killed_and_restarted_run_gives_the_same_weights(tmp_path):
     env = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",

@@ -35,6 +35,7 @@ def leaves(tree, path=""):
         yield from leaves(value, f"{path}/{key}")
 
 
+@pytest.mark.thorough
 def test_global_step_shows_the_rate_following_the_step():
     lines = run("global_step.py").splitlines()
     first, second = (i for i, line in enumerate(lines) if line.endswith((":", "began:")))
@@ -57,6 +58,7 @@ def digits(tmp_path_factory):
     return directory, run("digits.py", "--steps", DIGITS_STEPS, "--dir", directory)
 
 
+@pytest.mark.thorough
 def test_digits_learns(digits):
     directory, out = digits
     found = re.search(r"best weights, after (\d+) updates: ([\d.]+) raw, ([\d.]+) averaged weights", out)
@@ -73,6 +75,7 @@ def test_digits_learns(digits):
         assert saver.all_steps() == [best]
 
 
+@pytest.mark.thorough
 def test_digits_writes_summaries(digits):
     directory, out = digits
     kinds = {(v.tag, v.WhichOneof("value")) for e in events(directory) for v in e.summary.value}
@@ -85,6 +88,7 @@ def test_digits_writes_summaries(digits):
     assert (picture.height, picture.width) == (2 * 9 * 8, 8 * 9 * 8)
 
 
+@pytest.mark.thorough
 def test_digits_resumes_bitwise_after_ctrl_c(digits, tmp_path):
     uninterrupted, expected = digits
     args = ("--steps", DIGITS_STEPS, "--dir", tmp_path)
@@ -113,6 +117,7 @@ def test_digits_resumes_bitwise_after_ctrl_c(digits, tmp_path):
     assert rerun.splitlines()[-3:] == expected.splitlines()[-3:]
 
 
+@pytest.mark.thorough
 def test_char_lm_losses_are_equal_on_one_device_and_a_mesh(tmp_path):
     pytest.importorskip("tensorboard")
     one, many = tmp_path / "one", tmp_path / "many"
@@ -160,6 +165,7 @@ def test_queues_learns_and_ends():
     assert "done after 800 steps" in done.stdout
 
 
+@pytest.mark.thorough
 def test_queues_reports_a_failing_reader():
     done = finished("queues.py", "--fail", "--steps", 1_000_000)
     assert done.returncode == 1

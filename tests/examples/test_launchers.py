@@ -151,6 +151,7 @@ def steps(out):
     return [int(step) for step in re.findall(r"^step (\d+) ", out, re.MULTILINE)]
 
 
+@pytest.mark.thorough
 def test_it_trains_on_one_process(tmp_path):
     (one,) = wait_for([start("launchers/train.py", "--steps", 20, "--checkpoint-dir", tmp_path)])
     assert one.code == 0, one.err
@@ -177,6 +178,7 @@ def skypilot(i, address):
     return {f"SKYPILOT_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": port}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", [slurm, jobset, skypilot])
 def test_a_stopped_run_resumes(tmp_path, launcher):
     """One of two processes gets SIGTERM; the same command then resumes from the saved step."""

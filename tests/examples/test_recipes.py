@@ -2,9 +2,11 @@
 
 import re
 
+import pytest
 from programs import run
 
 
+@pytest.mark.thorough
 def test_recipes_are_compared(tmp_path):
     picture = tmp_path / "curves.png"
     out = run("recipes.py", "--steps", 10, "--only", "muon", "free", "bfloat16", "NorMuonH", "--plot", picture)

@@ -1,10 +1,12 @@
 """examples/sweep.py, shortened."""
 
+import pytest
 import re
 
 from programs import run
 
 
+@pytest.mark.thorough
 def test_the_best_of_sixteen_rates_is_trained_further():
     out = run("sweep.py", "--steps", 100, "--more", 200)
     losses = {float(rate): float(loss) for rate, loss in re.findall(r"^  (\S+) +(\d\.\d{4})$", out, re.MULTILINE)}

@@ -52,6 +52,7 @@ def test_64_bits_agree_with_and_without_x64(x64):
         assert leaves(on_device) == leaves(arrays)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("dtype", [*DTYPES, *WIDE], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_every_flipped_bit_changes_the_fingerprint(dtype, shape):
@@ -124,6 +125,7 @@ def test_prng_keys_differ_by_implementation_and_value():
     assert len({text(fry), text(rbg), text(jax.random.key(1)), text(jax.random.key_data(fry))}) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_does_not_depend_on_the_sharding(kind):
     x = array(np.dtype(np.float32), (16, 8))
@@ -154,6 +156,7 @@ def test_leaves_on_different_devices():
     assert as_text(jstep.fingerprint(tree, per_leaf=True)["b"]) == as_text(jstep.fingerprint({"b": x}, True)["b"])
 
 
+@pytest.mark.thorough
 def test_inside_other_transformations():
     x = jnp.arange(4.0)
     assert as_text(jax.jit(lambda: jstep.fingerprint({"a": x}))()) == text({"a": x})

@@ -28,6 +28,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough(except_for=["not donated", "microbatches"])
 @pytest.mark.parametrize("kwargs", VARIANTS.values(), ids=VARIANTS)
 def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     faulty, seen = faults.Faulty(4, **kwargs), []

@@ -1,5 +1,6 @@
 """`AuditHook` on several processes: all detect the same mismatch and raise together."""
 
+import pytest
 from processes import run
 
 SCRIPT = """
@@ -33,6 +34,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_processes_raise_together(tmp_path):
     both = run(SCRIPT, 2, tmp_path)
     lines = [[line for line in ended if line.startswith(("clean", "found"))] for ended in both]

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from processes import run
 
 SCRIPT = """
@@ -22,6 +23,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_processes_agree_and_raise_together(tmp_path):
     for where in ("one", "two"):
         (tmp_path / where).mkdir()

@@ -1,5 +1,6 @@
 """Hooks with intervals in seconds on several processes: collective work is done at the same steps on all."""
 
+import pytest
 from processes import run
 
 SCRIPT = """
@@ -28,6 +29,7 @@ print("lines", sum("loss" in line.getMessage() for line in lines))
 """
 
 
+@pytest.mark.thorough
 def test_histograms_by_seconds_are_written_at_the_same_steps(tmp_path):
     """Clocks differ between processes, and the state is sharded over both: one process alone would wait forever."""
     first, second = (

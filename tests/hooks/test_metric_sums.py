@@ -25,6 +25,7 @@ def means(rows, steps_per_call=1, names=("m",), **kwargs):
     return sums.take(number).means(names)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool]
@@ -81,6 +82,7 @@ def test_skipped_steps_are_excluded_from_means(steps_per_call):
     assert means([{"m": jnp.float32(math.inf)}] * 3)["m"] == math.inf
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("bad", [1, 2, 16, 17, 40])
 def test_the_first_bad_step_is_named(bad, steps_per_call):
@@ -138,6 +140,7 @@ def test_there_are_few_dispatches(monkeypatch):
     assert len(calls) <= 10
 
 
+@pytest.mark.thorough
 def test_jax_contexts_of_the_caller_do_not_apply():
     rows = [{"loss": jnp.float32(math.nan), "skipped": jnp.float32(1), "half": 0.5}] * 3
     for context in (

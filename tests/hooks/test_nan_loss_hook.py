@@ -132,6 +132,7 @@ def test_metrics_that_are_arrays_are_logged_once(caplog):
     assert len(messages) == 1
 
 
+@pytest.mark.thorough
 def test_rows_are_written_in_order_and_before_results():
     """Weights & Biases drops a row whose step is lower than that of the previous row."""
 

@@ -32,6 +32,7 @@ def run(last_step=20, *, hooks=None, optimizer=None, metrics=(), loss_fn=root_lo
     return step, state, jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **options)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("metrics", [(), ("grad_norm",)])
 @pytest.mark.parametrize("save_steps", [2, 3, 4])

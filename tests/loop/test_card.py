@@ -221,6 +221,7 @@ CHILD = """
 """
 
 
+@pytest.mark.thorough
 def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     """The directory, the hash seed, memory addresses and the script's name do not matter."""
     here = str(pathlib.Path(cards.__file__).parent)

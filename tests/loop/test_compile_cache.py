@@ -54,6 +54,7 @@ def cache_requests_and_hits(directory):
     return tuple(map(int, completed.stdout.split()))
 
 
+@pytest.mark.thorough
 def test_a_second_start_finds_every_program(tmp_path):
     cold = cache_requests_and_hits(tmp_path / "a")
     (tmp_path / "b").mkdir()

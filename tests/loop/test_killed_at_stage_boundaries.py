@@ -110,6 +110,7 @@ def values_of(out, what):
     return re.findall(rf"^{what} (.+)$", out, re.MULTILINE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_per_call", [1, 7])
 def test_killed_on_one_process(steps_per_call, tmp_path):
     """One program is forked repeatedly before it uses JAX, so that a restart does not import again."""
@@ -125,6 +126,7 @@ def test_killed_on_one_process(steps_per_call, tmp_path):
         assert values_of(out, "by hand") == [uninterrupted]
 
 
+@pytest.mark.thorough
 def test_killed_on_two_processes(tmp_path):
     """One process dies and the other is killed while waiting for it; calls have one or seven steps."""
     script = SCORE + TOGETHER

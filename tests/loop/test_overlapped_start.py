@@ -53,6 +53,7 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listener)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", ["data", "function", "list"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call, tmp_path, compiled, monkeypatch):
@@ -74,6 +75,7 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(kind, steps_per_call,
     assert same(state, uninterrupted)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("restores", [False, True])
@@ -167,6 +169,7 @@ def test_exhausted_batches_end_a_restored_run(tmp_path, caplog):
 # The log line
 
 
+@pytest.mark.usefixtures("no_cached_programs")
 def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     train(make_step(), batches_of("data"), 3, tmp_path)

@@ -3,9 +3,12 @@
 import importlib.util
 import pathlib
 
+import pytest
+
 import jstep
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow(tmp_path):
     spec = importlib.util.spec_from_file_location("soak", pathlib.Path(__file__).parents[1] / "soak.py")
     soak = importlib.util.module_from_spec(spec)

@@ -38,6 +38,7 @@ def test_all_sources_give_an_identical_run(name, steps_per_call):
         batches.close()
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", ["indexed", "list", "function", "position", "bytes position", "slow"])
 @pytest.mark.parametrize("steps_per_call", [1, 5])
 def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
@@ -77,6 +78,7 @@ def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     assert any("Refuses refuses the position that the checkpoint of step 5" in note for note in error.value.__notes__)
 
 
+@pytest.mark.thorough
 def test_a_grain_loader_resumes(tmp_path):
     grain = pytest.importorskip("grain")
 

@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 from children import IMPORTS, MODEL, end, start
 
 from jstep.checkpoint import Saver
 
 
+@pytest.mark.thorough
 def test_sigkill_at_twenty_random_times(tmp_path):
     """One program is forked repeatedly before it uses JAX, so that a restart does not import again."""
     script = """

@@ -8,6 +8,7 @@ from children import end, read_until, release, start
 from jstep.checkpoint import Saver
 
 
+@pytest.mark.thorough(except_for=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_current_step(number, tmp_path):
     script = """
@@ -43,6 +44,7 @@ say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, C
     assert end(start(script, tmp_path))[0] == "True\n"
 
 
+@pytest.mark.thorough
 def test_sigterm_without_a_checkpoint_dir(tmp_path):
     process = start(
         'train(10**9, hooks=[jstep.EvaluationHook(lambda s: say("here") or {}, every_n_steps=100)])', tmp_path
@@ -53,6 +55,7 @@ def test_sigterm_without_a_checkpoint_dir(tmp_path):
     assert err == ""
 
 
+@pytest.mark.thorough(except_for=["15-True-Counted"])
 @pytest.mark.parametrize(
     ("number", "quick", "kind"),
     [
@@ -91,6 +94,7 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
     assert saver.extra() == ({"batches": {"base64": "MTI="}} if kind == "Counted" else {})
 
 
+@pytest.mark.thorough(except_for=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_first_batch_is_read(number, tmp_path):
     script = """
@@ -108,6 +112,7 @@ train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
 
 
+@pytest.mark.thorough
 def test_a_signal_that_does_not_interrupt_the_wait_is_handled(tmp_path):
     # Like a signal that arrives just before the wait; here, another thread receives it.
     script = """
@@ -154,6 +159,7 @@ except KeyboardInterrupt:
     assert Saver(tmp_path).all_steps() == [3]
 
 
+@pytest.mark.thorough(except_for=["end"])
 @pytest.mark.parametrize("where", ["begin", "end"])
 def test_a_signal_before_or_after_the_steps(where, tmp_path):
     """Before the first step nothing is saved; after the last step the run is completed."""
@@ -193,6 +199,7 @@ train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)}
     assert Saver(tmp_path).all_steps() == [3]
 
 
+@pytest.mark.thorough(except_for=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_keeps_the_state_and_writes_all_metrics(number, tmp_path):
     script = """
@@ -230,6 +237,7 @@ say("end", state.global_step)
     assert out == "end 6\n"
 
 
+@pytest.mark.thorough
 def test_a_second_sigint_during_a_save_has_a_short_traceback(tmp_path):
     script = """
 def interrupt(step, state, metrics):

@@ -44,6 +44,7 @@ def on_terminal(script, directory):
     return shown.decode()
 
 
+@pytest.mark.thorough
 def test_a_progress_bar_on_a_terminal(tmp_path):
     pytest.importorskip("tqdm")
     shown = on_terminal("train(30, log_steps=10, progress=False)", tmp_path)

@@ -23,6 +23,7 @@ MAKE = {
 }
 
 
+@pytest.mark.thorough(except_for=["f1"])
 @pytest.mark.parametrize("name", MAKE)
 def test_totals_beyond_int32(name):
     """After 34 merges with itself, none of the 16 · 2³⁴ examples is lost, and no count is rounded."""
@@ -62,6 +63,7 @@ def test_the_sum_of_perplexity_is_more_precise_than_float32():
     assert total.compute() == pytest.approx(one.compute(), rel=1e-10)
 
 
+@pytest.mark.thorough(except_for=["accuracy", "f1"])
 @pytest.mark.parametrize("name", MAKE)
 def test_metrics_are_pytrees_under_jit_and_scan(name):
     one = MAKE[name](16)
@@ -71,6 +73,7 @@ def test_metrics_are_pytrees_under_jit_and_scan(name):
     assert getattr(M, name).__module__ == "jstep.metrics"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("explicit", [False, True])
 def test_auto_and_explicit_axes_without_an_evaluator(explicit):
     """Under a mesh of the user, no annotations are needed."""
@@ -97,6 +100,7 @@ def test_auto_and_explicit_axes_without_an_evaluator(explicit):
             assert twice == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_edge_cases():
     empty = jnp.zeros((0,))
     assert math.isnan(M.accuracy(jnp.zeros((0, 3)), jnp.zeros((0,), int)).compute())
@@ -115,6 +119,7 @@ def test_edge_cases():
     assert first.compute() == 1.0
 
 
+@pytest.mark.thorough
 def test_labels_of_any_integer_dtype_and_shape():
     logits = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))], axis=-1)
     for dtype in (jnp.int8, jnp.uint8, jnp.uint32, bool):
@@ -167,6 +172,7 @@ def test_signatures():
     assert inspect.signature(M.f1).parameters["threshold"].default == 0.5
 
 
+@pytest.mark.thorough
 def test_examples_run():
     import doctest
 

@@ -15,6 +15,8 @@ from jstep.stores import ABSENT, Objects, appender
 from jstep.summary import SummaryWriter, scalar
 from jstep.summary.read.series import read_scalars
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
 
 SERVE = """

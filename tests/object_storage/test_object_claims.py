@@ -17,6 +17,7 @@ def fast_retries(monkeypatch):
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
+@pytest.mark.thorough(except_for=["s3"])
 def test_a_second_writer_is_refused(store):
     with jstep.Saver(store.run) as first, jstep.Saver(store.run) as second:
         first.save(state_at(1))
@@ -30,6 +31,7 @@ def test_a_second_writer_is_refused(store):
         third.save(state_at(2))
 
 
+@pytest.mark.thorough(except_for=["s3"])
 def test_an_unreferenced_saver_releases_its_claim(store):
     jstep.Saver(store.run).save(state_at(1))
     with jstep.Saver(store.run) as saver:

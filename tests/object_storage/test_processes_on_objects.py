@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import processes
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,6 +56,7 @@ print("WEIGHTS", weights(state))
 """
 
 
+@pytest.mark.thorough
 def test_each_writes_its_shards_and_failures_are_shared(gcs):
     first, second = processes.run(SAVE + TRAIN, 2, "gs://bkt/run")
     assert {"STEP 2 True", "FAILED 0 True", "FAILED 1 True"} <= set(first) & set(second)

@@ -36,6 +36,7 @@ def read(url):
     )
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("lasts", [True, False])
 @pytest.mark.parametrize("status", [503, 403, 401, 404, 0])
 def test_a_fault_at_each_request(store, status, lasts):

@@ -65,6 +65,7 @@ def requests_of_a_save(store):
     return len(store.seen) - before, bucket
 
 
+@pytest.mark.thorough(except_for=["gs-503", "s3-403"])
 @pytest.mark.parametrize("status", [503, 403, 401, 404, -2, 0])
 def test_persistent_fault_from_each_request_on(store, status):
     """With status 0 requests are executed and all responses lost; with -2 one response is lost, then 503 follow."""
@@ -88,6 +89,7 @@ def test_persistent_fault_from_each_request_on(store, status):
         assert orphaned_keys(store, steps) == [], n
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("status", [503, 429, 0])
 def test_a_single_fault_at_each_request_is_retried(store, status):
     store.page = 1000
@@ -118,6 +120,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_sigkill_at_each_request_of_a_save(gcs):
     """The server still executes the last request of the killed process."""
     gcs.page, gcs.run = 1000, "gs://bkt/run"
@@ -242,6 +245,7 @@ def test_resume_is_bitwise_on_objects(store):
     assert jax.tree.leaves(resumed)
 
 
+@pytest.mark.thorough
 def test_interpreter_exit_finishes_saves_and_uploads(gcs, s3):
     code = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)

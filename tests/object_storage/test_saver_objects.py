@@ -91,6 +91,7 @@ def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch,
         assert int(stepped.global_step) == 2
 
 
+@pytest.mark.thorough(except_for=["s3-True", "gs-False"])
 @pytest.mark.parametrize("compress", [False, True])
 def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch, compress):
     monkeypatch.setattr(packs, "PACK", 300)
@@ -233,6 +234,6 @@ def test_leave_out_and_restore_params_on_objects(store, caplog):
     assert same(reader.restore_params(state_at(7).params), state_at(7).params)
     assert not caplog.records
     with pytest.raises(ValueError, match=r"left out of .*'params/w'"):
-        reader.restore(jax.eval_shape(lambda: state_at(0)))
+        reader.restore(jax.eval_shape(lambda state: state, state_at(0)))
     reader.restore(state_at(3).replace(slots=state_at(7).slots))
     assert "target has other values" in caplog.text

@@ -1,17 +1,30 @@
 """Shared helpers of the contract tests."""
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizer_table import TABLE
+from optimizer_table import REPRESENTATIVES, TABLE
 
 import jstep
 
-each_optimizer = pytest.mark.parametrize("name", TABLE)
+
+def for_each(names: Iterable[str]) -> Callable[[Any], Any]:
+    """Run a test for each of these optimizers; for all but the representatives it is thorough."""
+
+    cases = pytest.mark.parametrize("name", list(names))
+
+    def mark(test: Any) -> Any:
+        return cases(pytest.mark.thorough(except_for={"name": REPRESENTATIVES})(test))
+
+    return mark
+
+
+each_optimizer = for_each(TABLE)
 
 
 def mixed_params() -> Any:

@@ -24,6 +24,7 @@ def run(optimizer: Any, steps: int, start: int = 0, skipped: tuple[int, ...] = (
     return state, states
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("start_step", [0, 1, 4])
 @pytest.mark.parametrize("created", [0, 7])

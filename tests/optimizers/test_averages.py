@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import examples
 
 import jstep
 
@@ -34,7 +35,7 @@ def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=30)
+@examples(30)
 @given(st.floats(0.0, 0.99999), st.integers(1, 40))
 def test_zero_debias_is_the_unbiased_average(decay: float, n: int) -> None:
     """It equals Σ d^(n−i)·xᵢ / Σ d^(n−i), the average without its initial value."""
@@ -100,6 +101,7 @@ def run(optimizer: jstep.Optimizer, steps: int, global_step: int = 0) -> tuple[j
     return state, seen
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("global_step", [0, 100])
 @pytest.mark.parametrize("num_updates", [False, True])
 @pytest.mark.parametrize("zero_debias", [False, True])

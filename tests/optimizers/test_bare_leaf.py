@@ -23,6 +23,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("params", [1.0, jnp.ones(3)])
 @pytest.mark.parametrize("name", CASES)
 def test_slots_are_distinguished_from_scalars(name: str, params: Any) -> None:

@@ -111,6 +111,7 @@ def test_scale_by_rms_and_orthogonalize() -> None:
     np.testing.assert_allclose(params["w"] - state.params["w"], u @ vt, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_updates_of_sparse_gradients_are_sparse_if_possible() -> None:
     slices = jstep.IndexedSlices(jnp.ones((2, 3)), jnp.array([1, 1]), (4, 3))
     for optimizer in (

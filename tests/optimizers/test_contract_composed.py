@@ -14,6 +14,7 @@ from contract import (
     compile_step,
     compiled_step,
     each_optimizer,
+    for_each,
     gradients,
     make_optimizer,
     mixed_gradients,
@@ -33,7 +34,7 @@ def assert_same(a: Any, b: Any) -> None:
 STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 
 
-@pytest.mark.parametrize("name", STEP_INDEPENDENT)
+@for_each(STEP_INDEPENDENT)
 def test_fresh_slots_do_not_depend_on_the_step(name: str) -> None:
     optimizer, step = make_optimizer(name), compiled_step(name)
     early, late = (jstep.TrainState.create(PARAMS, optimizer, start) for start in (0, 10_000))
@@ -42,7 +43,7 @@ def test_fresh_slots_do_not_depend_on_the_step(name: str) -> None:
         assert_same(early.params, late.params)
 
 
-@pytest.mark.parametrize("name", [name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
+@for_each([name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
 def test_a_skipped_step_changes_only_counters(name: str) -> None:
     optimizer = jstep.skip_nonfinite(make_optimizer(name))
     step = compile_step(optimizer)

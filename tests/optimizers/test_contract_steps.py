@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from contract import each_optimizer, make_optimizer
+from contract import each_optimizer, for_each, make_optimizer
 from optimizer_table import TABLE, Entry
 
 import jstep
 
-converging = pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.steps])
+converging = for_each(name for name, entry in TABLE.items() if entry.steps)
 
 
 @each_optimizer
@@ -140,7 +139,7 @@ def test_scan_steps_equals_single_steps(name: str) -> None:
         np.testing.assert_allclose(value, [m[key] for m in losses], rtol=2e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.slope])
+@for_each([name for name, entry in TABLE.items() if entry.slope])
 def test_learning_rate_can_be_differentiated(name: str) -> None:
     def after(rate: jax.Array) -> jax.Array:
         optimizer = make_optimizer(name, rate)

@@ -19,6 +19,7 @@ def matrix(n, rank, size=1.0):
     return (size * (rank > 0) * factors[0] @ factors[1]).astype(np.float32)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
@@ -62,6 +63,7 @@ def leaves_of(shapes):
     return leaves
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT, eigenbases.SAME])
 def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
     leaves = leaves_of(SHAPES)
@@ -76,6 +78,7 @@ def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
     assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT])
 def test_matrices_sharded_over_a_mesh(turn):
     """They are gathered for the decompositions, whose loops communicate nothing."""
@@ -95,6 +98,7 @@ def test_matrices_sharded_over_a_mesh(turn):
     assert "all-reduce" not in text
 
 
+@pytest.mark.thorough
 def test_training_with_loops_equals_training_with_calls(monkeypatch):
     """Signs of eigenvectors differ; updates do not."""
 

@@ -73,6 +73,7 @@ def test_trajectory_in_float32(name: str) -> None:
     check(CASES[name], np.float32, SINGLE, first_step=0, start_step=0)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("first_step", "start_step"), [(40, 40), (40, 33), (40, 0)])
 @pytest.mark.parametrize("name", ["adam", "adam-all-scheduled", "rmsprop-centered-scheduled", "ftrl-everything"])

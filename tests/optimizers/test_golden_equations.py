@@ -150,6 +150,7 @@ def test_more_optimizers(name: str) -> None:
 MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["rms", "original", None])
 def test_muon(nesterov: bool, scale: Any) -> None:

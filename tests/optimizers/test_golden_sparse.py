@@ -34,6 +34,7 @@ def sparse_run(optimizer: jstep.Optimizer, params: Any, gradients: Any, *, trace
     return state
 
 
+@pytest.mark.thorough(except_for=["gradient_descent", "momentum", "adagrad", "adam", "rmsprop", "ftrl-l1"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ROWS_ONLY)
 def test_sparse_gradients_update_only_their_rows(name: str) -> None:
@@ -68,6 +69,7 @@ def test_sparse_adam_equals_dense_adam(name: str) -> None:
         np.testing.assert_allclose(state.slots[slot]["table"], value, **EXACT, err_msg=slot)
 
 
+@pytest.mark.thorough(except_for=["adam", "ftrl-l1"])
 @pytest.mark.parametrize("name", ["gradient_descent", "nesterov", "adagrad", "adam", "rmsprop-centered", "ftrl-l1"])
 def test_sparse_gradients_with_concrete_indices(name: str) -> None:
     rng = np.random.default_rng(5)

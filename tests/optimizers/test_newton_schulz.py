@@ -54,6 +54,7 @@ def spectrum(least: float) -> np.ndarray:
     return np.append(values, np.sqrt(1 - np.sum(values**2)))
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (12, 12)])
 @pytest.mark.parametrize("name", LISTS)
@@ -131,6 +132,7 @@ def test_other_numbers_of_steps() -> None:
     np.testing.assert_allclose(orthogonalized(x, ns_steps=12, ns_coefficients="polar_express"), twelve, atol=1e-5)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", LISTS)
 def test_zero_tiny_stacked_and_low_precision_matrices(name: str, normalization: str) -> None:

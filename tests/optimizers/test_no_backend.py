@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,6 +25,7 @@ print("built", len(TABLE))
 """
 
 
+@pytest.mark.thorough
 def test_building_optimizers_initializes_no_backend() -> None:
     """With a platform that does not exist, any use of a device fails."""
     done = subprocess.run(

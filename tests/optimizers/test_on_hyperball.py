@@ -121,6 +121,7 @@ def test_zero_matrices_are_rejected(zeros: str, wrapper: str) -> None:
         jstep.TrainState.create(params, optimizer)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_zero_matrices_are_rejected_on_a_mesh(wrapper: str, types: AxisType) -> None:

@@ -40,6 +40,7 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.mean(h * h)
 
 
+@pytest.mark.thorough(except_for=["labels"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_recipes_with_verify_resume_plan_and_cost(name: str) -> None:
     optimizer = CHAINS[name]()

@@ -186,6 +186,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_do_not_change_updates(wrapper, accumulate):

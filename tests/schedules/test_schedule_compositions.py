@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import reference
 from decay_table import LAST
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from thorough import examples
 
 import jstep
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.integers(0, LAST), min_size=0, max_size=5, unique=True).map(sorted),
     st.lists(st.integers(0, LAST), min_size=1, max_size=5),
@@ -31,7 +32,7 @@ def test_piecewise_constant_with_boundaries_between_and_beyond_steps() -> None:
     assert [float(schedule(n)) for n in (2, 3, LAST)] == [1.0, 2.0, 2.0]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, LAST), st.integers(1, LAST))
 @example(2**24, 2**24 + 2)
 @example(LAST, LAST)
@@ -63,7 +64,7 @@ def test_shift_starts_at_its_start_step(start: int) -> None:
             assert int(shifted(step)) == max(0, step - start)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.integers(1, LAST), min_size=1, max_size=4, unique=True).map(sorted))
 @example([2**24, 2**24 + 1, LAST])
 def test_join_gives_each_part_a_step_counter_of_its_own(boundaries: list[int]) -> None:
@@ -85,6 +86,7 @@ def test_join_of_a_warmup_a_plateau_and_a_decay() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_arguments_of_schedules_may_be_traced() -> None:
     """Arguments of schedules are swept with vmap and differentiated with grad."""
     rates = jnp.array([0.1, 0.2])

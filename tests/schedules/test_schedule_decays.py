@@ -9,6 +9,7 @@ from decay_table import DECAYS, EDGES, LAST, close, finite
 import jstep
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("decay_steps", [1, 10, 1000, 100_000, 2**24 + 1, LAST, 2.5, 1000.5, 1234.125, 3e9, 1e12])
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
@@ -19,6 +20,7 @@ def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
     close(found, [finite(lambda n=n: expected(n, decay_steps)) for n in steps])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decay_steps", [10, 1234.125])
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_agree_for_python_numpy_jax_and_traced_steps(name: str, decay_steps: float) -> None:

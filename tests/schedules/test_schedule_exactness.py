@@ -6,8 +6,9 @@ from fractions import Fraction
 import pytest
 import reference
 from decay_table import DECAYS, LAST, finite
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from thorough import examples
 
 import jstep
 
@@ -40,7 +41,7 @@ def test_staircases_are_exact_beyond_float32(length: int) -> None:
         assert float(stairs(length)) < 0.6
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, LAST), st.integers(1, LAST))
 @example(LAST, 1)
 @example(LAST, LAST)
@@ -55,7 +56,7 @@ def test_staircase_counts_whole_periods_exactly(step: int, length: int) -> None:
     assert nearly_one == pytest.approx(finite(lambda: 1.0000001**periods), rel=3e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, LAST), st.integers(1, 2**20), st.sampled_from([1, 2, 4, 8, 16]), st.floats(-20, 20))
 @example(LAST, 2**20 - 1, 16, 3.0)
 def test_exponential_decay_with_fractional_decay_steps(step: int, num: int, den: int, exponent: float) -> None:
@@ -68,14 +69,14 @@ def test_exponential_decay_with_fractional_decay_steps(step: int, num: int, den:
         assert value == pytest.approx(reference.exponential_decay(step, 1.0, length, rate, staircase), rel=1e-5)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, LAST), st.floats(1.0, 1e9), st.sampled_from(["inverse_time", "polynomial", "cosine-alpha"]))
 def test_smooth_decays_with_any_decay_steps(step: int, length: float, name: str) -> None:
     make, expected = DECAYS[name]
     assert float(make(length)(step)) == pytest.approx(expected(step, length), rel=5e-6, abs=1e-7)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, LAST))
 @example(LAST)
 @example(2**24 + 1)
@@ -90,7 +91,7 @@ def test_decays_reach_zero_exactly_at_their_end(length: int) -> None:
     assert float(wave(length - 1)) == pytest.approx(math.sin(math.pi / 2 / length) ** 2, rel=1e-5, abs=1e-37)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 10**6), st.integers(0, LAST))
 @example(10, 2**31 - 8)
 @example(1, LAST)
@@ -100,7 +101,7 @@ def test_cycles_are_stretched_to_the_next_multiple(length: int, step: int) -> No
     assert value == pytest.approx(float(1 - Fraction(step, length * multiple)), rel=1e-5, abs=1e-12)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 10**7), st.integers(0, 7), st.sampled_from([1.0, 2.0, 3.0]))
 @example(2**24 + 1, 1, 2.0)
 def test_restarts_are_at_their_exact_steps(first: int, i: int, t_mul: float) -> None:

@@ -21,6 +21,7 @@ def close(found: object, expected: object) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=3e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 @jax.numpy_dtype_promotion("standard")
 def test_linear_and_warmup_cosine_match_optax() -> None:
     expected_schedule = optax.linear_schedule(0.1, 0.9, 33)
@@ -197,6 +198,7 @@ def test_bad_arguments(make, error, message) -> None:
         make()
 
 
+@pytest.mark.thorough
 def test_arguments_may_be_traced() -> None:
     rates = jnp.array([0.1, 0.2])
     for make in (

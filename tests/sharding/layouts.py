@@ -1,7 +1,5 @@
 """A model and its layouts over 8 devices, shared by the tests of sharding."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,6 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 
-ALL = os.environ.get("JSTEP_WHOLE_MATRIX") == "1"
-"""Whether to test every optimizer under every layout, as in the nightly run; by default, under one layout each."""
 DATA = jax.make_mesh((8,), ("data",))
 BOTH = jax.make_mesh((4, 2), ("data", "model"))
 AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

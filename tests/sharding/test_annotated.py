@@ -1,23 +1,17 @@
 """Models annotated for Explicit axes: every optimizer trains as on one device."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import ALL, LAYOUTS, assert_close, create, data, init, run, shardings
+from layouts import LAYOUTS, assert_close, create, data, init, run, shardings
 from optimizer_table import TABLE
 
 import jstep
-
-HARD = ("everything", "muon", "soap", "adafactor")
-CASES = [
-    (name, layout)
-    for i, name in enumerate(TABLE)
-    for j, layout in enumerate(LAYOUTS)
-    if ALL or j == i % 4 or (name in HARD and layout == "model")
-]
 
 
 def annotated(layout):
@@ -44,7 +38,8 @@ def annotated(layout):
     return loss_fn
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.thorough(except_for=["adam-zero1", "everything-data", "adafactor-model", "soap-fsdp"])
+@pytest.mark.parametrize(("name", "layout"), list(itertools.product(TABLE, LAYOUTS)))
 def test_annotated_training_matches_one_device(name, layout, compilations, caplog):
     entry = TABLE[name]
     optimizer, steps = entry.make(entry.rate), min(entry.matching_steps or 6, 6)
@@ -65,6 +60,7 @@ def test_annotated_training_matches_one_device(name, layout, compilations, caplo
     assert_close({key: got[key] for key in ("loss", "grad_norm")}, {key: metrics[key] for key in ("loss", "grad_norm")})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_microbatches_scans_and_manual_steps(layout):
     mesh, optimizer, loss = LAYOUTS[layout][0], jstep.adamw(0.01), annotated(layout)

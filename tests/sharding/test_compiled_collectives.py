@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+import pytest
 from layouts import (
     BOTH,
     COLUMNS_AND_ROWS,
@@ -22,6 +23,7 @@ from optimizer_table import TABLE
 import jstep
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_restored_in_other_layouts(tmp_path):
     """Save under each layout and restore bitwise under each other one."""
     optimizer = jstep.adam(0.01)

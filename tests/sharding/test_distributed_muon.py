@@ -72,6 +72,7 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
 
 
+@pytest.mark.thorough(except_for=["replicated-stacked", "columns-stacked"])
 @pytest.mark.parametrize("make", [separate, stacked])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_matrix_is_computed_once(name, make):
@@ -85,6 +86,7 @@ def test_each_matrix_is_computed_once(name, make):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["replicated", "rows", "both"])
 def test_distribution_on_explicit_axes(name):
     layout, optimizer = LAYOUTS[name], jstep.muon(1e-2)
@@ -113,6 +115,7 @@ def wrapped():
     return jstep.master_weights(jstep.skip_nonfinite(muon))
 
 
+@pytest.mark.thorough
 def test_distribution_in_wrappers_and_scanned_steps():
     optimizer = wrapped()
     step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))
@@ -121,6 +124,7 @@ def test_distribution_in_wrappers_and_scanned_steps():
     assert flops < 1.3 * IDEAL  # the body of a loop counts once
 
 
+@pytest.mark.thorough
 def test_matrices_of_different_shapes():
     layout, optimizer = LAYOUTS["rows"], jstep.muon(1e-2)
 
@@ -148,6 +152,7 @@ def test_sharded_stacks_are_not_moved():
     assert set(collectives) <= {"all-reduce"}  # for the loss
 
 
+@pytest.mark.thorough(except_for=["sizes1-spec1-options1-AxisType.Auto"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("sizes", "spec", "options"),
@@ -195,6 +200,7 @@ def test_program_on_one_device_is_unchanged():
     assert programs[0] == programs[1]
 
 
+@pytest.mark.thorough
 def test_eager_updates_and_ensembles():
     optimizer = jstep.muon(1e-2)
     state = state_of(separate, optimizer, LAYOUTS["both"])

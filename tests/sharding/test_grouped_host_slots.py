@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
-from layouts import ALL
 from optimizer_table import TABLE
 
 import jstep
@@ -68,7 +67,8 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("name", TABLE if ALL else SOME)
+@pytest.mark.thorough(except_for=["adam"])
+@pytest.mark.parametrize("name", TABLE)
 def test_grouped_updates_match(name, in_groups):
     optimizer = TABLE[name].make(0.01)
     step = jstep.minimize(loss_fn, optimizer, metrics=("update_norm",))
@@ -98,6 +98,7 @@ def test_stacked_matrices_are_updated_in_slices(in_groups):
         assert set(loops) == kinds
 
 
+@pytest.mark.thorough
 def test_grouped_updates_in_scans_and_custom_jit(in_groups):
     optimizer = jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adamw(0.01)))
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
@@ -127,6 +128,7 @@ def test_rows_of_tables_and_leaves_without_gradients(in_groups):
     assert_close(*results)
 
 
+@pytest.mark.thorough
 def test_cost_counts_grouped_updates_once(in_groups):
     step = jstep.minimize(loss_fn, jstep.lamb(0.01))
     costs = []
@@ -137,6 +139,7 @@ def test_cost_counts_grouped_updates_once(in_groups):
     assert costs[1].flops == pytest.approx(costs[0].flops, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_skip_nonfinite_inside_a_partition(in_groups):
     parts = {"guarded": jstep.skip_nonfinite(jstep.adam(0.01)), "not": jstep.adam(0.01)}
     optimizer = jstep.partition(parts, lambda path, leaf: "not" if path == "x" else "guarded")
@@ -148,6 +151,7 @@ def test_skip_nonfinite_inside_a_partition(in_groups):
         assert float(metrics["skipped"]) == 0  # the unguarded optimizer was not skipped
 
 
+@pytest.mark.thorough
 def test_find_nonfinite_inside_grouped_updates(in_groups):
     optimizer = jstep.adam(0.01)
     state, (x, y) = create(optimizer, slots_memory="pinned_host")

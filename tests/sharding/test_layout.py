@@ -204,6 +204,7 @@ def test_donating_a_sharded_state_keeps_its_source():
     assert float(sharded.params["w"].max()) == 1
 
 
+@pytest.mark.thorough
 def test_states_keep_the_axis_types_of_their_mesh():
     optimizer = jstep.momentum(0.05, 0.9)
     batches = jstep.batches(data(), 32, seed=2)
@@ -235,6 +236,7 @@ def test_shard_batch():
     assert again[1].sharding.spec == P("data")
 
 
+@pytest.mark.thorough
 def test_one_step_accepts_different_batches():
     """The shardings of the first batch decide how microbatches are split; other batches still work."""
     optimizer = jstep.gradient_descent(0.1)

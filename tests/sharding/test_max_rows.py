@@ -53,6 +53,7 @@ def shard(mesh, x, spec=None):
     return jax.device_put(x, NamedSharding(mesh, P("data") if spec is None else spec))
 
 
+@pytest.mark.thorough(except_for=["1-64-8-1-8-True-AxisType.Auto", "8-64-100-1-64-True-AxisType.Auto"])
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("annotated", [True, False])
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_leas
     assert loss.seen == want
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", TYPES)
 def test_meshes_of_two_axes(types):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(types,) * 2)
@@ -92,6 +94,7 @@ def test_meshes_of_two_axes(types):
         assert loss.seen == want, spec
 
 
+@pytest.mark.thorough
 def test_one_step_on_several_meshes():
     """Batches on other devices compile separate programs of one step."""
     loss = Loss()
@@ -129,6 +132,7 @@ def test_replicated_leaves():
     assert set(rows) == {(16, 16)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", TYPES)
 def test_scans_shapes_and_costs(types):
     mesh = mesh_over(8, types)
@@ -181,6 +185,7 @@ def loss_curve(devices, types=AxisType.Auto, steps=6, per_call=1, loss_fn=None, 
     return losses, state
 
 
+@pytest.mark.thorough(except_for=["3-AxisType.Auto"])
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_loss_curve_does_not_depend_on_the_devices(types, per_call):
@@ -202,6 +207,7 @@ def weighted(params, x):
     return jnp.sum(use * jnp.mean((x @ params["a"] @ params["b"] - x) ** 2, axis=1)) / jnp.maximum(jnp.sum(use), 1)
 
 
+@pytest.mark.thorough(except_for=["weights", "sharpness"])
 @pytest.mark.parametrize(
     ("loss_fn", "kwargs"),
     [

@@ -60,6 +60,7 @@ def run(directory, devices, stop_at, *args):
     return {int(line[1]): float(line[2]) for line in lines if line[0] == "loss"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [(), ("explicit",)], ids=["auto", "explicit"])
 def test_preempted_run_resumes_on_fewer_devices(tmp_path, kind):
     want = run(tmp_path / "uninterrupted", 8, 0, *kind)

@@ -30,6 +30,7 @@ def collectives(step, state, *batch):
     return set(re.findall(rf" ({kinds})(?:-start)?\(", step.lower(state, *batch).compile().as_text()))
 
 
+@pytest.mark.thorough(except_for=["one axis-AxisType.Auto", "rows and columns-AxisType.Auto"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", MESHES)
 def test_no_row_moves_between_devices(case, types):
@@ -83,6 +84,7 @@ def ids(rows):
     return np.tile(np.arange(rows, dtype=np.float32)[:, None], (1, 4))
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("case", "rows"), [*((case, 64) for case in MESHES), ("one axis", 16)])
 def test_microbatches_take_every_nth_row(case, rows, types):

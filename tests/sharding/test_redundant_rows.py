@@ -31,6 +31,7 @@ def warnings(caplog, mesh, spec=None, loss_fn=loss_fn, batches=None, params=None
     return [record.getMessage() for record in caplog.records if "computes all rows" in record.getMessage()]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_replicated_parameters_and_batches_give_one_warning(caplog, mesh, steps_per_call):
     (message,) = warnings(caplog, mesh, steps_per_call=steps_per_call)
@@ -70,6 +71,7 @@ def test_a_loss_that_shards_its_activations_gives_no_warning(caplog, mesh):
         assert not warnings(caplog, mesh, loss_fn=mapped)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_custom_step_that_shards_its_batch_gives_no_warning(caplog, steps_per_call):
     mesh = jax.make_mesh((8,), ("examples",), axis_types=(AxisType.Auto,))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from layouts import ALL, COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
+from layouts import COLUMNS_AND_ROWS, assert_close, data, init, loss_fn
 
 import jstep
 
@@ -40,6 +40,7 @@ def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+@pytest.mark.thorough(except_for=["explicit-guards", "auto-labels"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_memory_does_not_change_results(name, kind):
@@ -62,7 +63,8 @@ def test_slots_memory_does_not_change_results(name, kind):
         jax.tree.map(np.testing.assert_array_equal, other, results[2])
 
 
-@pytest.mark.parametrize("kind", KINDS if ALL else ["mixed"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
 def test_readers_of_host_slots(kind, tmp_path):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS["averages"]()
     batches = jstep.batches(data(), 32, seed=2)
@@ -100,6 +102,7 @@ def test_readers_of_host_slots(kind, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", [None, "pinned_host"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_updates_keep_shardings(kind, memory):

@@ -60,6 +60,8 @@ def test_abstract_batches(mesh):
         jstep.shard_batch([jax.ShapeDtypeStruct((30, 2), jnp.float32)], mesh)
 
 
+@pytest.mark.usefixtures("no_cached_programs")
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"slot_axis": "data"}], ids=str)

@@ -85,6 +85,7 @@ def check_trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.Tra
     return state
 
 
+@pytest.mark.thorough(except_for=["namedtuple", "list"])
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_parameters_in_containers(name: str) -> None:
     params, path = CONTAINERS[name]
@@ -165,6 +166,7 @@ def test_equinox_module() -> None:
 # Flax.
 
 
+@pytest.mark.thorough
 def test_flax_linen_with_batch_norm() -> None:
     nn = pytest.importorskip("flax.linen")
 

@@ -13,10 +13,13 @@ import pytest
 CHROMIUM = shutil.which("chromium")
 CHROMEDRIVER = shutil.which("chromedriver")
 
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and CHROMEDRIVER),
-    reason="chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)",
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        not (CHROMIUM and CHROMEDRIVER),
+        reason="chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)",
+    ),
+]
 
 # The elements of TensorBoard's page are in nested shadow roots; this script searches all of them.
 ALL = """

@@ -108,6 +108,7 @@ def test_summaries_under_a_transfer_guard(tmp_path, level):
     assert [e.step for e in events_of(writer)][:2] == [0, 7]
 
 
+@pytest.mark.thorough
 def test_summaries_under_a_mesh_and_x64(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))  # with Explicit axes
     with jax.set_mesh(mesh), jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:

@@ -67,6 +67,7 @@ def warnings_for(step, state, *args):
     return warnings_of(compiled.as_text(), state, args, step.trace(state, *args).jaxpr, compiled.out_info)
 
 
+@pytest.mark.thorough(except_for=["stored"])
 @pytest.mark.parametrize("one_block", [block, jax.checkpoint(block)], ids=["stored", "recomputed"])
 def test_fsdp_without_an_activation_constraint(one_block):
     """XLA moves activations to the weights without the constraint, and weights to the activations with it."""
@@ -203,6 +204,7 @@ def test_gathered_slots_warn():
     assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")
 
 
+@pytest.mark.thorough
 def test_batch_outside_the_mesh_warns():
     """Its program differs from that of a run with a sharded batch."""
     state, (x, y) = fsdp(mlp), (np.ones((64, 64), np.float32), jnp.ones((64, 64)))

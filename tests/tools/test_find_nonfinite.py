@@ -131,6 +131,7 @@ def test_custom_reduction_is_one_operation():
     assert [str(value) for value in found.inputs] == ["float32[3] from 1 to 3", "float32[] 1"]
 
 
+@pytest.mark.thorough
 def test_inside_a_shard_map():
     mesh = jax.make_mesh((4,), ("data",))  # with Explicit axes
     x = np.ones((4, 3), np.float32)

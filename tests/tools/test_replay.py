@@ -136,6 +136,7 @@ def test_batches_of_dicts_and_tuples():
     assert len(args) == 2
 
 
+@pytest.mark.thorough
 def test_replay_of_a_sharded_run(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))
     step = jstep.minimize(lambda params, x: ((params["w"] - x.sum(0)) ** 2).sum(), OPTIMIZER)

@@ -72,6 +72,7 @@ def test_iterator_that_was_read_before():
     assert verify(positioned)
 
 
+@pytest.mark.thorough
 def test_grain_loader_resumes():
     grain = pytest.importorskip("grain")
     rows = grain.MapDataset.range(100).shuffle(seed=1).map(lambda i: {"x": np.float32([i, 1]) / 100})

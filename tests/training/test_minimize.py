@@ -254,6 +254,7 @@ def test_microbatches_accumulate_into_one_update() -> None:
     assert jstep.global_step(accumulated) == 1
 
 
+@pytest.mark.thorough(except_for=["None", "AxisType.Auto"])
 @pytest.mark.parametrize("kind", [None, jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_skipped_updates_keep_the_model_state(kind):
     def loss_fn(params, stats, x):

@@ -57,6 +57,7 @@ def make(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
     return jstep.minimize(loss_fn, optimizer, **given), jstep.TrainState.create(params(), optimizer)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("decay", [0.99, 0.5, 0.0])
 def test_averages_follow_the_equations(method: Any, decay: float) -> None:
@@ -155,6 +156,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.thorough(except_for=["nan-scale", "inf-inside"])
 @pytest.mark.parametrize("place", GUARDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:
@@ -234,6 +236,7 @@ def test_squares_are_computed_in_float32() -> None:
     np.testing.assert_allclose(metrics["gradient_noise"], 0.5, rtol=1e-3)
 
 
+@pytest.mark.thorough
 def test_duplicate_lookups_are_summed_per_microbatch() -> None:
     ids = np.int32([[0, 0], [0, 1], [2, 2], [3, 0]])
 

@@ -134,6 +134,7 @@ def every_nth(x: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate([x[i::n] for i in range(n)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [mlp, table])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

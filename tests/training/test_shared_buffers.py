@@ -26,6 +26,7 @@ def create(mesh):
     return state if mesh is None else jstep.shard_state(state, mesh)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
 @pytest.mark.parametrize("n", [1, 2])

@@ -52,6 +52,7 @@ def train(
 WANT = train(make())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [EXPLICIT, AUTO], ids=["explicit", "auto"])
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
 def test_current_mesh_does_not_change_results(mesh: Any, placement: Any) -> None:
@@ -77,6 +78,7 @@ def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     assert not seen
 
 
+@pytest.mark.thorough
 def test_explicitly_sharded_arrays_with_and_without_the_mesh() -> None:
     batch = jax.device_put(ROWS, NamedSharding(EXPLICIT, P("data")))
     params = jax.device_put({"w": FIRST, "b": np.zeros(2, np.float32)}, NamedSharding(EXPLICIT, P()))
@@ -92,6 +94,7 @@ def test_explicitly_sharded_arrays_with_and_without_the_mesh() -> None:
     np.testing.assert_allclose(np.asarray(state.params["w"]), np.asarray(params["w"]) - 0.2, atol=0.1)
 
 
+@pytest.mark.thorough
 def test_inspection_accepts_the_arguments_of_the_step() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
@@ -111,6 +114,7 @@ def test_inspection_accepts_the_arguments_of_the_step() -> None:
         jstep.minimize(loss_fn, optimizer, jit=False)(state, batch)
 
 
+@pytest.mark.thorough
 def test_scalars_and_keys_created_under_a_mesh() -> None:
     with jax.set_mesh(EXPLICIT):
         rate, key, shift = jnp.float32(0.1), jax.random.key(0), jnp.ones(2)
@@ -124,6 +128,7 @@ def test_scalars_and_keys_created_under_a_mesh() -> None:
     assert int(jstep.minimize(loss_fn, optimizer)(state, ROWS)[0].global_step) == 2  # also works outside
 
 
+@pytest.mark.thorough
 def test_eager_functions_under_a_mesh() -> None:
     ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
     optimizer = jstep.schedule_free_adamw(jstep.linear_warmup(0.1, 3))
@@ -136,6 +141,7 @@ def test_eager_functions_under_a_mesh() -> None:
         jstep.apply_updates(params, jstep.gradients(lambda p: jnp.sum(p["w"] ** 2), params))
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
 def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimizer, placement: Any) -> None:
@@ -173,6 +179,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
 def test_other_jax_settings(name: str, placement: Any) -> None:

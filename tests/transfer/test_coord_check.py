@@ -112,6 +112,7 @@ def growth(name: str, *, with_factors: bool) -> Any:
     return jstep.coord_check(make, WIDTHS, activations, steps=3).growth
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_factors_changes_do_not_depend_on_the_width(name: str) -> None:
     found = growth(name, with_factors=True)

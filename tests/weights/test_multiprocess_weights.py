@@ -48,6 +48,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_load_and_save(tmp_path):
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
     write_arrays(tmp_path / "in.safetensors", rows=w, columns=w + 1, whole=w + 2)

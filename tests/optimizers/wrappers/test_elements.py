@@ -128,6 +128,7 @@ def test_cautious_scales_the_agreeing_updates() -> None:
     np.testing.assert_allclose(new["w"], [-4.0, 0.0, 0.0, 0.0])
 
 
+@pytest.mark.thorough
 def test_lookahead_matches_optax() -> None:
     transformation = optax.lookahead(optax.adam(1e-2), 2, 0.3)
     optimizer = jstep.lookahead(jstep.from_optax(optax.adam(1e-2)), 2, 0.3)

@@ -55,6 +55,7 @@ def run_jstep(optimizer: jstep.Optimizer, steps: int, params: Any = START, **kwa
     return state
 
 
+@pytest.mark.thorough(except_for=["lbfgs", "polyak"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_matches_optax(name: str) -> None:
     state = run_jstep(jstep.from_optax(TRANSFORMATIONS[name]()), 6)
@@ -74,6 +75,7 @@ WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["label"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_line_search_inside_wrappers(wrapper: str) -> None:
     alone = run_jstep(jstep.from_optax(optax.lbfgs()), 5)
@@ -93,6 +95,7 @@ def test_with_microbatches_and_keys(kwargs: Any) -> None:
     np.testing.assert_allclose(state.params["x"], run_jstep(optimizer, 1).params["x"], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_line_search_over_some_leaves() -> None:
     line_search = jstep.from_optax(optax.lbfgs())
     frozen = jstep.partition({"a": line_search}, lambda path, leaf: "a" if path == "x" else None)
@@ -106,6 +109,7 @@ def test_line_search_over_some_leaves() -> None:
     assert float(loss_fn(state.params, X)) < 4  # initially 14; the loss is as coarse as the bfloat16 parameters
 
 
+@pytest.mark.thorough
 def test_scan_and_restore(tmp_path: Any) -> None:
     optimizer = jstep.from_optax(optax.lbfgs())
     step = jstep.minimize(loss_fn, optimizer)
@@ -119,6 +123,7 @@ def test_scan_and_restore(tmp_path: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough(except_for=["transformation1-needs value of", "transformation2-needs value of"])
 @pytest.mark.parametrize(
     ("transformation", "missing"),
     [

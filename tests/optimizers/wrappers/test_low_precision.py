@@ -17,6 +17,7 @@ def low(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("make", [jstep.adam, lambda: jstep.momentum(1e-3, 0.9)])
 def test_params_are_a_rounded_float32_run(dtype: Any, make: Any) -> None:

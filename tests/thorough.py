@@ -1,0 +1,70 @@
+"""The marker `thorough`: tests that the default run leaves out, as CONTRIBUTING.md explains.
+
+    @pytest.mark.thorough                                      the whole test
+    @pytest.mark.thorough(except_for=["adam", "muon-fsdp"])    all cases of a parametrized test but these ids
+    @pytest.mark.thorough(except_for={"name": ["adam"]})       all cases but those with these values of a parameter
+    @pytest.mark.thorough(except_for="each value once")        all cases but some in which each value occurs
+
+`@examples(60)` of a property runs 60 examples in thorough runs and fewer in the default one.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import hypothesis
+import pytest
+
+EACH_VALUE = "each value once"
+QUICK_EXAMPLES = 8
+_is_default_run = False
+
+
+def configure(config: pytest.Config) -> None:
+    """Note whether this is the default run."""
+    global _is_default_run
+    _is_default_run = config.getoption("markexpr") == "not thorough"
+
+
+def examples(count: int) -> Callable[[Any], Any]:
+    """Return the settings of a property with this number of examples in thorough runs."""
+    return hypothesis.settings(max_examples=min(count, QUICK_EXAMPLES) if _is_default_run else count)
+
+
+def mark_cases(items: Iterable[pytest.Item]) -> None:
+    """Remove the marker from the cases that it excepts.
+
+    Raises:
+        pytest.UsageError: An exception matches no case: a test, an id or a value was renamed.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if any(mark.name == "thorough" and mark.kwargs for mark in item.own_markers):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for test, group in cases.items():
+        (mark,) = (mark for mark in group[0].own_markers if mark.name == "thorough")
+        chosen = _chosen(group, **mark.kwargs)
+        if not chosen or chosen == group:
+            raise pytest.UsageError(f"{test}: {mark.kwargs} excepts {'all' if chosen else 'none'} of its cases")
+        for item in chosen:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
+
+
+def _chosen(items: list[Any], except_for: str | Iterable[str] | Mapping[str, Iterable[Any]]) -> list[Any]:
+    if except_for == EACH_VALUE:
+        return _each_value_once(items)
+    if isinstance(except_for, Mapping):
+        known = {name: list(values) for name, values in except_for.items()}
+        return [item for item in items if all(item.callspec.params[name] in values for name, values in known.items())]
+    return [item for item in items if item.callspec.id in except_for]
+
+
+def _each_value_once(items: list[Any]) -> list[Any]:
+    """Return a few of the cases in which each value of each parameter occurs, in their order."""
+    values = {item.nodeid: {(name, id(value)) for name, value in item.callspec.params.items()} for item in items}
+    missing, chosen = set().union(*values.values()), []
+    while missing:
+        best = max(items, key=lambda item: len(missing & values[item.nodeid]))  # the first of those with as many
+        chosen.append(best)
+        missing -= values[best.nodeid]
+    return [item for item in items if item in chosen]
