@@ -14,4 +14,4 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 "$venv/bin/pip" install -q -e '.[test,tpu,aot-cuda]'
 
-exec "$venv/bin/python" -m pytest tests/compilers -n 2 -rs "$@"
+exec "$venv/bin/python" -m pytest tests/compilers -n 2 -m "" -rs "$@"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests that take too long for each change: the newest and the lowest versions, XLA's default optimization
-# level, 20 000 steps with all features, XLA's compilers for TPUs and GPUs, and SLURM if it is installed.
+# Runs everything, quick and thorough: with the newest and the lowest versions, with XLA's default optimization level,
+# 20 000 steps with all features, XLA's compilers for TPUs and GPUs, Ray, and SLURM if it is installed.
 #
 #   tests/nightly.sh [pytest arguments]
+#   STEPS="lowest soak" tests/nightly.sh      only these of: newest lowest optimized soak compilers launchers slurm
 #
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
-# It ends with a summary; the exit code is 1 if a step failed.
+# It ends with a summary of results and times; the exit code is 1 if a step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +17,16 @@ newest=$(command -v python3.13 || ls "$HOME"/.pyenv/versions/3.13.*/bin/python3 
 results=()
 code=0
 
+# The tests of TensorBoard's pages need a browser and are skipped without one.
+if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium chromium-driver) \
+        > /dev/null 2>&1 || echo "no browser could be installed: its tests will be skipped"
+fi
+
 step() { # name, command …
     local name=$1 begin=$SECONDS result=passed
     shift
+    case " ${STEPS:-$name} " in *" $name "*) ;; *) return ;; esac
     echo "== $name"
     if ! "$@" > "$logs/$name.log" 2>&1; then
         result=FAILED
@@ -29,11 +37,12 @@ step() { # name, command …
         "$(grep -aE '(passed|failed|error).* in [0-9]' "$logs/$name.log" | tail -n 1)")")
 }
 
-step newest env PYTHON="${newest:-python3}" tests/versions.sh newest "$@"
-step lowest env PYTHON="$python" tests/versions.sh lowest "$@"
-step optimized env XLA_FLAGS= JSTEP_WHOLE_MATRIX=1 "$python" -m pytest -n 2 "$@"
+step newest env PYTHON="${newest:-python3}" tests/versions.sh newest -m "" "$@"
+step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
+step optimized env XLA_FLAGS= "$python" -m pytest -n 2 -m "" --costs="$logs/costs.json" "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 step compilers tests/compilers.sh "$@"
+step launchers env PYTHON="$python" tests/launchers.sh "$@"
 if [ -x tests/slurm.sh ] && command -v sbatch > /dev/null; then
     step slurm env PYTHON="$python" tests/slurm.sh
 fi

@@ -10,42 +10,49 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in HERE.glob("*.sh")))
-def test_scripts_parse(script: str) -> None:
-    subprocess.run(["bash", "-n", str(HERE / script)], check=True, timeout=60)
+STEPS = ("newest", "lowest", "optimized", "soak", "compilers", "launchers", "slurm")
 
 
-@pytest.mark.parametrize("failing", ["", "newest", "lowest", "optimized", "soak", "compilers", "slurm"])
-def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> None:
-    (tmp_path / "tests").mkdir()
-    shutil.copy(HERE / "nightly.sh", tmp_path / "tests")
+def test_scripts_parse() -> None:
+    for script in HERE.glob("*.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+
+
+def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the nightly script with stubs in place of its steps, one of which fails."""
+    (directory / "tests").mkdir()
+    shutil.copy(HERE / "nightly.sh", directory / "tests")
     stubs = {
         "tests/versions.sh": f'[ "$1" != "{failing}" ]',
         "tests/compilers.sh": f'[ compilers != "{failing}" ]',
+        "tests/launchers.sh": f'[ launchers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "python": f'[ "$1" = tests/soak.py ] && step=soak || step=optimized; [ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():
-        (tmp_path / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{command}\n")
-        (tmp_path / path).chmod(0o755)
-    environment = os.environ | {"PYTHON": str(tmp_path / "python"), "XLA_FLAGS": "--some"}
-    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
-    done = subprocess.run(
-        [tmp_path / "tests/nightly.sh", "-k", "x"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-6:]}
-    assert summary == {
-        name: "FAILED" if name == failing else "passed"
-        for name in ("newest", "lowest", "optimized", "soak", "compilers", "slurm")
-    }
+        (directory / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{command}\n")
+        (directory / path).chmod(0o755)
+    environment = os.environ | {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
+    environment["PATH"] = f"{directory}:{environment['PATH']}"
+    if steps:
+        environment["STEPS"] = steps
+    command = [directory / "tests/nightly.sh", "-k", "x"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("failing", ["", *STEPS])
+def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> None:
+    done = nightly(tmp_path, failing)
+    summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-len(STEPS) :]}
+    assert summary == {name: "FAILED" if name == failing else "passed" for name in STEPS}
     assert done.returncode == bool(failing)
     assert "flags=." in (tmp_path / ".nightly/optimized.log").read_text()
+
+
+def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
+    done = nightly(tmp_path, steps="soak slurm")
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == ["soak", "slurm"]
 
 
 def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""The tools of the test suite: which tests are thorough, what they cost, and which ones a change needs."""
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import changed
+import costs
+import pytest
+import thorough
+
+
+def cases(test: str, ids: list[str], parameters: list[dict[str, Any]], except_for: Any) -> list[Any]:
+    """Return stand-ins for the cases of a parametrized test with the marker."""
+    mark = pytest.mark.thorough(except_for=except_for).mark
+    return [
+        types.SimpleNamespace(
+            nodeid=f"{test}[{name}]", callspec=types.SimpleNamespace(id=name, params=values), own_markers=[mark]
+        )
+        for name, values in zip(ids, parameters, strict=True)
+    ]
+
+
+COMBINATIONS = [{"layout": layout, "dtype": dtype} for layout in ("data", "model", "fsdp") for dtype in ("f4", "f2")]
+IDS = [f"{one['layout']}-{one['dtype']}" for one in COMBINATIONS]
+
+
+@pytest.mark.parametrize(
+    ("except_for", "quick"),
+    [
+        (["model-f2"], ["model-f2"]),
+        ({"layout": ["data"]}, ["data-f4", "data-f2"]),
+        ({"layout": ["data"], "dtype": ["f4"]}, ["data-f4"]),
+        ("each value once", ["data-f4", "model-f2", "fsdp-f4"]),
+    ],
+)
+def test_exceptions_are_quick(except_for: Any, quick: list[str]) -> None:
+    items = cases("test_a", IDS, COMBINATIONS, except_for)
+    thorough.mark_cases(items)
+    assert [item.callspec.id for item in items if not item.own_markers] == quick
+
+
+@pytest.mark.parametrize("except_for", [["moved"], IDS])
+def test_exceptions_without_effect_are_errors(except_for: list[str]) -> None:
+    with pytest.raises(pytest.UsageError, match=r"test_a: .* excepts (all|none) of its cases"):
+        thorough.mark_cases(cases("test_a", IDS, COMBINATIONS, except_for))
+
+
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    [
+        ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint"}),
+        ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
+        ("tests/cli/test_cost_command.py", {"tests/cli/test_cost_command.py"}),
+        ("tests/sharding/conftest.py", {"tests/sharding"}),
+        ("docs/how/resume.md", {"tests/docs"}),
+        ("examples/digits.py", {"tests/examples"}),
+    ],
+)
+def test_a_change_leads_to_its_tests(file: str, tests: set[str]) -> None:
+    assert changed.tests_of(file) == tests
+
+
+def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
+    assert "tests/object_storage" in changed.tests_of("tests/object_storage/fake_s3.py")
+    wanted = changed.tests_of("tests/optimizer_entries/classic.py")
+    assert {"tests/optimizers/test_contract_steps.py", "tests/sharding/test_sharded_training.py"} <= wanted
+    assert "tests/queues/test_queues.py" not in wanted
+
+
+def test_files_inside_of_folders_are_not_listed() -> None:
+    files = ["jstep/cli/diff.py", "tests/cli/test_cost_command.py", "tests/queues/test_queues.py", "jstep/cli/gone.py"]
+    assert changed.tests_of_all(files) == ["jstep/cli/diff.py", "tests/cli", "tests/queues/test_queues.py"]
+
+
+def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = {
+        "tests/a/test_x.py::test_one": (0.5, 0.6, False),
+        "tests/a/test_x.py::test_two": (9.0, 9.5, False),
+        "tests/b/test_y.py::test_three": (9.0, 9.5, True),
+    }
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(measured))
+    assert costs.main(str(path)) == 1
+    printed = capsys.readouterr().out
+    assert "1 quick tests take more than" in printed
+    assert "9.00  tests/a/test_x.py::test_two" in printed
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()[1:4]}
+    assert rows["tests/a"] == ["2", "9.5", "10.1", "0", "0.0", "0.0"]
+    assert rows["all"][0] == "2"
+    del measured["tests/a/test_x.py::test_two"]
+    path.write_text(json.dumps(measured))
+    assert costs.main(str(path)) == 0
