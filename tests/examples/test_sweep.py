@@ -1,8 +1,8 @@
 """examples/sweep.py, shortened."""
 
-import pytest
 import re
 
+import pytest
 from programs import run
 
 
