@@ -96,11 +96,17 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 
 def within(rows: IndexedSlices) -> IndexedSlices:
-    """Make a result of `combined` valid slices again: indices past the end become zero rows at index 0."""
+    """Make a result of `combined` valid slices again: unused entries become zero rows at its first index.
+
+    They must not name a row that the gradient does not name: an optimizer with momentum would move it. If all indices
+    were out of range, they remain so.
+    """
+    if not rows.indices.shape[0]:
+        return rows
     inside = rows.indices < rows.dense_shape[0]
     shape = (-1,) + (1,) * (jnp.ndim(rows.values) - 1)
     values = jnp.where(inside.reshape(shape), rows.values, jnp.zeros_like(rows.values))
-    return IndexedSlices(values, jnp.where(inside, rows.indices, 0), rows.dense_shape)
+    return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
 
 
 def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
