@@ -159,7 +159,9 @@ def _shape(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
         sharding = leaf.sharding if leaf.committed else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
+        )
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return leaf

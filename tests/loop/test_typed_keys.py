@@ -1,0 +1,65 @@
+"""States that hold typed PRNG keys: they are saved, restored, staged and compiled ahead like any other array."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+
+
+def noisy_loss(params, keys, x):
+    key, dropout = jax.random.split(keys["key"])
+    keep = jax.random.bernoulli(keys["many"][1], 0.5, x.shape)
+    loss = jnp.mean((jnp.where(keep, x, 0.0) @ params["w"] + jax.random.normal(dropout)) ** 2)
+    return loss, {"key": key, "many": jax.vmap(jax.random.fold_in, (0, None))(keys["many"], 1)}
+
+
+def make_step(rate=0.1):
+    return jstep.minimize(noisy_loss, jstep.adam(rate), has_model_state=True)
+
+
+def make_state(mesh=None):
+    keys = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
+    return jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam(0.1), model_state=keys, mesh=mesh)
+
+
+def numbers(state):
+    def plain(leaf):
+        return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return jax.tree.map(lambda leaf: np.asarray(plain(leaf)), state)
+
+
+@pytest.mark.parametrize("mesh", [None, "auto", "explicit"])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.thorough(except_for="each value once")
+def test_a_run_resumes_bitwise(tmp_path, mesh, steps_per_call, stages):
+    axes = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
+    mesh = mesh and jax.make_mesh((2,), ("data",), axis_types=(axes[mesh],))
+
+    def run(last_step, directory):
+        steps = {0: make_step(), 4: make_step(0.05)} if stages else make_step()
+        hooks = [jstep.NanLossHook(), jstep.FingerprintHook(tmp_path / f"{directory}.jsonl", every_n_steps=2)]
+        return jstep.train(
+            steps,
+            make_state(mesh),
+            lambda n: X * n,
+            last_step,
+            hooks=hooks,
+            checkpoint_dir=tmp_path / directory,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+
+    whole = run(7, "whole")
+    run(3, "parts")
+    resumed = run(7, "parts")
+    jax.tree.map(np.testing.assert_array_equal, numbers(resumed), numbers(whole))
+    events = [json.loads(line) for line in (tmp_path / "parts" / "timeline.jsonl").read_text().splitlines()]
+    assert sum("card" in json.dumps(event) for event in events) >= 1
