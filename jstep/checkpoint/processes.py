@@ -1,9 +1,14 @@
-"""Agreement between processes through JAX collectives; a single process communicates nothing."""
+"""Agreement between processes through JAX collectives; a single process communicates nothing.
+
+The caller's transfer guards do not apply.
+"""
 
 from typing import Any
 
 import jax
 import numpy as np
+
+from jstep.core.contexts import internal_transfers
 
 _SMALLEST = 1024  # minimum number of bytes to exchange
 
@@ -14,8 +19,10 @@ def broadcast_first(number: int) -> int:
         return number
     from jax.experimental import multihost_utils
 
-    agreed: Any = multihost_utils.broadcast_one_to_all(np.int32(number) if abs(number) < 2**31 else np.int64(number))
-    return int(agreed)
+    with internal_transfers():
+        mine = np.int32(number) if abs(number) < 2**31 else np.int64(number)
+        agreed: Any = multihost_utils.broadcast_one_to_all(mine)
+        return int(agreed)
 
 
 def any_process(true: bool) -> bool:
@@ -24,7 +31,8 @@ def any_process(true: bool) -> bool:
         return true
     from jax.experimental import multihost_utils
 
-    return bool(np.any(multihost_utils.process_allgather(np.array([true]))))
+    with internal_transfers():
+        return bool(np.any(multihost_utils.process_allgather(np.array([true]))))
 
 
 def gather_texts(text: str) -> list[str]:
@@ -34,10 +42,12 @@ def gather_texts(text: str) -> list[str]:
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(text.encode(), np.uint8)
-    lengths = np.ravel(multihost_utils.process_allgather(np.array([data.size], np.int32)))
+    with internal_transfers():
+        lengths = np.ravel(multihost_utils.process_allgather(np.array([data.size], np.int32)))
     # Few sizes, so that a string that grows by one digit does not compile another program.
     room = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
     padded[: data.size] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded))
+    with internal_transfers():
+        rows = np.asarray(multihost_utils.process_allgather(padded))
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
