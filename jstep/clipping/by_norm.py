@@ -39,12 +39,13 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     """
     check_clip_norm("clip_norm", clip_norm)
     listed = None if axes is None else _axes_of(axes)
-    for path, x in trees.leaves_with_paths(t):
-        rank = np.ndim(x)
+    for keys, x in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_slices):
+        path, leaf_shape = trees.path_str(keys), x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x)
+        rank = len(leaf_shape)
         for axis in listed or ():
             if not -rank <= axis < rank:
                 raise ValueError(
-                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {np.shape(x)}, which has no axis "
+                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {leaf_shape}, which has no axis "
                     f"{axis}; map over the leaves that have it"
                 )
         if listed is not None and len({axis % rank for axis in listed}) < len(listed):

@@ -68,6 +68,19 @@ def test_clip_by_norm_over_axes(x: np.ndarray, limit: float, axes: Any) -> None:
     np.testing.assert_allclose(clipped, x * scale, rtol=3e-6)
 
 
+@pytest.mark.parametrize("axes", [0, 1, -1, (0, 1)])
+def test_rows_of_a_table_are_clipped_over_axes(axes: Any) -> None:
+    rows = jstep.IndexedSlices(jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2))
+    clipped = jstep.clip_by_norm({"t": rows}, 2.0, axes=axes)["t"].to_dense()
+    np.testing.assert_allclose(clipped, jstep.clip_by_norm(rows.to_dense(), 2.0, axes=axes), rtol=1e-6)
+
+
+def test_an_axis_that_a_table_does_not_have() -> None:
+    rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]), (4, 2))
+    with pytest.raises(ValueError, match=r"axes=2: the leaf at 't' has shape \(4, 2\), which has no axis 2"):
+        jstep.clip_by_norm({"t": rows}, 2.0, axes=2)
+
+
 @given(trees, limits)
 def test_clip_by_average_norm(tree: Any, limit: float) -> None:
     """The average norm is ‖t‖ over the number of elements."""
