@@ -236,6 +236,12 @@ def _umask():
     return mask
 
 
+def test_write_graph_does_not_change_the_umask(tmp_path, monkeypatch):
+    """The umask belongs to the process: files that other threads create meanwhile would be writable by everyone."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+    summary.write_graph(lambda: jnp.ones(3), tmp_path, "graph.mlir")
+
+
 def test_write_graph_with_bad_arguments(tmp_path):
     with pytest.raises(TypeError, match="not int"):
         summary.write_graph(3, tmp_path, "graph")

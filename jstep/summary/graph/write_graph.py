@@ -1,7 +1,7 @@
 """Writing functions as StableHLO or as GraphDefs, which TensorBoard draws."""
 
 import os
-import tempfile
+import uuid
 from typing import Any
 
 import jax
@@ -90,21 +90,16 @@ def _file_below(name: Any) -> str:
 
 def _write_whole(path: str, data: bytes) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    partial = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex}")
+    with open(partial, "xb") as file:  # with the umask of the process
+        try:
             file.write(data)
-        os.chmod(partial, 0o666 & ~_umask())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
 
 
 def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
