@@ -50,6 +50,16 @@ def paths_of(tree: Any) -> list[str]:
     return [path for path, _ in leaves_with_paths(tree)]
 
 
+def is_plain_tuple(x: Any) -> bool:
+    """Whether a value is a tuple without names: a NamedTuple is one object with fields."""
+    return isinstance(x, tuple) and not hasattr(x, "_fields")
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """Return the arguments that a batch stands for: those of a plain tuple, otherwise the batch alone."""
+    return batch if is_plain_tuple(batch) else (batch,)
+
+
 def is_none(x: Any) -> bool:
     """Whether a gradient is empty: None, or the float0 that JAX returns for integer inputs."""
     return x is None or (isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.data.placement import copied, placement
 from jstep.distributed import agreement
@@ -59,7 +60,7 @@ def make_placer(batch_sharding: Any) -> Callable[[Iterable[Any]], Iterator[Place
 
 def leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a sharding for each leaf of the arguments; a tree of shardings is a prefix of the batch."""
-    batch = args if isinstance(shardings, tuple) or len(args) != 1 else args[0]
+    batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return each if batch is args else (each,)
 
@@ -78,5 +79,4 @@ def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
 
 def _as_args(batch: Any) -> tuple[Any, ...]:
     """Return a copy of the batch as a tuple of arguments; the loader may overwrite its buffers meanwhile."""
-    own = copied(batch)
-    return own if isinstance(own, tuple) else (own,)
+    return trees.arguments_of(copied(batch))

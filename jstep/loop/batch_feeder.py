@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.trees import flatten
+from jstep.core.trees import arguments_of, flatten
 from jstep.data.placement import copied, placement
 from jstep.data.prefetch import PrefetchIterator
 from jstep.loop.signals import StopWaiting
@@ -81,12 +81,12 @@ def make_calls(
     def call(batch: Any, first: int, steps: int, stacked: bool, position: Any, why: str = "") -> Call:
         place = many if stacked else one
         placed = batch if place is None else place(batch)
-        return Call(placed if isinstance(batch, tuple) else (placed,), steps, first, stacked, position, why)
+        return Call(arguments_of(placed), steps, first, stacked, position, why)
 
     if lengths is None:
         for step, (batch, position) in enumerate(items, start):
             placed = batch if one is None else one(batch)
-            yield Call(placed if isinstance(batch, tuple) else (placed,), 1, step, False, position)
+            yield Call(arguments_of(placed), 1, step, False, position)
         return
     step = start
     for length in lengths:

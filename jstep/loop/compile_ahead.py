@@ -153,7 +153,7 @@ def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[An
 def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
     """The shapes and shardings of the arguments that a batch becomes."""
     placed = batch if batch_sharding is None else placement(named(batch_sharding))(batch)
-    args: tuple[Any, ...] = shapes_of(placed if isinstance(batch, tuple) else (placed,))
+    args: tuple[Any, ...] = shapes_of(trees.arguments_of(placed))
     return args
 
 

@@ -169,7 +169,7 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
         )
     train_step, state, batch = made
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
-    args = batch if isinstance(batch, tuple) else (batch,)
+    args = trees.arguments_of(batch)
     before = _checked(activations(state.params, *args), width)
     for _ in range(steps):
         state, _ = train_step(state, *args)
