@@ -62,9 +62,10 @@ def train(
             shapes, dtypes and sharding, and may be abstract. It is donated to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, or any iterable. The position
             of an iterator with `get_state` and `set_state`, or of a loader or iterator with `state_dict` and
-            `load_state_dict`, is saved with each checkpoint, for every process. A tuple is passed as `*args`; anything
-            else, including a list, is one argument. Each batch is copied before the next one is fetched, so a loader
-            may reuse its buffers. If the batches end before last_step, the run ends with a warning.
+            `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
+            anything else, a list or a NamedTuple, too, is one argument. Each batch is copied before the next one is
+            fetched, so a loader may reuse its buffers. If the batches end before last_step, the run ends with a
+            warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
             stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
