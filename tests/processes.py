@@ -99,6 +99,11 @@ def run(script, count, directory, *args, devices=4):
     return [one.out.split("\n") for one in finished]
 
 
+def printed(lines, name):
+    """Return what a process printed after `name`, or None."""
+    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
+
+
 @contextlib.contextmanager
 def running_program(program, *args, timeout=60):
     """Start a program whose output can be read while it runs; it is killed after `timeout` seconds."""

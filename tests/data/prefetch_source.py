@@ -2,22 +2,13 @@
 
 import gc
 import threading
-import time
 
 import numpy as np
-
-TIMEOUT = 20  # seconds after which a hanging test fails
+from waiting import TIMEOUT, wait_until
 
 
 def threads():
     return [t for t in threading.enumerate() if t.name == "jstep-prefetch"]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "timed out waiting for the condition"
-        time.sleep(0.001)
 
 
 class Source:

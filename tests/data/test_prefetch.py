@@ -7,7 +7,8 @@ import traceback
 import jax
 import numpy as np
 import pytest
-from prefetch_source import Source, check_no_leftover_threads, threads, wait_until
+from prefetch_source import Source, check_no_leftover_threads, threads
+from waiting import wait_until
 
 from jstep.data import batches
 from jstep.data.prefetch import prefetch_to_device

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from prefetch_source import Source, check_no_leftover_threads, wait_until
+from prefetch_source import Source, check_no_leftover_threads
 from processes import run
+from waiting import wait_until
 
 from jstep.data import batches
 from jstep.data.prefetch import prefetch_to_device

@@ -6,8 +6,9 @@ import threading
 import time
 
 import pytest
-from prefetch_source import TIMEOUT, Source, check_no_leftover_threads, threads, wait_until
+from prefetch_source import Source, check_no_leftover_threads, threads
 from processes import run_program, running_program
+from waiting import TIMEOUT, wait_until
 
 from jstep.data.prefetch import prefetch_to_device
 

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from processes import run, start, wait_for
+from processes import printed, run, start, wait_for
 
 import jstep
 from jstep.loop import positions
@@ -66,10 +66,6 @@ except ValueError as error:
 """
 
 
-def value_of(lines, name):
-    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["get_state", "state_dict"])
 def test_each_loader_resumes_at_its_position(tmp_path, kind):
@@ -79,9 +75,9 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
     wait_for(killed)
     resumed = run(TRAIN, 2, tmp_path / "killed", kind, -1)
     for lines in resumed:
-        assert value_of(lines, "step") == "12"
-        assert value_of(lines, "weights") == value_of(uninterrupted[0], "weights")
-        assert value_of(lines, "log") is None
+        assert printed(lines, "step") == "12"
+        assert printed(lines, "weights") == printed(uninterrupted[0], "weights")
+        assert printed(lines, "log") is None
     with jstep.Saver(tmp_path / "killed") as saver:
         extra = saver.extra()
     saved = extra[positions.POSITIONS]
@@ -91,12 +87,12 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
     if kind == "state_dict":
         return
     for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # a finished run does not restore the loaders
-        assert value_of(lines, "step") == "12"
+        assert printed(lines, "step") == "12"
     with jstep.Saver(tmp_path / "killed") as saver:
         saver.delete(12)
     for count in (1, 4):
         for lines in run(TRAIN, count, tmp_path / "killed", kind, -1):
-            error = value_of(lines, "raised")
+            error = printed(lines, "raised")
             assert "GetState" in error
             assert "saved by 2 processes" in error
             assert f"this run has {count}" in error
@@ -112,7 +108,7 @@ def test_equal_positions_work_on_any_number_of_processes(tmp_path):
         assert len(saver.extra()[positions.POSITIONS]["positions"]) == 1
     for count in (1, 4):
         for lines in run(TRAIN, count, tmp_path, "same", -1):
-            assert value_of(lines, "step") == "12"
-            assert value_of(lines, "log") is None
+            assert printed(lines, "step") == "12"
+            assert printed(lines, "log") is None
         with jstep.Saver(tmp_path) as saver:
             saver.delete(12)

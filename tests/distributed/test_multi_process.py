@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from processes import free_address, run, start, wait_for
+from processes import free_address, printed, run, start, wait_for
 
 import jstep
 
@@ -52,10 +52,6 @@ finally:
 """
 
 
-def value(lines, name):
-    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """An uninterrupted run of 60 steps on 2 processes."""
@@ -71,8 +67,8 @@ def test_process_0_logs_and_all_processes_save(uninterrupted):
     assert re.search(r"^step 60  loss", first.err, re.MULTILINE)
     assert "loss" not in second.err
     assert len(list((directory / "log").iterdir())) == 1
-    assert value(first.out.split("\n"), "saved") == value(second.out.split("\n"), "saved") == "20 40 60"
-    assert value(first.out.split("\n"), "weights") == value(second.out.split("\n"), "weights")
+    assert printed(first.out.split("\n"), "saved") == printed(second.out.split("\n"), "saved") == "20 40 60"
+    assert printed(first.out.split("\n"), "weights") == printed(second.out.split("\n"), "weights")
     assert jstep.Saver(directory).all_steps() == [20, 40, 60]
 
 
@@ -82,9 +78,9 @@ def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, 
     """All processes save that step and exit; the resumed run is bitwise identical."""
     ended = wait_for(start(TRAIN, 2, tmp_path, mode))
     lines = [one.out.split("\n") for one in ended]
-    raised = [value(one, "raised") for one in lines]
-    assert value(lines[0], "saved") == value(lines[1], "saved")
-    last = int(value(lines[0], "saved").split()[-1])
+    raised = [printed(one, "raised") for one in lines]
+    assert printed(lines[0], "saved") == printed(lines[1], "saved")
+    last = int(printed(lines[0], "saved").split()[-1])
     assert 30 <= last < 60
     assert jstep.Saver(tmp_path).latest_step() == last
     assert all(f"stopped the run after step {last}, which is saved" in one for one in raised)
@@ -92,7 +88,7 @@ def test_a_signal_stops_all_processes_at_the_same_step(tmp_path, uninterrupted, 
         assert [one.code for one in ended] == [143, 143]
         assert all(one.startswith("Preempted SIGTERM") for one in raised)
     resumed = run(TRAIN, 2, tmp_path, "none")
-    assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
+    assert printed(resumed[0], "weights") == printed(uninterrupted[1][0].out.split("\n"), "weights")
 
 
 @pytest.mark.thorough
@@ -105,8 +101,8 @@ def test_a_killed_process_ends_the_others_and_a_restart_resumes(tmp_path, uninte
     assert survivor.at - died < 40  # missing heartbeats are detected after 10 s
     assert jstep.Saver(tmp_path).latest_step() == 20
     resumed = run(TRAIN, 2, tmp_path, "scan")  # several steps per call give the same weights
-    assert value(resumed[0], "saved") == "40 60"
-    assert value(resumed[0], "weights") == value(uninterrupted[1][0].out.split("\n"), "weights")
+    assert printed(resumed[0], "saved") == "40 60"
+    assert printed(resumed[0], "weights") == printed(uninterrupted[1][0].out.split("\n"), "weights")
 
 
 @pytest.mark.thorough
@@ -123,9 +119,9 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
     script = TRAIN.replace("batches, 60", "batches, int(sys.argv[6])")
     for count, last_step in ((2, 20), (1, 40), (4, 60)):
         lines = run(script, count, tmp_path, "none", last_step, *(["fsdp"] if count == 1 else []))
-        assert {value(one, "step") for one in lines} == {str(last_step)}
+        assert {printed(one, "step") for one in lines} == {str(last_step)}
     actual, expected = (
-        np.frombuffer(bytes.fromhex("".join(value(one, "weights").split())), np.float32)
+        np.frombuffer(bytes.fromhex("".join(printed(one, "weights").split())), np.float32)
         for one in (lines[0], uninterrupted[1][0].out.split("\n"))
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
@@ -154,8 +150,8 @@ def test_time_based_saves_happen_at_the_same_steps(tmp_path):
     print("evaluated", *evaluations.results)
     """
     for lines in run(script, 2, tmp_path):
-        assert value(lines, "saved") == "10 20 30"
-        assert value(lines, "evaluated") == "7 14 21 28 30"
+        assert printed(lines, "saved") == "10 20 30"
+        assert printed(lines, "evaluated") == "7 14 21 28 30"
 
 
 @pytest.mark.thorough
@@ -205,16 +201,16 @@ def test_states_and_batches_over_processes(tmp_path):
         saver.save(created)
     """
     first, second = run(script, 2, tmp_path)
-    losses = value(first, "losses").split()
+    losses = printed(first, "losses").split()
     assert len(losses) == 4
-    assert set(losses) == set(value(second, "losses").split())
+    assert set(losses) == set(printed(second, "losses").split())
     assert len(set(losses)) == 1
-    assert "7 rows on this process" in value(first, "rows")
-    assert "multiple of 2" in value(first, "rows")
-    assert "batch_size=15" in value(first, "split")
-    assert "2, the number of processes" in value(first, "split")
-    assert "has shape (7, 8) on this process" in value(first, "loop")
-    assert "jstep.shard_state" in value(first, "alone")
+    assert "7 rows on this process" in printed(first, "rows")
+    assert "multiple of 2" in printed(first, "rows")
+    assert "batch_size=15" in printed(first, "split")
+    assert "2, the number of processes" in printed(first, "split")
+    assert "has shape (7, 8) on this process" in printed(first, "loop")
+    assert "jstep.shard_state" in printed(first, "alone")
     # Saved by two processes, restored by one.
     assert jstep.Saver(tmp_path).restore()["params"]["w"].shape == (8, 8)
 

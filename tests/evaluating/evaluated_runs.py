@@ -24,6 +24,10 @@ def train(last_step, hooks, state=None, **kwargs):
     return jstep.train(STEP, make_state() if state is None else state, source, last_step, hooks=hooks, **kwargs)
 
 
+def in_batches(size, x):
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
 def rate(state):
     return jstep.get_hyperparameter(state, "learning_rate")
 

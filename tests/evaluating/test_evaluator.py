@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluated_runs import in_batches
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -37,17 +38,13 @@ EXPECTED = {
 }
 
 
-def in_batches(size, x=X):
-    return [x[i : i + size] for i in range(0, len(x), size)]
-
-
 def mesh_of(count):
     return jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 23])
 def test_examples_have_equal_weight_for_all_batch_sizes(size):
-    found = jstep.evaluator(metrics, in_batches(size))(make_state())
+    found = jstep.evaluator(metrics, in_batches(size, X))(make_state())
     assert list(found) == ["each", "right", "mean", "pair"]
     assert all(type(value) is float for value in found.values())
     assert found == pytest.approx(EXPECTED, rel=1e-6)
@@ -85,7 +82,7 @@ def test_prefix_shardings_and_batches_of_several_arguments():
 
 
 def test_it_compiles_once_per_batch_shape(compilations):
-    evaluate = jstep.evaluator(metrics, in_batches(5))
+    evaluate = jstep.evaluator(metrics, in_batches(5, X))
     state = make_state()
     with compilations() as compiled:
         evaluate(state)
@@ -135,14 +132,14 @@ def test_has_model_state():
         return {"mean": x[:, 0] - model_state["mean"]}
 
     state = make_state(model_state={"mean": jnp.float32(1.5)})
-    found = jstep.evaluator(metric_fn, in_batches(4), has_model_state=True)(state)
+    found = jstep.evaluator(metric_fn, in_batches(4, X), has_model_state=True)(state)
     assert found["mean"] == pytest.approx(X[:, 0].astype(np.float64).mean() - 1.5, rel=1e-5)
     with pytest.raises(ValueError, match="has_model_state=True: the state has no model state"):
-        jstep.evaluator(metric_fn, in_batches(4), has_model_state=True)(make_state())
+        jstep.evaluator(metric_fn, in_batches(4, X), has_model_state=True)(make_state())
 
 
 def params_seen(state, **kwargs):
-    found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, in_batches(23), **kwargs)(state)
+    found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, in_batches(23, X), **kwargs)(state)
     return found["w"]
 
 
@@ -166,7 +163,7 @@ def test_use_averages_with_schedule_free_parameters():
 
 def test_the_state_is_not_donated_and_transfer_guards_do_not_apply():
     state = make_state()
-    evaluate = jstep.evaluator(metrics, in_batches(5))
+    evaluate = jstep.evaluator(metrics, in_batches(5, X))
     with jax.transfer_guard("disallow"):
         first = evaluate(state)
     assert evaluate(state) == first
@@ -196,16 +193,16 @@ class Positioned:
 
 class Indexed:
     def __getitem__(self, number):
-        return in_batches(5)[number]
+        return in_batches(5, X)[number]
 
 
 class Loader:
     def __iter__(self):
-        return iter(in_batches(5))
+        return iter(in_batches(5, X))
 
 
 @pytest.mark.parametrize(
-    "batches", [in_batches(5), tuple(in_batches(5)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
+    "batches", [in_batches(5, X), tuple(in_batches(5, X)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
 )
 def test_each_call_evaluates_all_batches_once(batches):
     evaluate = jstep.evaluator(metrics, batches)
@@ -214,7 +211,7 @@ def test_each_call_evaluates_all_batches_once(batches):
 
 
 def test_a_generator_is_exhausted_by_the_first_evaluation():
-    evaluate = jstep.evaluator(metrics, (x for x in in_batches(5)))
+    evaluate = jstep.evaluator(metrics, (x for x in in_batches(5, X)))
     assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
     with pytest.raises(ValueError, match="an iterator, which the first evaluation has exhausted"):
         evaluate(make_state())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from evaluated_runs import train
+from evaluated_runs import in_batches, train
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -107,14 +107,10 @@ def make_state(**kwargs):
     return jstep.TrainState.create({"w": W}, jstep.gradient_descent(0.1), **kwargs)
 
 
-def in_batches(size, x=X):
-    return [x[i : i + size] for i in range(0, len(x), size)]
-
-
 @pytest.mark.thorough(except_for=["4", "23"])
 @pytest.mark.parametrize("size", [1, 4, 5, 23])
 def test_objects_are_merged_over_all_batches(size):
-    evaluate = jstep.evaluator(metric_fn, in_batches(size))
+    evaluate = jstep.evaluator(metric_fn, in_batches(size, X))
     found = evaluate(make_state())
     assert list(found) == list(EXPECTED)
     assert all(type(value) is float for value in found.values())
@@ -138,8 +134,8 @@ def only_objects(params, x):
 
 def test_one_program_merges_all_objects_without_host_transfers(compilations, monkeypatch):
     state = make_state()
-    jstep.evaluator(only_objects, in_batches(5))(state)
-    evaluate = jstep.evaluator(only_objects, in_batches(4))
+    jstep.evaluator(only_objects, in_batches(5, X))(state)
+    evaluate = jstep.evaluator(only_objects, in_batches(4, X))
     with compilations() as seen:
         evaluate(state)
     assert len(seen) == 3  # metric_fn for 4 rows, metric_fn for the 3 rows of the last batch, and the merge
@@ -160,12 +156,12 @@ def test_has_model_state_and_use_averages():
         return {"z": Extremes.of(x @ params["w"] - model_state["mean"])}
 
     state = make_state(model_state={"mean": jnp.float32(1.5)})
-    found = jstep.evaluator(with_model_state, in_batches(4), has_model_state=True)(state)
+    found = jstep.evaluator(with_model_state, in_batches(4, X), has_model_state=True)(state)
     assert found == pytest.approx({"z/low": OUT.min() - 1.5, "z/high": OUT.max() - 1.5}, rel=1e-5)
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
     state = jstep.TrainState.create({"w": W}, optimizer)
     state = jstep.apply_gradients(state, {"w": W}, optimizer)
-    assert jstep.evaluator(only_objects, in_batches(4), use_averages=True)(state) == pytest.approx(
+    assert jstep.evaluator(only_objects, in_batches(4, X), use_averages=True)(state) == pytest.approx(
         {"z/low": OUT.min() / 2, "z/high": OUT.max() / 2, "average": OUT.mean() / 2}, rel=1e-5
     )
 
@@ -228,7 +224,7 @@ def test_an_invalid_object_is_named(cls, error, words):
         return {"m": cls(x[0, 0]), "m/n": 1.0}
 
     with pytest.raises(error, match=words):
-        jstep.evaluator(metrics, in_batches(5))(make_state())
+        jstep.evaluator(metrics, in_batches(5, X))(make_state())
 
 
 @pytest.mark.parametrize("method", ["merge", "compute"])
@@ -238,7 +234,7 @@ def test_an_error_in_an_object_names_the_metric(method):
 
     cls = make(**{"merge": first, "compute": x_of, method: fails})
     with pytest.raises(ZeroDivisionError) as caught:
-        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5))(make_state())
+        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(make_state())
     assert f"metric_fn: in {method} of the metric 'm'" in caught.value.__notes__
 
 
@@ -249,4 +245,4 @@ def test_a_structure_that_differs_between_batches():
         return {"m": cls((x[0, 0],) * len(x))}
 
     with pytest.raises(TypeError, match="'m': merge of a Mine was given a Mine of another structure"):
-        jstep.evaluator(metrics, in_batches(5))(make_state())
+        jstep.evaluator(metrics, in_batches(5, X))(make_state())

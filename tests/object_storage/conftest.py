@@ -10,6 +10,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 from fake_gcs import FakeGCS
 from fake_s3 import FakeS3
 
+from jstep.stores import objects
+
 _VARIABLES = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE")
 
 
@@ -20,6 +22,18 @@ def _open(kind, monkeypatch):
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     return store
+
+
+@pytest.fixture
+def fast_retries(monkeypatch):
+    """Repeat failed requests three times, after milliseconds."""
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+
+
+@pytest.fixture
+def one_retry(monkeypatch):
+    """Repeat failed requests once, after a millisecond."""
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
 
 
 @pytest.fixture

@@ -9,12 +9,9 @@ from object_states import state_at
 
 import jstep
 from jstep.checkpoint.store import object_claim, object_save, owner
-from jstep.stores import Directory, objects
+from jstep.stores import Directory
 
-
-@pytest.fixture(autouse=True)
-def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+pytestmark = pytest.mark.usefixtures("fast_retries")
 
 
 @pytest.mark.thorough(except_for=["s3"])

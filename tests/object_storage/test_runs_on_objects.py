@@ -11,12 +11,9 @@ from etils import epath
 
 import jstep
 from jstep.fingerprints import log
-from jstep.stores import Objects, objects
+from jstep.stores import Objects
 
-
-@pytest.fixture(autouse=True)
-def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+pytestmark = pytest.mark.usefixtures("fast_retries")
 
 
 optimizer = jstep.momentum(0.1, 0.9)

@@ -13,13 +13,9 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.stores import objects
 from jstep.summary.read.series import read_scalars
 
-
-@pytest.fixture(autouse=True)
-def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+pytestmark = pytest.mark.usefixtures("one_retry")
 
 
 @functools.cache

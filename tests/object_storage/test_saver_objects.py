@@ -13,12 +13,8 @@ from object_states import same, state_at
 
 import jstep
 from jstep.checkpoint.store import packs
-from jstep.stores import objects
 
-
-@pytest.fixture(autouse=True)
-def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+pytestmark = pytest.mark.usefixtures("fast_retries")
 
 
 def names(store, start="run/model"):

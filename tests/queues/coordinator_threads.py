@@ -3,8 +3,6 @@
 import threading
 import traceback
 
-TIMEOUT = 20  # seconds after which a hanging test fails
-
 
 def start_thread(target, name=None, daemon=True):
     thread = threading.Thread(target=target, name=name, daemon=daemon)

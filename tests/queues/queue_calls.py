@@ -1,14 +1,12 @@
 """Blocking calls in background threads, and queue factories."""
 
 import threading
-import time
 
 import pytest
+from waiting import TIMEOUT, wait_until
 
 from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
 from jstep.queues.errors import OutOfRangeError
-
-TIMEOUT = 20  # seconds after which a hanging test fails
 
 
 class Call:
@@ -32,13 +30,6 @@ class Call:
         if self.error:
             raise self.error
         return self.result
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "timed out waiting for the condition"
-        time.sleep(0.001)
 
 
 def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0):

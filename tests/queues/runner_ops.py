@@ -3,9 +3,7 @@
 import itertools
 import threading
 
-from jstep.queues.errors import OutOfRangeError
-
-TIMEOUT = 20  # seconds after which a hanging test fails
+from waiting import TIMEOUT
 
 
 def counting_op(queue, n=None):
@@ -23,15 +21,6 @@ def failing_op(queue, after, exception):
         queue.enqueue("item")
 
     return op
-
-
-def drain(queue):
-    out = []
-    while True:
-        try:
-            out.append(queue.dequeue())
-        except OutOfRangeError:
-            return out
 
 
 def join_all(threads):

@@ -4,7 +4,8 @@ import sys
 import threading
 
 import pytest
-from coordinator_threads import TIMEOUT, fail_with, function_names, start_thread
+from coordinator_threads import fail_with, function_names, start_thread
+from waiting import TIMEOUT
 
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError

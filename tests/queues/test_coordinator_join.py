@@ -4,8 +4,9 @@ import signal
 import threading
 
 import pytest
-from coordinator_threads import TIMEOUT, blocking_event, fail_with, start_thread
+from coordinator_threads import blocking_event, fail_with, start_thread
 from processes import running_program
+from waiting import TIMEOUT
 
 from jstep.queues.coordinator import Coordinator
 

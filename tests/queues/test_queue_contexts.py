@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from runner_ops import TIMEOUT
+from waiting import TIMEOUT
 
 from jstep.queues import Coordinator, FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
 

@@ -4,7 +4,9 @@ import threading
 
 import numpy as np
 import pytest
-from runner_ops import TIMEOUT, check_no_leftover_threads, counting_op, drain, failing_op, join_all
+from queue_calls import drain
+from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
+from waiting import TIMEOUT
 
 from jstep.queues import FIFOQueue, QueueRunner, RandomShuffleQueue
 from jstep.queues.coordinator import Coordinator

@@ -3,7 +3,8 @@
 import time
 
 from processes import run_program
-from runner_ops import counting_op, drain, join_all
+from queue_calls import drain
+from runner_ops import counting_op, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner
 

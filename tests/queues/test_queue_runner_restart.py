@@ -1,7 +1,8 @@
 """Restarting a `QueueRunner`, collections, and invalid arguments."""
 
 import pytest
-from runner_ops import check_no_leftover_threads, counting_op, drain, join_all
+from queue_calls import drain
+from runner_ops import check_no_leftover_threads, counting_op, join_all
 
 from jstep.queues import FIFOQueue, QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.coordinator import Coordinator

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until, wait_until_blocked
+from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
+from waiting import wait_until
 
 from jstep.queues import FIFOQueue, RandomShuffleQueue
 from jstep.queues.errors import OutOfRangeError
