@@ -42,9 +42,28 @@ def test_exceptions_are_quick(except_for: Any, quick: list[str]) -> None:
 
 
 @pytest.mark.parametrize("except_for", [["moved"], IDS])
-def test_exceptions_without_effect_are_errors(except_for: list[str]) -> None:
+def test_exceptions_without_effect_are_errors(except_for: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thorough, "_is_default_run", True)
     with pytest.raises(pytest.UsageError, match=r"test_a: .* excepts (all|none) of its cases"):
         thorough.mark_cases(cases("test_a", IDS, COMBINATIONS, except_for))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expression", "selected", "is_default"),
+    [
+        (["tests"], "not thorough", "not thorough", True),
+        (["tests/test_a.py::test_b[data]"], "not thorough", "", False),
+        (["tests/test_a.py::test_b"], "thorough", "thorough", False),
+        (["tests"], "", "", False),
+    ],
+)
+def test_tests_that_are_named_run(
+    arguments: list[str], expression: str, selected: str, is_default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thorough, "_is_default_run", False)
+    config: Any = types.SimpleNamespace(args=arguments, option=types.SimpleNamespace(markexpr=expression))
+    thorough.configure(config)
+    assert (config.option.markexpr, thorough._is_default_run) == (selected, is_default)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
     @pytest.mark.thorough(except_for={"name": ["adam"]})       all cases but those with these values of a parameter
     @pytest.mark.thorough(except_for="each value once")        all cases but some in which each value occurs
 
-`@examples(60)` of a property runs 60 examples in thorough runs and fewer in the default one.
+`@examples(60)` of a property runs 60 examples in thorough runs and fewer in the default one. A test that is named on
+the command line (`pytest tests/test_a.py::test_b`) runs, thorough or not.
 """
 
 import collections
@@ -21,9 +22,11 @@ _is_default_run = False
 
 
 def configure(config: pytest.Config) -> None:
-    """Note whether this is the default run."""
+    """Note whether this is the default run; if tests are named on the command line, run them all."""
     global _is_default_run
-    _is_default_run = config.getoption("markexpr") == "not thorough"
+    _is_default_run = config.option.markexpr == "not thorough"
+    if _is_default_run and any("::" in argument for argument in config.args):
+        config.option.markexpr, _is_default_run = "", False
 
 
 def examples(count: int) -> Callable[[Any], Any]:
@@ -35,7 +38,7 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
     """Remove the marker from the cases that it excepts.
 
     Raises:
-        pytest.UsageError: An exception matches no case: a test, an id or a value was renamed.
+        pytest.UsageError: In the default run, an exception matches no case: a test, an id or a value was renamed.
     """
     cases = collections.defaultdict(list)
     for item in items:
@@ -44,7 +47,7 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
     for test, group in cases.items():
         (mark,) = (mark for mark in group[0].own_markers if mark.name == "thorough")
         chosen = _chosen(group, **mark.kwargs)
-        if not chosen or chosen == group:
+        if _is_default_run and (not chosen or chosen == group):
             raise pytest.UsageError(f"{test}: {mark.kwargs} excepts {'all' if chosen else 'none'} of its cases")
         for item in chosen:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
