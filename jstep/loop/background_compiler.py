@@ -135,9 +135,11 @@ class BackgroundCompiler:
     def close(self) -> None:
         """Start no further programs; log a line if the process has to wait for one."""
         with self._lock:
+            is_compiling = not all(done.is_set() for done in self._done[: self._begun])
             self._begun = len(self._jobs)
         self._closed.set()
-        if self._thread is not None and self._thread.is_alive():
+        # The thread may be alive without a program to compile, about to end.
+        if is_compiling and self._thread is not None and self._thread.is_alive():
             _logger.info("a compilation in the background cannot be stopped: the process ends when it has finished")
 
     def _next(self) -> int | None:
