@@ -254,6 +254,26 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
     compiler.before(5)
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog):
+    started, finish = threading.Event(), threading.Event()
+
+    def slow(state, args):
+        started.set()
+        return finish.wait(60)
+
+    caplog.set_level("INFO", "jstep")
+    compiler = BackgroundCompiler([CompileJob(5, "slow", slow)])
+    compiler.after({"w": jnp.ones(3)}, (), stacked=False)
+    assert started.wait(60)
+    if is_finished:
+        finish.set()
+        compiler.before(5)
+    compiler.close()
+    finish.set()
+    assert ("cannot be stopped" in caplog.text) != is_finished
+
+
 def test_jobs_that_did_not_start_are_left_to_the_step():
     compiler = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
     compiler.before(5)
