@@ -31,8 +31,11 @@ PAGES = {"docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"}
 
 
 def git(*arguments: str) -> list[str]:
-    """Return the lines that a git command prints."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    """Return the lines that a git command prints; exit with its message if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.splitlines()
 
 
 def changed_files(commit: str) -> list[str]:
