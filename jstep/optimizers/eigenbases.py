@@ -78,7 +78,7 @@ def powered(gram: Array, basis: Array) -> tuple[Array, Array]:
     """A basis after one power iteration, by descending eigenvalue estimates, and the permutation that sorts it."""
     product = gram @ basis
     order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
-    return product[:, order], order
+    return product[:, order], order.astype(jnp.int32)  # int64 under x64
 
 
 def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:

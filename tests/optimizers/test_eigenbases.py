@@ -43,6 +43,18 @@ def test_double_precision(x64):
     np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
 
 
+def test_a_compiled_step_under_x64(x64):
+    """The step is traced for every platform, so that the branches for CPUs and TPUs have the same dtypes."""
+    optimizer = jstep.soap(0.01, precondition_frequency=2)
+    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
+    state = jstep.TrainState.create({"w": np.ones((3, 2), np.float32)}, optimizer)
+    before = state.params["w"].copy()
+    for n in range(4):
+        state, _ = step(state, np.full((2, 3), n + 1, np.float32))
+    assert state.slots["q_0"]["w"].dtype == jnp.float32
+    assert not np.array_equal(state.params["w"], before)
+
+
 def library_eigh(gram, basis):
     """Return the result of Jacobi's method, computed by a CPU routine."""
     return jnp.flip(jnp.linalg.eigh(gram)[1], 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
