@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_int, kind, shown
+from jstep.core.meshes import dims_of
 
 Unroll = int | bool | None
 
@@ -60,7 +61,7 @@ def _first_of(x: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
     whole: Any = jax.typeof(x).sharding
-    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*whole.spec.partitions[1:]))
+    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 

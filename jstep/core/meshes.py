@@ -93,6 +93,14 @@ def explicit_mesh(tree: Any) -> AbstractMesh | None:
     return None
 
 
+def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Return the mesh axes of each dimension of a spec.
+
+    JAX 0.10.0 has no `PartitionSpec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
+    """
+    return tuple(spec.partitions) if hasattr(spec, "partitions") else tuple(spec)
+
+
 def spec_of(leaf: Any) -> PartitionSpec:
     """Return the spec in the type of an array."""
     return jax.typeof(leaf).sharding.spec
@@ -103,7 +111,7 @@ def reduced(total: Any) -> Any:
     mesh = explicit_mesh(total)
     if mesh is None or not spec_of(total).unreduced:
         return total
-    return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*spec_of(total).partitions)))
+    return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*dims_of(spec_of(total)))))
 
 
 def sharded_like(*trees: Any) -> Callable[[Any], Any]:
@@ -190,7 +198,7 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     def part(axis: Any) -> Any:
         return tuple(name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit) or None
 
-    return PartitionSpec(*map(part, spec.partitions))
+    return PartitionSpec(*map(part, dims_of(spec)))
 
 
 def is_traced(leaf: Any) -> bool:

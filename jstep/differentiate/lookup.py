@@ -15,7 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import explicit_mesh, sharded_like, spec_of, without_explicit_axes
+from jstep.core.meshes import dims_of, explicit_mesh, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
 
 
@@ -75,9 +75,9 @@ def _rows(table: Array, ids: Array) -> Array:
     """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
     if explicit_mesh((table, ids)) is None:
         return table[ids]
-    of_ids = spec_of(ids).partitions
+    of_ids = dims_of(spec_of(ids))
     used = {name for axis in of_ids for name in mesh_axes_of(axis)}
-    of_row = [None if used & set(mesh_axes_of(axis)) else axis for axis in spec_of(table).partitions[1:]]
+    of_row = [None if used & set(mesh_axes_of(axis)) else axis for axis in dims_of(spec_of(table))[1:]]
     return table.at[ids].get(out_sharding=PartitionSpec(*of_ids, *of_row))
 
 

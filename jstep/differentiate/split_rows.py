@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import explicit_mesh, spec_of, without_explicit_axes
+from jstep.core.meshes import dims_of, explicit_mesh, spec_of, without_explicit_axes
 from jstep.sharding.of_batches import fitting_spec
 
 _logger = logging.getLogger("jstep")
@@ -103,7 +103,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         mesh = _mesh_of(leaf)
         if spec is None or mesh.empty:
             return in_parts(leaf)
-        whole = PartitionSpec(None, *spec.partitions)
+        whole = PartitionSpec(None, *dims_of(spec))
         shape = (n, size // n, *np.shape(leaf)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if explicit_mesh(leaf) is not None:
@@ -159,7 +159,7 @@ def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> i
 
 def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
     """Return the number of devices that the rows of a leaf are sharded over; 1 if unknown."""
-    if leaf is None or spec is None or not spec.partitions:
+    if leaf is None or spec is None or not dims_of(spec):
         return 1
     mesh = _mesh_of(leaf)
-    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in mesh_axes_of(spec.partitions[0]))
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in mesh_axes_of(dims_of(spec)[0]))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import atomic, explicit_mesh, spec_of
+from jstep.core.meshes import atomic, dims_of, explicit_mesh, spec_of
 from jstep.core.types import Array
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
@@ -62,7 +62,7 @@ def zeros_of_gradient(leaf: Array) -> Array:
     mesh = explicit_mesh(leaf)
     if mesh is None:
         return jnp.zeros_like(leaf, dtype=dtype)
-    spec = PartitionSpec(*spec_of(leaf).partitions, unreduced=spec_of(leaf).reduced)
+    spec = PartitionSpec(*dims_of(spec_of(leaf)), unreduced=spec_of(leaf).reduced)
     return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
 
 
@@ -70,8 +70,8 @@ def _axes_of_rows(parts: Any) -> frozenset[str]:
     """Return the mesh axes over which the rows of each part are sharded."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves(parts):
-        if explicit_mesh(leaf) is not None and len(spec_of(leaf).partitions) > 1:
-            axes |= set(mesh_axes_of(spec_of(leaf).partitions[1]))
+        if explicit_mesh(leaf) is not None and len(dims_of(spec_of(leaf))) > 1:
+            axes |= set(mesh_axes_of(dims_of(spec_of(leaf))[1]))
     return frozenset(axes)
 
 
@@ -79,13 +79,13 @@ def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
     if explicit_mesh(leaf) is None:
         return False
     spec = spec_of(leaf)
-    split = set().union(*map(mesh_axes_of, spec.partitions))
+    split = set().union(*map(mesh_axes_of, dims_of(spec)))
     return not (split & axes or spec.reduced or spec.unreduced)
 
 
 def _typed(leaf: Array, axes: frozenset[str]) -> Array:
     sharding: Any = jax.typeof(leaf).sharding
-    spec = PartitionSpec(*sharding.spec.partitions, reduced=axes)
+    spec = PartitionSpec(*dims_of(sharding.spec), reduced=axes)
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.contexts import Thread
+from jstep.core.meshes import dims_of
 from jstep.loop.signals import StopWaiting
 
 _logger = logging.getLogger("jstep")
@@ -177,7 +178,7 @@ def stacked_shapes(tree: Any, steps: int) -> Any:
             return _shape(np.stack([one] * steps))
         sharding = one.sharding
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec.partitions))
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *dims_of(sharding.spec)))
         return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, tree)
@@ -186,5 +187,5 @@ def stacked_shapes(tree: Any, steps: int) -> Any:
 def _unstacked(one: Any) -> Any:
     sharding = one.sharding
     if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[1:]))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return jax.ShapeDtypeStruct(one.shape[1:], one.dtype, sharding=sharding)

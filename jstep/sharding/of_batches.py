@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import mesh_of
+from jstep.core.meshes import dims_of, mesh_of
 from jstep.core.trees import is_key
 
 
@@ -40,7 +40,7 @@ def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Drop from a spec the mesh axes that do not divide an array of this shape."""
     kept = []
-    for dim, axis in enumerate(spec.partitions[: len(shape)]):
+    for dim, axis in enumerate(dims_of(spec)[: len(shape)]):
         parts = 1
         for name in mesh_axes_of(axis):
             parts *= mesh.shape[name]

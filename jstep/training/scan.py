@@ -12,7 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.contexts import internal_transfers
 from jstep.core.loops import Unroll, as_unroll, scan
-from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
@@ -91,7 +91,7 @@ def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> Train
 
 def _without_step_axis(sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[1:]))
+        return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
 
 
