@@ -27,27 +27,26 @@ def broadcast_first(number: int) -> int:
 
 def any_process(true: bool) -> bool:
     """Return whether the value is true on any process."""
-    if jax.process_count() == 1:
-        return true
-    from jax.experimental import multihost_utils
-
-    with internal_transfers():
-        return bool(np.any(multihost_utils.process_allgather(np.array([true]))))
+    return true if jax.process_count() == 1 else bool(np.any(_gathered(np.array([true]))))
 
 
 def gather_texts(text: str) -> list[str]:
     """Return the string of each process, in process order."""
     if jax.process_count() == 1:
         return [text]
-    from jax.experimental import multihost_utils
-
     data = np.frombuffer(text.encode(), np.uint8)
-    with internal_transfers():
-        lengths = np.ravel(multihost_utils.process_allgather(np.array([data.size], np.int32)))
+    lengths = np.ravel(_gathered(np.array([data.size], np.int32)))
     # Few sizes, so that a string that grows by one digit does not compile another program.
     room = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
     padded[: data.size] = data
-    with internal_transfers():
-        rows = np.asarray(multihost_utils.process_allgather(padded))
+    rows = _gathered(padded)
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the arrays of all processes, stacked; exempt from the caller's transfer guards."""
+    from jax.experimental import multihost_utils
+
+    with internal_transfers():
+        return np.asarray(multihost_utils.process_allgather(mine))
