@@ -11,7 +11,6 @@ import jstep
 from jstep.core.memory import is_on_host
 from jstep.training import apply
 
-SOME = ["adam", "everything", "from_optax", "lamb", "muon", "prodigy", "adafactor_momentum", "halves"]
 MESHES = {
     "auto": (jax.sharding.AxisType.Auto,) * 2,
     "explicit": (jax.sharding.AxisType.Explicit,) * 2,
