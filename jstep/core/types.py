@@ -140,8 +140,9 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning, not even `start_step`
             or `loss_scale`. An integer scalar slot that holds the global_step at which the slots were created (their
-            age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. A skipped
-            update, or one without any gradient, then increments it, so that the age counts only applied updates.
+            age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. It then is
+            incremented by a skipped update, one without any gradient, and `increment_global_step(state)`, and
+            decremented by an update that leaves the global step as it is: the age counts applied updates.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it takes a `Context` as
             its fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.

@@ -107,7 +107,11 @@ def adafactor(
 
     return leafwise(
         adafactor_rule,
-        slots={"v_row": Slot(shape=without(1)), "v_col": Slot(shape=without(0)), "v": Slot(shape=whole)}
+        slots={
+            "v_row": Slot(shape=without(1), keeps="rows"),
+            "v_col": Slot(shape=without(0), keeps="columns"),
+            "v": Slot(shape=whole),
+        }
         | ({} if momentum is None else {"m": 0.0}),
         hyper=hyper | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),

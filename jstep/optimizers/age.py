@@ -15,7 +15,10 @@ def new_start_step(global_step: Step) -> Array:
 
 
 def age_of(step: Step, start_step: Array) -> Array:
-    """The age of slots at the update from `step` to step + 1; it is 1 at their first update."""
+    """The age of slots at the update from `step` to step + 1: 1 at their first update, k at the k-th.
+
+    `start_step` is the step minus the updates that the slots have had. It is constant while each step makes one update.
+    """
     # If the step of a state was set back, start_step may be in the future; such slots count as new.
     step = jnp.asarray(step).astype(start_step.dtype)
     return jnp.maximum(step - start_step + 1, 1)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.execution_order import compute_first, ordered_after
+from jstep.core.slot_roles import AGES, Role, roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.call_update import call_update
-from jstep.optimizers.names import AGES, Role, roles_of
 
 SlotRule = Callable[[Any, Any], Any]
 """`rule(old, new)`, the new value of a slot."""

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jstep.core.checks import as_function
+from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.match_gradients import missing_slot
-from jstep.optimizers.names import Init, Role, Roles
 
 
 def element(

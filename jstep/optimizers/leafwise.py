@@ -32,13 +32,14 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, combined, within
+from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
 from jstep.optimizers.apply_updates import written_late
@@ -47,7 +48,6 @@ from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
 from jstep.optimizers.masks import Flag, own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot, slot_leaves
-from jstep.optimizers.names import Init, Role, Roles
 from jstep.optimizers.rule_result import check_rule_result
 from jstep.state import START_STEP
 
@@ -64,20 +64,30 @@ class Slot:
         initial: A number (or array, or schedule of the step of creation), or `"copy"` for a copy of the parameter.
         shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
             parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
-            parameter, without the dimensions that it lacks; for a square parameter, a slot named `…_row` is taken to
-            lack the columns.
+            parameter, without the dimensions that it lacks.
         dtype: The dtype in which the slot is stored; by default that of arithmetic (the parameter's, at least
             float32). The rule always sees floating slots in the dtype of arithmetic.
+        keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
+            tell, as for a square matrix.
 
     Example:
         >>> import jstep
         >>> jstep.Slot("copy"), jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] or None).initial
-        (Slot(initial='copy', shape=None, dtype=None), 0.0)
+        (Slot(initial='copy', shape=None, dtype=None, keeps=None), 0.0)
     """
 
     initial: Any = 0.0
     shape: Callable[[str, Any], tuple[int, ...] | None] | None = None
     dtype: Any = None
+    keeps: Literal["rows", "columns"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check `keeps`."""
+        if self.keeps not in _KEPT:
+            raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
+
+
+_KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
 
 def leafwise(
@@ -204,8 +214,9 @@ def leafwise(
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        own: dict[str, Role | None] = dict.fromkeys([*specs_for(params), *scalars])
-        return Roles(own | dict.fromkeys(held, Role.HELD) | ({START_STEP: Role.AGE} if aged else {}))
+        own: dict[str, Role | None] = {name: _KEPT[spec.keeps] for name, spec in specs_for(params).items()}
+        own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
+        return Roles(own | ({START_STEP: Role.AGE} if aged else {}))
 
     return Optimizer(Init(init, roles, is_finished, late), update, report(hyper))
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jstep.core.slot_roles import Roles, roles_of
 from jstep.core.types import Optimizer, Params, Slots, Step
 from jstep.optimizers.held import shown_name
-from jstep.optimizers.names import Roles, hyperparameter_names, roles_of
+from jstep.optimizers.names import hyperparameter_names
 
 Parts = Mapping[str, Optimizer]
 """The name of each part in errors → the part."""

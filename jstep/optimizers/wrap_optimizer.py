@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from jstep.core.slot_roles import Init, Role, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.call_update import EMPTY_CONTEXT
@@ -11,7 +12,7 @@ from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.masks import partial_params
 from jstep.optimizers.match_gradients import missing_slot
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import Init, Role, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.names import is_guarded, makes_finished_updates, own_slots
 from jstep.state import START_STEP
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]

@@ -13,6 +13,7 @@ from jstep.core import trees
 from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.layouts import mesh_axes_of
 from jstep.core.paths import matches, names_of
+from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.types import Params, Slots
 
 MODEL_STATE = "model_state"
@@ -118,7 +119,12 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
 
 
 def state_shardings(
-    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any = None
+    params: Params,
+    slots: Slots,
+    mesh: AnyMesh,
+    param_specs: ParamSpecs,
+    slot_axis: Any = None,
+    roles: Roles = NO_ROLES,
 ) -> tuple[Any, Slots, NamedSharding]:
     """Return a sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
 
@@ -129,6 +135,7 @@ def state_shardings(
         mesh: The mesh; may be abstract.
         param_specs: See `specs_of`.
         slot_axis: The axis over which slots of replicated parameters are split.
+        roles: The roles of the slots, as far as they are known.
     """
     on_all = everywhere(mesh)
     named = trees.leaves_with_paths(params)
@@ -145,6 +152,9 @@ def state_shardings(
     ]
 
     def slot(name: str, tree: Any) -> Any:
+        role = roles[name] if name in roles else _role_by_name(name)
+        if name in roles and roles.has_one_value(name):
+            return jax.tree.map(lambda _: on_all, tree)
         try:
             leaves = treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
@@ -153,7 +163,7 @@ def state_shardings(
             return jax.tree.map(lambda _: on_all, tree)
         return treedef.unflatten(
             [
-                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, name)
+                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
                 for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
             ]
         )
@@ -198,7 +208,7 @@ def of_slot(
     shape: tuple[int, ...],
     slot_shape: tuple[int, ...],
     slot_axis: Any,
-    name: str = "",
+    role: Role | None = None,
 ) -> NamedSharding:
     """Return the sharding of a slot's leaf: its parameter's, without the dimensions that the slot lacks.
 
@@ -209,8 +219,8 @@ def of_slot(
         slot_shape: The slot's shape: the parameter's shape, the same with some dimensions reduced (removed or 1), or
             any other shape, which is replicated.
         slot_axis: The axis over which slots of replicated parameters are split.
-        name: The slot's name, which resolves the ambiguity of square parameters: `…_row` has one number for each row,
-            `…_col` one for each column.
+        role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
+            column.
     """
     if slot_shape == shape:
         return sharding
@@ -225,11 +235,16 @@ def of_slot(
     ]
     if not kept or not slot_shape:
         return everywhere(mesh)
-    if len(kept) > 1 and name.endswith(("_row", "_col")):
-        chosen = kept[0] if name.endswith("_row") else kept[1]
+    if len(kept) > 1 and role in (Role.ROWS, Role.COLUMNS):
+        chosen = kept[0] if role is Role.ROWS else kept[1]
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda one: sum(part is not None for part in one))
     return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
+
+
+def _role_by_name(name: str) -> Role | None:
+    """The role of a slot of a state made by hand, which has no roles."""
+    return Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:

@@ -12,6 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.meshes import on_any_mesh
+from jstep.core.slot_roles import COUNTS, roles_in
 from jstep.core.types import Array, Step
 
 NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
@@ -151,6 +152,8 @@ def _scalar_step(state: Any) -> Array:
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
+    The slots of the state do not age: ages count updates, and there was none.
+
     Args:
         state: A state, or a step itself.
         amount: An integer ≥ 0, traced or not.
@@ -173,7 +176,15 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
     later = later_step(_scalar_step(state), more)
     if not _has_step(state):
         return later
-    return {**state, "global_step": later} if isinstance(state, Mapping) else state.replace(global_step=later)
+    if isinstance(state, Mapping):
+        return {**state, "global_step": later}
+    # Slots age by updates: those that a step does not update are created, as it were, that much later.
+    counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
+    if not counts:
+        return state.replace(global_step=later)
+    by = later - _scalar_step(state)
+    waiting = {name: state.slots[name] + by.astype(state.slots[name].dtype) for name in counts}
+    return state.replace(slots={**state.slots, **waiting}, global_step=later)
 
 
 def later_step(step: Array, by: Any = 1) -> Array:

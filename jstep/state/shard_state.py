@@ -7,6 +7,7 @@ import jax
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import require_mesh
+from jstep.core.slot_roles import roles_in
 from jstep.sharding.layout import ParamSpecs, in_memory, put, state_shardings
 from jstep.state.require import require_state
 from jstep.state.train_state import TrainState
@@ -54,8 +55,11 @@ def shard_state(
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
     require_state(state)
-    params, slots, everywhere = state_shardings(state.params, state.slots, require_mesh(mesh), param_specs, slot_axis)
+    mesh = require_mesh(mesh)
+    params, slots, everywhere = state_shardings(
+        state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
+    )
     slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
     step: Any = None if state.global_step is None else everywhere
     with internal_transfers():
-        return jax.tree.map(put, state, TrainState(params, slots, step))
+        return jax.tree.map(put, state, state.replace(params=params, slots=slots, global_step=step))

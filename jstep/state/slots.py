@@ -8,6 +8,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_text
 from jstep.core.paths import index_of
+from jstep.core.slot_roles import NO_ROLES, Roles, roles_in
 from jstep.core.types import Params
 from jstep.state.require import require_state
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
@@ -16,11 +17,18 @@ _OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max
 """Scalar slots of jstep's optimizers, other than steps and held hyperparameters."""
 
 
-def _is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
-    """Whether a slot is one scalar for all parameters, such as `start_step` or `embed/start_step`.
+def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
+    """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
 
-    The optimizer is not known here: the shape decides, or the name if the shape is ambiguous.
+    Args:
+        name: The slot's name.
+        tree: The slot.
+        params: The parameters of its state.
+        roles: The roles that the state carries. For a slot that is not among them (of a state made by hand) the shape
+            decides, or the name if the shape is ambiguous.
     """
+    if name in roles:
+        return roles.has_one_value(name)
     if not jax.tree_util.all_leaves([tree]):
         return False
     if not jax.tree_util.all_leaves([params]):
@@ -33,14 +41,14 @@ def _is_scalar_slot(name: str, tree: Any, params: Params) -> bool:
     return bool(counts or last in _OF_ALL or "held" in prefixes)
 
 
-def owners(name: str, tree: Any, params: Params) -> list[int | None]:
+def owners(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
     A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
     does not matter, except for `model_state`, whose variables may have the same structure by accident.
     """
     unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
-    if name == MODEL_STATE or _is_scalar_slot(name, tree, params):
+    if name == MODEL_STATE or has_one_value(name, tree, params, roles):
         return unowned
     try:
         found: list[Any] = trees.structure(params).flatten_up_to(tree)
@@ -60,7 +68,7 @@ def get_slot_names(state: TrainState) -> list[str]:
     return sorted(
         name
         for name, tree in require_state(state).slots.items()
-        if name != MODEL_STATE and not _is_scalar_slot(name, tree, state.params)
+        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles_in(state))
     )
 
 

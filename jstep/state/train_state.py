@@ -5,6 +5,7 @@ checkpoints, logs and the stop condition all read it.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jstep.core.checks import as_bool
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
+from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
@@ -27,8 +29,10 @@ MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("params", "slots", "global_step"), meta_fields=("roles",)
+)
 class TrainState:
     """Training state: parameters, optimizer state, called *slots* as in TensorFlow, and the global step.
 
@@ -39,6 +43,8 @@ class TrainState:
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
             Non-trained variables are stored in `slots["model_state"]`.
         global_step: The number of updates applied so far, an int32 scalar (int64 under x64).
+        roles: What each slot is to the optimizer that made it, such as an age; static, not a leaf, not saved, and
+            empty in a state made by hand.
 
     Example:
         >>> import jstep
@@ -54,6 +60,11 @@ class TrainState:
     params: Params
     slots: Slots
     global_step: Array | None
+    roles: dataclasses.InitVar[Roles] = NO_ROLES
+
+    def __post_init__(self, roles: Roles) -> None:
+        """Keep the roles: an attribute, but no field."""
+        object.__setattr__(self, "roles", roles)
 
     @classmethod
     def create(
@@ -115,15 +126,18 @@ class TrainState:
         mesh = require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
-        def where(params: Any, slots: Slots) -> Any:
-            placed, of_slots, step = layout.state_shardings(params, slots, mesh, param_specs, slot_axis)
-            return placed, layout.in_memory(of_slots, slots, memory), step
+        def of_params(params: Any) -> Any:
+            return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
 
         def shardings(shapes: TrainState) -> Any:
-            return cls(*where(shapes.params, shapes.slots))
+            placed, slots, step = layout.state_shardings(
+                shapes.params, shapes.slots, mesh, param_specs, slot_axis, roles_in(shapes)
+            )
+            slots = layout.in_memory(slots, shapes.slots, memory)
+            return shapes.replace(params=placed, slots=slots, global_step=step)
 
         with collecting_checks() as waiting:
-            state = made_on(mesh, make, params, model_state, shardings, lambda params: where(params, {})[0])
+            state = made_on(mesh, make, params, model_state, shardings, of_params)
         run_checks(waiting, state.params)
         return state
 
@@ -145,7 +159,7 @@ class TrainState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        return self is other or _is_equal(self, other)
+        return self is other or _is_equal(_fields(self), _fields(other))
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -169,12 +183,17 @@ class TrainState:
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 
 
+def _fields(state: TrainState) -> tuple[Any, ...]:
+    return state.params, state.slots, state.global_step
+
+
 def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
     slots = _unshared(params, dict(_slots_of(params, optimizer, step)))
+    roles = roles_of(optimizer, params).of_state()
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(
@@ -183,7 +202,7 @@ def _fresh(
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
     if not copy:
         _refuse_shared_buffers(params, slots)
-    return cls(params, slots, jnp.array(step, copy=True))
+    return cls(params, slots, jnp.array(step, copy=True), roles=roles)
 
 
 def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
@@ -194,7 +213,8 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
     specs = jax.tree.map(lambda leaf: spec_of(leaf) if explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
-        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs)[1])
+        roles = roles_of(optimizer, params)
+        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1])
 
     return without_explicit_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
 

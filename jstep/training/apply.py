@@ -19,11 +19,11 @@ from jstep.core.host_offload import compute_offloaded
 from jstep.core.layouts import using_layouts
 from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.match_gradients import match_gradients
-from jstep.optimizers.names import AGES, Role, Roles, roles_of
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED
@@ -50,7 +50,8 @@ def apply_gradients(
             not updated.
         optimizer: The optimizer that the state was created with.
         context: Information about the step besides the gradients, for an optimizer with `takes_context`.
-        increment_global_step: Whether to increment `global_step`.
+        increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
+            either case; schedules read the step.
 
     Raises:
         TypeError: A gradient is not floating point, or `context` is not a `Context`.
@@ -155,8 +156,9 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
     if not increment:
-        # Ages advance with the step, so they stay unchanged if the step does.
-        own |= {name: held[name] for name in roles.of(*AGES)}
+        # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
+        own |= {name: own[name] - 1 for name in roles.of(*COUNTS)}
+        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guards}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new

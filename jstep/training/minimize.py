@@ -14,6 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.keys import without_mesh
 from jstep.core.loops import Unroll
+from jstep.core.slot_roles import roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.core.var_list import VarList
 from jstep.differentiate import GATE_OP, AggregationMethod
@@ -23,7 +24,6 @@ from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots
-from jstep.optimizers.names import roles_of
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of

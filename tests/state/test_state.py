@@ -1,6 +1,7 @@
 """`TrainState`, its step counter, and its slots."""
 
 import copy
+import dataclasses
 import pickle
 import re
 from typing import Any
@@ -30,7 +31,7 @@ def test_state_has_three_fields() -> None:
         ".global_step",
     ]
     assert isinstance(jax.tree.unflatten(treedef, leaves), jstep.TrainState)
-    assert {"params", "slots", "global_step"} == set(state.__dataclass_fields__)
+    assert [field.name for field in dataclasses.fields(state)] == ["params", "slots", "global_step"]
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
 
 

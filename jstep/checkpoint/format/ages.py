@@ -9,6 +9,7 @@ import numpy as np
 from jstep.checkpoint.format import counts
 from jstep.checkpoint.format.match import keys_of
 from jstep.core import trees
+from jstep.core.slot_roles import AGES, Roles, roles_in
 
 _AGE = "start_step"
 
@@ -28,16 +29,21 @@ def warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
     keys = [keys_of(path) for path, _ in leaves]
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
-    starts = [key[1] for key in keys if len(key) == 2 and key[0] == "slots" and key[1].split("/")[-1] == _AGE]
+    roles = roles_in(target)
+    starts = [key[1] for key in keys if len(key) == 2 and key[0] == "slots" and _is_age(key[1], roles)]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
-        if len(key) < 2 or key[0] != "slots" or key[1] in starts or counts.is_ageless(key, leaves[index][1]):
+        if len(key) < 2 or key[0] != "slots" or key[1] in starts or counts.is_ageless(key, leaves[index][1], roles):
             continue
-        start = max((s for s in starts if key[1].startswith(s.removesuffix(_AGE))), key=len, default=None)
+        start = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())
+
+
+def _is_age(slot: str, roles: Roles) -> bool:
+    return roles[slot] in AGES if slot in roles else slot.split("/")[-1] == _AGE
 
 
 def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
@@ -49,6 +55,10 @@ def _number(leaf: Any) -> int | None:
     if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted() and not leaf.ndim:
         return int(np.asarray(leaf.addressable_data(0)))
     return int(leaf) if isinstance(leaf, np.ndarray | np.generic | int) and not np.ndim(leaf) else None
+
+
+def _scope(slot: str) -> str:
+    return slot[: slot.rfind("/") + 1]
 
 
 def _text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
+from jstep.core.slot_roles import roles_in
 from jstep.core.var_list import VarList, resolve
 from jstep.fingerprints.fingerprint import as_text, stacked
 from jstep.fingerprints.mix import leaf_key
@@ -34,8 +35,9 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
             "TrainState, or a dict with 'params'"
         )
     chosen = resolve(params, leave_out, ARGUMENT)
+    roles = roles_in(state)
     of_slots = {
-        str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params)])
+        str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params, roles)])
         for name, tree in (slots.items() if isinstance(slots, Mapping) else ())
     }
     of_params = iter(chosen)

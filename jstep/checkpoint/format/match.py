@@ -13,6 +13,7 @@ from jstep.checkpoint.format.leaves import by_id, ids
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.checks import kind, shown
+from jstep.core.slot_roles import roles_in
 
 STEP = counts.GLOBAL_STEP
 _SHOWN = 20  # paths listed in a message
@@ -128,8 +129,9 @@ def match(
             )
             source = None
         found.wanted.append(Wanted(path, leaf, source, left_out=kept))
-    found.extra.extend(key[0] for key in records if key not in used and not _is_average(key[0], averages))
-    guards = counts.guards(missing, steps)
+    extra = (key[0] for key in records if key not in used)
+    found.extra.extend(path for path in extra if not _is_average(path, averages) and path not in _ages_of(averages))
+    guards = counts.guards(missing, steps, roles_in(target))
     for i, keys in enumerate(all_keys):
         if found.wanted[i].source is None and keys in guards:
             found.wanted[i] = dataclasses.replace(found.wanted[i], is_guard=True)
@@ -221,6 +223,12 @@ def average_of(key: tuple[str, int], known: Mapping[tuple[str, int], Any], slot:
 
 def _is_average(path: str, slot: str | None) -> bool:
     return slot is not None and (path == f"slots/{slot}" or path.startswith(f"slots/{slot}/"))
+
+
+def _ages_of(slot: str | None) -> tuple[str, ...]:
+    """Return the paths that the age of averages with zero_debias may have: that of their optimizer, or their own."""
+    scope = "" if slot is None else slot.rpartition("/")[0] + "/" * ("/" in slot)
+    return () if slot is None else (f"slots/{scope}start_step", f"slots/{scope}with_moving_average/start_step")
 
 
 def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_number
+from jstep.core.slot_roles import Init
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
 from jstep.core.when_concrete import when_concrete
 from jstep.optimizers.arguments import rate
@@ -19,7 +20,6 @@ from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
 from jstep.optimizers.masks import by_path, own_leaves
 from jstep.optimizers.matrix_axes import Axes, MatrixAxes, axes_of, checked_axes, partition_shown
-from jstep.optimizers.names import Init
 
 Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
 

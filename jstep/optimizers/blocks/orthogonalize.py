@@ -14,6 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, one_of
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.layouts import layout_of
+from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.arguments import low_dtype
 from jstep.optimizers.distribute_matrices import layout_of_matrix
@@ -22,7 +23,6 @@ from jstep.optimizers.hyper import checked, report, value_at
 from jstep.optimizers.masks import own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
 from jstep.optimizers.matrix_axes import Axes, axes_of, checked_axes, partition_shown
-from jstep.optimizers.names import Init, Role, Roles
 from jstep.optimizers.newton_schulz import Iteration, Normalization, as_matrix, orthogonalized
 from jstep.optimizers.ns_presets import COEFFICIENTS, triples_and_safety
 

@@ -3,11 +3,12 @@
 import contextlib
 import warnings
 
+from jstep.core.slot_roles import Init
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import ordered_outside, written_late
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_roles, merged_slots
-from jstep.optimizers.names import Init, is_guarded, late_slots, makes_finished_updates, own_slots
+from jstep.optimizers.names import is_guarded, late_slots, makes_finished_updates, own_slots
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:

@@ -139,7 +139,9 @@ class ExponentialMovingAverage:
         if num_updates is None:
             raise ValueError("num_updates=None: the number of updates is required")
         after = jnp.asarray(num_updates)
-        first = jnp.maximum(jnp.asarray(start_step).astype(after.dtype), self.start_step)
+        first = jnp.asarray(start_step).astype(after.dtype)
+        if self.start_step:  # else, several updates in a step make start_step negative
+            first = jnp.maximum(first, self.start_step)
         moves = (after - self.start_step) // self.every - (first - self.start_step) // self.every
         return jnp.maximum(moves, 1)
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
+from jstep.core.slot_roles import Init, Roles, of_slots
 from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
-from jstep.optimizers.names import Init, Roles
 from jstep.optimizers.wrappers.optax_arguments import EXTRA, dense, extra_arguments, takes_extra
 
 
@@ -90,7 +90,7 @@ def from_optax(
 
     def roles(params: Params) -> Roles:
         try:
-            return Roles(list(skeleton(params).slots))
+            return of_slots(skeleton(params).slots, params, {}, lambda both: skeleton(both).slots)
         except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
             return Roles(complete=False)
 

@@ -1,11 +1,12 @@
 """Prefix the names of an optimizer's slots and hyperparameters."""
 
 from jstep.core.checks import as_text
+from jstep.core.slot_roles import Init, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.merge import prefixed
-from jstep.optimizers.names import Init, Roles, is_guarded, makes_finished_updates, own_slots, roles_of
+from jstep.optimizers.names import is_guarded, makes_finished_updates, own_slots
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 
 from jstep.clipping import global_norm
+from jstep.core.slot_roles import Role
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.match_gradients import match_gradients
-from jstep.optimizers.names import Role
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.indexed_slices import IndexedSlices, combined
+from jstep.core.slot_roles import Roles
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
-from jstep.optimizers.names import Roles
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"

@@ -1,0 +1,216 @@
+"""The roles of slots, taken from the optimizer that creates them and never inferred from names or shapes.
+
+A `TrainState` carries the roles of its slots as static metadata, so that functions of a state alone know them, too.
+"""
+
+import contextvars
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.types import Optimizer, Params, Slots, Step
+
+
+class Role(enum.Enum):
+    """The role of a slot that jstep treats specially; a slot with a value for each parameter has none."""
+
+    AGE = "the step at which slots were created; a step without an update advances it"
+    OWN_AGE = "the same for an optimizer that skips some steps itself, so that wrappers cannot use it as their age"
+    HELD = "a held hyperparameter"
+    LOSS_SCALE = "the factor on the loss"
+    HIDDEN_SCALE = "a loss scale that is not outermost, which raises when it is used"
+    SCALE_SINCE = "the step of the loss scale's last change"
+    LAST_FINITE = "the global step after the last finite update"
+    NOISE = "the average of the gradient's noise"
+    NOISE_SQUARE = "the average of the gradient's squared norm"
+    NOISE_WEIGHT = "the weight of both averages"
+    HIDDEN_NOISE = "such an average under a label or beside other elements, which raises when it is used"
+    SHARED = "another value for all parameters"
+    ROWS = "a value for each row of a parameter"
+    COLUMNS = "a value for each column of a parameter"
+
+
+AGES = (Role.AGE, Role.OWN_AGE)
+COUNTS = (*AGES, Role.SCALE_SINCE)
+"""Slots whose difference from the global step counts updates: a step without an update advances them."""
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS)
+_HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
+
+
+class Roles(Mapping[str, Role | None]):
+    """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
+
+    Attributes:
+        complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
+    """
+
+    def __init__(self, roles: Mapping[str, Role | None] | Iterable[str] = (), *, complete: bool = True) -> None:
+        self._roles = dict(roles) if isinstance(roles, Mapping) else dict.fromkeys(roles)
+        self.complete = complete
+
+    def __getitem__(self, name: str) -> Role | None:
+        return self._roles[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Roles):
+            return NotImplemented
+        return self is other or (self._roles == other._roles and self.complete == other.complete)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._roles))
+
+    def __repr__(self) -> str:
+        return f"Roles({', '.join(self._roles)})"
+
+    def prefixed(self, prefix: str) -> "Roles":
+        """The same roles under `prefix/name`."""
+        return Roles({f"{prefix}/{name}": role for name, role in self.items()}, complete=self.complete)
+
+    def joined(self, other: "Roles") -> "Roles":
+        """The union of these roles and others."""
+        return Roles({**self, **other}, complete=self.complete and other.complete)
+
+    def beside_others(self) -> "Roles":
+        """The roles of one part of an optimizer, where wrappers that must be outermost are hidden."""
+        roles = self.without_scale()
+        return Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}, complete=self.complete)
+
+    def without_scale(self) -> "Roles":
+        """The roles of an optimizer that does not see all gradients, so its loss scale is not outermost."""
+        return self._changed({Role.LOSS_SCALE: Role.HIDDEN_SCALE})
+
+    def at_some_steps(self) -> "Roles":
+        """The roles of an optimizer that updates at some steps only, with an age of its own."""
+        return self._changed({Role.AGE: Role.OWN_AGE}).without_scale()
+
+    def of_state(self) -> "Roles":
+        """The roles that a state carries: optimizers with the same slots give states of the same structure."""
+        return self._changed({Role.OWN_AGE: Role.AGE, Role.HIDDEN_SCALE: Role.LOSS_SCALE})
+
+    def of(self, *roles: Role) -> list[str]:
+        """The names of the slots that have one of these roles."""
+        return [name for name, role in self.items() if role in roles]
+
+    def has_one_value(self, name: str) -> bool:
+        """Whether a known slot has one value for all parameters."""
+        return self[name] not in _OF_PARAMETERS
+
+    def _changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
+        return Roles({name: changes.get(role, role) for name, role in self.items()}, complete=self.complete)
+
+
+NO_ROLES = Roles(complete=False)
+"""The roles of a state made by hand."""
+
+
+def roles_in(state: Any) -> Roles:
+    """The roles of the slots of a state; none for a state made by hand, or of another type."""
+    found = getattr(state, "roles", None)
+    return found if isinstance(found, Roles) else NO_ROLES
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """An `Optimizer.init` that also describes its slots without creating them.
+
+    Attributes:
+        make: `make(params, global_step) -> slots`.
+        roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
+        finished: Whether the updates include −learning_rate, ready to be added to the parameters.
+        late: Slots whose old values updates are computed from, and which are written after the parameters: see
+            `leafwise`.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots.
+    """
+
+    make: Callable[[Params, Step], Slots]
+    roles: Callable[[Params], Roles]
+    finished: bool = False
+    late: tuple[str, ...] = ()
+    guarded: bool = False
+
+    def __call__(self, params: Params, global_step: Step = 0) -> Slots:
+        """Create the slots for `params` at `global_step`."""
+        slots = self.make(params, global_step)
+        made = _MADE.get()
+        if made is not None:
+            roles = self.roles(params)
+            made += [(tree, roles[name]) for name, tree in slots.items() if name in roles]
+        return slots
+
+
+_MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
+"""The slots that optimizers inside a custom one create while its `init` is traced, and their roles."""
+
+
+def roles_of(optimizer: Optimizer, params: Params) -> Roles:
+    """The slots of an optimizer for some parameters, and their roles. Uses no device."""
+    init = optimizer.init
+    if isinstance(init, Init):
+        return init.roles(params)
+    ages: dict[str, Role | None] = dict.fromkeys(getattr(init, "ages", ()), Role.AGE)
+    try:
+        slots, inherited = _traced(init, params)
+    except Exception:  # a custom init may need values; its slots are then known only once it has run
+        return Roles(ages, complete=False)
+    return of_slots(slots, params, ages | inherited, lambda both: _traced(init, both)[0])
+
+
+def of_slots(slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]) -> Roles:
+    """The roles of slots of which only some are known.
+
+    Args:
+        slots: The slots, or their shapes.
+        params: The parameters.
+        known: The roles of some of the slots.
+        again: The function that made the slots, for other parameters. If the parameters are a single leaf, a slot of
+            theirs looks like a value of all; for two such leaves it does not.
+    """
+    single = [name for name in slots if name not in known and jax.tree_util.all_leaves([slots[name]])]
+    shared = set(single)
+    if single and jax.tree_util.all_leaves([params]):
+        try:
+            doubled = again([params, params])
+            shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
+        except Exception:  # it depends on the structure of params: then counts are shared, and nothing else
+            shared = {name for name in single if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)}
+    return Roles({name: known.get(name, Role.SHARED if name in shared else None) for name in slots})
+
+
+def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str, Role | None]]:
+    """The slots that a custom `init` makes, as tracers' shapes, and the roles of those that jstep's optimizers made."""
+    inherited: dict[str, Role | None] = {}
+    shapes: Slots = {}
+
+    def trace(step: Step) -> None:
+        made: list[tuple[Any, Role | None]] = []
+        token = _MADE.set(made)
+        try:
+            slots = init(params, step)
+        finally:
+            _MADE.reset(token)
+        roles = {id(tree): role for tree, role in made}
+        inherited.update({name: roles[id(tree)] for name, tree in slots.items() if id(tree) in roles})
+        shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves
+
+    abstractly(trace)
+    return shapes, inherited
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def abstractly(fn: Callable[[Step], None]) -> None:
+    """Call `fn` with an abstract step. Uses no device."""
+    jax.eval_shape(fn, jax.ShapeDtypeStruct((), trees.default_int()))

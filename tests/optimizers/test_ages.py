@@ -1,0 +1,239 @@
+"""An age counts the updates that slots have had, whatever moves the clock: several updates in a step, or none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contract import for_each
+from jax.sharding import AxisType
+from optimizer_table import TABLE
+
+import jstep
+
+GRADS = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32)
+
+Change = Callable[[jstep.TrainState, Any, jstep.Optimizer], jstep.TrainState]
+
+
+def start(optimizer: jstep.Optimizer, global_step: int = 0) -> jstep.TrainState:
+    params = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
+    return jstep.TrainState.create(params, optimizer, global_step)
+
+
+def as_grads(g: Any) -> Any:
+    return {"w": g, "b": g[0]}
+
+
+def usual(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    return jstep.apply_gradients(state, as_grads(g), optimizer)
+
+
+def at_the_same_step(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    return jstep.apply_gradients(state, as_grads(g), optimizer, increment_global_step=False)
+
+
+def after_waiting(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    return usual(jstep.increment_global_step(state, 7), g, optimizer)
+
+
+def mixed(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    """An update without a step, two steps without an update."""
+    return jstep.increment_global_step(jstep.increment_global_step(at_the_same_step(state, g, optimizer)))
+
+
+WAYS: dict[str, Change] = {"at the same step": at_the_same_step, "after waiting": after_waiting, "mixed": mixed}
+
+
+def trained(change: Change, optimizer: jstep.Optimizer, global_step: int = 0) -> jstep.TrainState:
+    step = jax.jit(lambda state, g: change(state, g, optimizer))
+    state = start(optimizer, global_step)
+    for g in GRADS:
+        state = step(state, g)
+    return state
+
+
+def ages(state: jstep.TrainState) -> dict[str, int]:
+    counts = {name: value for name, value in state.slots.items() if name.rsplit("/", 1)[-1] == "start_step"}
+    return {name: int(state.global_step) - int(value) for name, value in counts.items()}
+
+
+# What is due by the step itself depends on the clock: update_every, averages that wait, noise by step.
+BY_UPDATES = [name for name, entry in TABLE.items() if not entry.by_step and "every" not in name]
+
+
+@for_each(BY_UPDATES)
+def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
+    optimizer = TABLE[name].make(0.01)
+    expected = trained(usual, optimizer)
+    for way, change in WAYS.items():
+        found = trained(change, optimizer)
+        assert ages(found) == ages(expected), way
+        for (path, one), other in zip(
+            jax.tree_util.tree_leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True
+        ):
+            np.testing.assert_array_equal(one, other, err_msg=f"{way}: {path}")
+
+
+@pytest.mark.parametrize("change", WAYS.values(), ids=list(WAYS))
+def test_ages_are_those_of_optax(change: Change) -> None:
+    """Optax counts updates by itself, so it is right in every program."""
+    optimizer, peer = jstep.adam(0.1, epsilon=1e-8), optax.adam(0.1)
+    state, params = start(optimizer), start(optimizer).params
+    kept = peer.init(params)
+    for g in GRADS:
+        state = change(state, g, optimizer)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, kept = peer.update(as_grads(jnp.asarray(g)), kept, params)
+        params = optax.apply_updates(params, updates)
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    assert ages(state) == {"start_step": len(GRADS)}
+
+
+def test_start_step_is_the_step_minus_the_updates() -> None:
+    optimizer = jstep.adam()
+    state = start(optimizer, 100)
+    assert int(state.slots["start_step"]) == 100
+    assert int(usual(state, GRADS[0], optimizer).slots["start_step"]) == 100
+    for _ in range(16):
+        state = at_the_same_step(state, GRADS[0], optimizer)
+    assert int(state.slots["start_step"]) == 100 - 16
+    assert int(jstep.increment_global_step(state, 5).slots["start_step"]) == 100 - 16 + 5
+    early = at_the_same_step(at_the_same_step(start(optimizer), GRADS[0], optimizer), GRADS[0], optimizer)
+    assert int(early.slots["start_step"]) == -2
+
+
+def two_players(kind: str) -> jstep.Optimizer:
+    def labels(path: str, leaf: Any) -> str:
+        return "a" if path == "w" else "a/b"
+
+    parts = {"a": jstep.adam(0.1), "a/b": jstep.scope("start_step", jstep.adamw(0.1))}
+    optimizer = jstep.partition(parts, labels)
+    wrapped = {
+        "partition": optimizer,
+        "in a chain": jstep.chain(jstep.clip_gradients(by_global_norm=100.0), optimizer),
+        "in a scope": jstep.scope("both", optimizer),
+        "in a guard": jstep.skip_nonfinite(optimizer),
+        "in a loss scale": jstep.dynamic_loss_scale(optimizer),
+    }
+    return wrapped[kind]
+
+
+@pytest.mark.parametrize("first", ["w", "b"])
+@pytest.mark.parametrize("kind", ["partition", "in a chain", "in a scope", "in a guard", "in a loss scale"])
+def test_players_that_update_one_after_the_other(first: str, kind: str) -> None:
+    """As a GAN whose first player does not move the clock: in both orders each player has the age of its updates."""
+    optimizer = two_players(kind)
+    second = {"w": "b", "b": "w"}[first]
+
+    @jax.jit
+    def step(state: jstep.TrainState, g: Any) -> jstep.TrainState:
+        alone = {"w": None, "b": None}
+        state = jstep.apply_gradients(
+            state, alone | {first: as_grads(g)[first]}, optimizer, increment_global_step=False
+        )
+        return jstep.apply_gradients(state, alone | {second: as_grads(g)[second]}, optimizer)
+
+    state, together = start(optimizer), start(optimizer)
+    for g in GRADS:
+        state, together = step(state, g), usual(together, g, optimizer)
+    assert set(ages(state).values()) == {len(GRADS)}
+    assert len(ages(state)) == 2
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(together.params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def collects_until(learning_starts: int, optimizer: jstep.Optimizer) -> Any:
+    def step(state: jstep.TrainState, g: Any) -> tuple[jstep.TrainState, None]:
+        return jax.lax.cond(
+            state.global_step >= learning_starts,
+            lambda state: usual(state, g, optimizer),
+            jstep.increment_global_step,
+            state,
+        ), None
+
+    return step
+
+
+def test_a_branch_that_only_collects_does_not_age_slots() -> None:
+    """As in DQN: no update before learning_starts."""
+    optimizer = jstep.adam(0.1)
+    expected = start(optimizer)
+    for g in GRADS[4:]:
+        expected = usual(expected, g, optimizer)
+    found, _ = jax.jit(lambda state: jax.lax.scan(collects_until(4, optimizer), state, GRADS))(start(optimizer))
+    assert ages(found) == {"start_step": 2}
+    np.testing.assert_allclose(found.params["w"], expected.params["w"], rtol=1e-6)
+    population = jax.vmap(lambda g: jax.lax.scan(collects_until(4, optimizer), start(optimizer), g)[0])(
+        np.stack([GRADS, -GRADS])
+    )
+    np.testing.assert_array_equal(population.slots["start_step"], [4, 4])
+    np.testing.assert_allclose(population.params["w"][0], expected.params["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(axis_type: AxisType) -> None:
+    optimizer = jstep.adam(0.1)
+    mesh = jax.make_mesh((2,), ("data",), (axis_type,))
+    params = start(optimizer).params
+    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=[("w", jax.P("data"))])
+    for g in GRADS:
+        grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), as_grads(jnp.asarray(g)), state.params)
+        state = jstep.increment_global_step(
+            jstep.apply_gradients(state, grads, optimizer, increment_global_step=False), 3
+        )
+    expected = trained(usual, optimizer)
+    assert ages(state) == ages(expected)
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-6)
+
+
+def test_an_average_with_zero_debias_has_the_age_of_its_updates() -> None:
+    ema = jstep.ExponentialMovingAverage(0.9, zero_debias=True)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), ema)
+    expected = trained(usual, optimizer)
+    for way in (at_the_same_step, after_waiting, mixed):
+        found = trained(way, optimizer)
+        name = ema.name
+        np.testing.assert_array_equal(found.slots[name]["w"], expected.slots[name]["w"])
+
+
+def test_the_period_of_a_loss_scale_counts_updates() -> None:
+    optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.1), initial=2.0, period=3)
+    for change in (usual, at_the_same_step, after_waiting, mixed):
+        assert float(trained(change, optimizer).slots["loss_scale"]) == 8.0
+
+
+def test_a_skipped_update_at_the_same_step_leaves_the_age() -> None:
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
+    state = at_the_same_step(start(optimizer, 5), GRADS[0], optimizer)
+    assert (int(state.slots["start_step"]), int(state.slots["last_finite_step"])) == (4, 5)
+    skipped = at_the_same_step(state, GRADS[0] * np.nan, optimizer)
+    assert (int(skipped.slots["start_step"]), int(skipped.slots["last_finite_step"])) == (4, 5)
+
+
+def own_slots_named_like_ages() -> jstep.Optimizer:
+    def init(params: Any, step: Any) -> dict[str, Any]:
+        return {"start_step": jnp.float32(3.0), "born": jnp.asarray(step, jnp.int32)}
+
+    init.ages = ("born",)  # type: ignore[attr-defined]
+    return jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+
+
+def test_an_age_is_declared_and_never_spelled() -> None:
+    optimizer = own_slots_named_like_ages()
+    state = jstep.increment_global_step(at_the_same_step(start(optimizer), GRADS[0], optimizer), 4)
+    assert (float(state.slots["start_step"]), int(state.slots["born"])) == (3.0, 3)
+    inner = jstep.scope("a", jstep.partition({"b": optimizer}, lambda path, leaf: "b"))
+    state = jstep.increment_global_step(at_the_same_step(start(inner), GRADS[0], inner), 4)
+    assert (float(state.slots["a/b/start_step"]), int(state.slots["a/b/born"])) == (3.0, 3)
+
+
+def test_a_state_made_by_hand_has_no_roles() -> None:
+    made = start(jstep.adam(0.1))
+    state = jstep.TrainState(made.params, made.slots, made.global_step)
+    assert int(jstep.increment_global_step(state, 4).slots["start_step"]) == 0
+    assert state == made

@@ -1,0 +1,101 @@
+"""The roles of slots travel with a state: static, from the optimizer that made it, and never from names or shapes."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jstep
+from jstep.checkpoint.format.left_out import left_out_indices
+
+NAMES = ["d", "mine", "beta1", "start_step", "held/x", "model"]
+
+
+def custom(name: str, make: Any) -> jstep.Optimizer:
+    return jstep.Optimizer(
+        lambda params, step: {name: make(params)},
+        lambda updates, slots, params, step: (updates, slots),
+        lambda step: {},
+    )
+
+
+@pytest.mark.parametrize("params", [1.0, {"w": 1.0}, {"w": np.ones(3, np.float32), "b": 0.0}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_are_found_whatever_they_are_called(name: str, params: Any) -> None:
+    for each, shared in ((jnp.zeros_like, False), (lambda p: jnp.int32(0), False), (None, True)):
+        optimizer = custom(name, lambda p, each=each: jnp.float32(1.0) if each is None else jax.tree.map(each, p))
+        for wrapped, prefix in ((optimizer, ""), (jstep.scope("a", optimizer), "a/")):
+            state = jstep.TrainState.create(params, wrapped)
+            assert jstep.get_slot_names(state) == ([] if shared else [prefix + name])
+
+
+def test_slots_of_optax_for_a_single_leaf() -> None:
+    import optax
+
+    state = jstep.TrainState.create(1.0, jstep.from_optax(optax.adam(0.1)))
+    assert jstep.get_slot_names(state) == ["optax/0/mu", "optax/0/nu"]
+
+
+def test_leave_out_follows_the_slots_of_a_single_leaf() -> None:
+    optimizer = custom("d", lambda p: jax.tree.map(jnp.zeros_like, p))
+    state = jstep.TrainState.create(1.0, optimizer)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    left_out = left_out_indices(state, lambda path, leaf: True)
+    assert [jax.tree_util.keystr(leaves[i][0]) for i in sorted(left_out)] == [".params", ".slots['d']"]
+
+
+def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), jstep.adam(), donate=False)
+    made = {
+        "replace": state.replace(params={"w": jnp.zeros(4)}),
+        "dataclasses.replace": dataclasses.replace(state, params={"w": jnp.zeros(4)}),
+        "pickle": pickle.loads(pickle.dumps(state)),
+        "copy": copy.deepcopy(state),
+        "tree.map": jax.tree.map(jnp.zeros_like, state),
+        "shapes": jax.eval_shape(lambda: state),
+        "step": step(state)[0],
+        "shard_state": jstep.shard_state(state, jax.make_mesh((1,), ("data",))),
+        "vmap": jax.vmap(lambda w: jstep.TrainState.create({"w": w}, jstep.adam()))(jnp.ones((2, 4))),
+    }
+    for name, one in made.items():
+        assert one.roles == state.roles, name
+        assert len(one.roles) == 3, name
+
+
+def test_roles_are_no_leaf_and_no_field() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    assert [field.name for field in dataclasses.fields(state)] == ["params", "slots", "global_step"]
+    assert len(jax.tree.leaves(state)) == 5
+    with pytest.raises(TypeError, match=r"replace\(roles=…\)"):
+        state.replace(roles={})
+    same = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.update_every(2, jstep.adamw(0.5)))
+    assert jax.tree.structure(state) == jax.tree.structure(same)
+    assert hash(state.roles) == hash(same.roles)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_slots_of_square_matrices_lie_by_what_they_keep(axis_type: AxisType) -> None:
+    mesh = jax.make_mesh((2,), ("data",), (axis_type,))
+
+    def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
+        return -g, {"up": jnp.mean(g, 1), "down": jnp.mean(g, 0)}
+
+    def half(path: str, leaf: Any) -> tuple[int, ...]:
+        return (leaf.shape[0],)
+
+    slots = {"up": jstep.Slot(shape=half, keeps="rows"), "down": jstep.Slot(shape=half, keeps="columns")}
+    optimizer = jstep.leafwise(rule, hyper={}, slots=slots, sparse=False, finished=True)
+    state = jstep.TrainState.create(
+        {"w": jnp.ones((4, 4))}, optimizer, mesh=mesh, param_specs=PartitionSpec("data", None)
+    )
+    assert tuple(state.slots["up"]["w"].sharding.spec) == ("data",)
+    assert tuple(state.slots["down"]["w"].sharding.spec) in ((), (None,))
+    with pytest.raises(ValueError, match="keeps='diagonal'"):
+        jstep.Slot(keeps="diagonal")  # type: ignore[arg-type]
