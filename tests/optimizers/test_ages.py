@@ -78,20 +78,50 @@ def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
             np.testing.assert_array_equal(one, other, err_msg=f"{way}: {path}")
 
 
-@pytest.mark.parametrize("change", WAYS.values(), ids=list(WAYS))
-def test_ages_are_those_of_optax(change: Change) -> None:
+def ppo(state: jstep.TrainState, g: Any, i: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    """Sixteen updates an iteration, and then one step."""
+    state = at_the_same_step(state, g, optimizer)
+    return jax.lax.cond(i % 16 == 15, jstep.increment_global_step, lambda state: state, state)
+
+
+def dqn(state: jstep.TrainState, g: Any, i: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    """Four steps of the environment per update."""
+    return usual(jstep.increment_global_step(state, 3), g, optimizer)
+
+
+def gan(state: jstep.TrainState, g: Any, i: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+    """The generator updates first, without a step; every third time the discriminator sits out."""
+
+    def both(state: jstep.TrainState) -> jstep.TrainState:
+        return jstep.apply_gradients(state, {"w": None, "b": g[0]}, optimizer)
+
+    first = jstep.apply_gradients(state, {"w": g, "b": None}, optimizer, increment_global_step=False)
+    return jax.lax.cond(i % 3 == 2, jstep.increment_global_step, both, first)
+
+
+@pytest.mark.parametrize("program", [ppo, dqn, gan], ids=lambda program: program.__name__)
+def test_ages_are_those_of_optax(program: Any) -> None:
     """Optax counts updates by itself, so it is right in every program."""
-    optimizer, peer = jstep.adam(0.1, epsilon=1e-8), optax.adam(0.1)
-    state, params = start(optimizer), start(optimizer).params
-    kept = peer.init(params)
-    for g in GRADS:
-        state = change(state, g, optimizer)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, kept = peer.update(as_grads(jnp.asarray(g)), kept, params)
-        params = optax.apply_updates(params, updates)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4)
-    assert ages(state) == {"start_step": len(GRADS)}
+    steps = np.random.default_rng(1).normal(size=(50, 4, 3)).astype(np.float32)
+    optimizer = jstep.partition({"w": jstep.adamw(0.1), "b": jstep.adamw(0.1)}, lambda path, leaf: path)
+    state = start(optimizer)
+
+    def one(state: Any, xs: Any) -> Any:
+        return program(state, *xs, optimizer), None
+
+    state, _ = jax.jit(lambda state: jax.lax.scan(one, state, (steps, np.arange(50))))(state)
+    peer, counts = optax.adamw(0.1, weight_decay=0.01), {}
+    for player, params in start(optimizer).params.items():
+        kept = peer.init(params)
+        for i, g in enumerate(steps):
+            if program is gan and player == "b" and i % 3 == 2:
+                continue
+            with jax.numpy_dtype_promotion("standard"):
+                updates, kept = peer.update(jnp.asarray(as_grads(g)[player]), kept, params)
+            params = optax.apply_updates(params, updates)
+        counts[f"{player}/start_step"] = int(kept[0].count)
+        np.testing.assert_allclose(state.params[player], params, rtol=2e-4, atol=1e-6)
+    assert ages(state) == counts
 
 
 def test_start_step_is_the_step_minus_the_updates() -> None:
