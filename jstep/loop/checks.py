@@ -44,16 +44,16 @@ def check(state: Any, last_step: int) -> None:
         RuntimeError: The state has no global step.
     """
     refuse_compile_only(require_state(state), "state")
+    if np.ndim(state.global_step):
+        raise ValueError(
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population of "
+            "states, as vmap makes it, is trained by jax.vmap(train_step) in a custom loop, and saved by a Saver"
+        )
     step = get_global_step(state)
     if step is None:
         # Raises the error of StepCounterHook, which every run has.
         StepCounterHook().begin(state)
         return
-    if np.ndim(step):
-        raise ValueError(
-            f"state: its global_step has shape {np.shape(step)}, must be a scalar: a population of states, as vmap "
-            "makes it, is trained by jax.vmap(train_step) in a custom loop, and saved by a Saver"
-        )
     last = np.iinfo(step.dtype).max
     if last_step > last:
         raise ValueError(

@@ -18,6 +18,7 @@ from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.loop.trace_step import trace_step
+from jstep.state import keep_roles
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
 from jstep.training import TrainStep, scanned_step
@@ -132,6 +133,8 @@ class Programs:
             if len(call.args) == 1 and isinstance(call.args[0], list):
                 note(error, "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y)")
             raise
+        if isinstance(result, tuple) and len(result) == 2:
+            result = keep_roles(state, result[0]), result[1]
         if self._compilations[0] != before:
             if self._watch is not None:
                 self._watch.reassign(STARTING, self._seconds[0] - seconds)

@@ -11,7 +11,7 @@ from jstep.state.global_step import (
 from jstep.state.require import require_alive, require_state, step_of
 from jstep.state.shard_state import shard_state
 from jstep.state.slots import get_slot, get_slot_names
-from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
+from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState, keep_roles
 
 __all__ = [
     "MODEL_STATE",
@@ -24,6 +24,7 @@ __all__ = [
     "get_slot_names",
     "global_step",
     "increment_global_step",
+    "keep_roles",
     "require_alive",
     "require_state",
     "shard_state",

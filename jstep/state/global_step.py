@@ -64,21 +64,32 @@ def get_global_step(state: Any) -> Array | None:
         state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
 
     Raises:
-        TypeError: `state` neither is a step nor has one.
+        TypeError: `state` neither is a step nor has one, or its step is not an integer scalar.
 
     Example:
         >>> import jstep
         >>> print(jstep.get_global_step(jstep.TrainState.create({"w": 1.0}, jstep.adam())))
         0
     """
+    step = _found_step(state)
+    if step is not None and step.ndim and not _is_population(state, step):
+        raise TypeError(f"the global step must be an integer scalar, got {kind(step)}")
+    return step
+
+
+def _found_step(state: Any) -> Array | None:
+    """The global step of a state, of any shape, or None."""
     if isinstance(state, bool | np.bool_) or not (_is_step(state) or _has_step(state)):
         raise TypeError(f"state: must be a state with a global_step, or a step (an integer scalar), got {kind(state)}")
-    if not _has_step(state):
-        return state if isinstance(state, jax.Array) else create_global_step(state)
-    step = state["global_step"] if isinstance(state, Mapping) else state.global_step
-    if step is not None and not _is_step(step):
-        raise TypeError(f"the state's global_step must be an integer scalar, got {kind(step)}")
-    return step
+    found = state if not _has_step(state) else state["global_step"] if isinstance(state, Mapping) else state.global_step
+    if found is not None and not _is_step(found):
+        raise TypeError(f"the state's global_step must be an integer scalar, got {kind(found)}")
+    return create_global_step(found) if isinstance(found, int | np.integer) else found
+
+
+def _is_population(state: Any, step: Array) -> bool:
+    """Whether all leaves of a state are stacked like its step, as by `jax.vmap`."""
+    return _has_step(state) and all(np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
 
 
 def _has_step(x: Any) -> bool:
@@ -137,7 +148,7 @@ def global_step(state: Any) -> int:
 
 
 def _scalar_step(state: Any) -> Array:
-    step = get_global_step(state)
+    step = _found_step(state)
     if step is None:
         raise ValueError(NO_STEP)
     if np.ndim(step):
@@ -173,7 +184,9 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
         more = create_global_step(amount)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("global_step", "amount", 1)) from None
-    later = later_step(_scalar_step(state), more)
+    before = _scalar_step(state)
+    refuse_shapes(before, "state")
+    later = later_step(before, more)
     if not _has_step(state):
         return later
     if isinstance(state, Mapping):
@@ -182,7 +195,7 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
     counts = [name for name in roles_in(state).of(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)
-    by = later - _scalar_step(state)
+    by = later - before
     waiting = {name: state.slots[name] + by.astype(state.slots[name].dtype) for name in counts}
     return state.replace(slots={**state.slots, **waiting}, global_step=later)
 

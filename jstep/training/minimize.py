@@ -188,8 +188,8 @@ def minimize(
         if measures_noise:
             require_noise_slots(roles)
         kwargs = None if averages is None else {"averages": averages_for(state, averages)}
-        # With several losses no single one owns the model_state, so it stays unchanged.
-        model_state = None if isinstance(differentiate, SeveralLosses) else state.slots.get(MODEL_STATE)
+        # A loss that does not take it leaves it unchanged, as several losses do, none of which owns it.
+        model_state = state.slots[MODEL_STATE] if has_model_state else None
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
         at_radius = differentiate
         if scheduled:

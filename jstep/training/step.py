@@ -15,7 +15,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.memory import sharded
 from jstep.core.meshes import Attempts, is_traced, mesh_of, sharded_like, using_mesh
 from jstep.optimizers.metrics import SKIPPED
-from jstep.state import TrainState, require_alive
+from jstep.state import TrainState, keep_roles, require_alive
 from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
 from jstep.training.constants import Constants, split_constants
 
@@ -88,7 +88,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
             result = step(state, *args)
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"the step returned a {type(result).__name__}; it must return (state, metrics)")
-            return tuple(result)
+            return keep_roles(state, result[0]), result[1]
 
         new, metrics = attempts(one, state, args, place=sharded_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.

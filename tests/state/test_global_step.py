@@ -63,6 +63,24 @@ def test_mappings_and_populations() -> None:
     assert jax.vmap(jstep.increment_global_step)(population).global_step.tolist() == [3, 3, 3]
 
 
+def test_a_step_that_is_no_scalar() -> None:
+    """As in TensorFlow: 'Existing "global_step" is not scalar'."""
+    for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
+        with pytest.raises(TypeError, match=r"must be an integer scalar, got an array of int32 and shape \(1,\)"):
+            jstep.get_global_step(wrong)
+
+
+def test_a_step_that_is_a_python_number() -> None:
+    by_hand = state().replace(global_step=3)
+    assert int(jstep.increment_global_step(by_hand).global_step) == 4
+    assert jstep.get_global_step(by_hand).dtype == jnp.int32
+
+
+def test_shapes_cannot_be_incremented() -> None:
+    with pytest.raises(ValueError, match="shapes"):
+        jstep.increment_global_step(jax.eval_shape(state))
+
+
 def test_donated_step_raises() -> None:
     old = state()
     jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)

@@ -99,3 +99,29 @@ def test_slots_of_square_matrices_lie_by_what_they_keep(axis_type: AxisType) -> 
     assert tuple(state.slots["down"]["w"].sharding.spec) in ((), (None,))
     with pytest.raises(ValueError, match="keeps='diagonal'"):
         jstep.Slot(keeps="diagonal")  # type: ignore[arg-type]
+
+
+def by_hand(state: jstep.TrainState, x: Any) -> Any:
+    """A step of one's own that makes its state by the constructor."""
+    new = jstep.apply_gradients(state, {"w": x}, jstep.adam())
+    return jstep.TrainState(new.params, new.slots, new.global_step), {}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit: bool, steps_per_call: int, compilations: Any) -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    step = jax.jit(by_hand) if jit else by_hand
+    with compilations() as seen:
+        after = jstep.train(step, state, lambda step: np.ones(4, np.float32), 4, steps_per_call=steps_per_call)
+    assert after.roles == state.roles
+    assert int(after.global_step) == 4
+    assert sum("by_hand" in name for name in seen) <= 1
+
+
+def test_a_compiled_step_gives_its_state_the_roles() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    after, _ = jstep.TrainStep(by_hand, donate=False)(state, np.ones(4, np.float32))
+    assert after.roles == state.roles
+    made = jstep.TrainState(state.params, state.slots, state.global_step)
+    assert not jstep.TrainStep(by_hand)(made, np.ones(4, np.float32))[0].roles
