@@ -25,8 +25,9 @@ def adadelta(
         epsilon: Added under the roots, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `accumulator` (e) and `accumulator_update` (x), initially 0. A sparse gradient
-        updates only its own rows.
+        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0, named as in TensorFlow. A sparse
+        gradient updates only its own rows. Checkpoints with the names of jstep 0.2, `accumulator` and
+        `accumulator_update`, are restored into them.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -39,7 +40,7 @@ def adadelta(
     """
     return leafwise(
         adadelta_rule,
-        slots={"accumulator": 0.0, "accumulator_update": 0.0},
+        slots={"accum": 0.0, "accum_update": 0.0},
         hyper={
             "learning_rate": rate(learning_rate),
             "rho": checked("rho", rho, low=0, high=1),
@@ -50,12 +51,12 @@ def adadelta(
 
 def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and averages."""
-    e, x = average(slots["accumulator"], g * g, h["rho"]), slots["accumulator_update"]
+    e, x = average(slots["accum"], g * g, h["rho"]), slots["accum_update"]
     e, x, g = compute_first(e, x, g)
     u = -h["learning_rate"] * step(g, x, e, h)
     new_p, e, x, g = after_parameter(p, u, h["dtype"], e, x, g)
     new_x = average(x, jnp.square(step(g, x, e, h)), h["rho"])
-    return u, {"accumulator": e, "accumulator_update": ordered_after(new_x, new_p)}
+    return u, {"accum": e, "accum_update": ordered_after(new_x, new_p)}
 
 
 def step(g: Array, x: Array, e: Array, h: Hyper) -> Array:

@@ -183,3 +183,40 @@ class TestOtherStates:
             assert saver.save(state_at(3), step=3).endswith("model-3")
             with pytest.raises(ValueError, match="step=4: must be the state's global_step, 3"):
                 saver.save(state_at(3), step=4)
+
+
+def trained(optimizer):
+    """A state in which each slot has values of its own."""
+    state = jstep.TrainState.create({"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}, optimizer)
+    return jstep.apply_gradients(state, {"a": jnp.ones(2), "b": {"c": jnp.full(3, 2.0)}}, optimizer)
+
+
+@pytest.mark.parametrize("scope", ["", "table/"])
+@pytest.mark.parametrize("names", [None, lambda path: path], ids=["no names", "identity"])
+def test_slots_of_adadelta_with_their_former_names(tmp_path, scope, names):
+    adadelta = jstep.adadelta(0.1)
+    optimizer = jstep.partition({"table": adadelta}, labels=lambda path, leaf: "table") if scope else adadelta
+    state = trained(optimizer)
+    former = {"accum": "accumulator", "accum_update": "accumulator_update"}
+    with Saver(tmp_path) as saver:
+        saver.save(
+            state.replace(slots={scope + former[name.removeprefix(scope)]: state.slots[name] for name in state.slots})
+        )
+        target = jax.tree.map(jnp.zeros_like, state)
+        assert_same(saver.restore(target, names=names), state)
+        assert_same(saver.restore(target, partial=True), state)
+
+
+def test_slots_of_adadelta_with_their_present_names(tmp_path):
+    state = trained(jstep.adadelta(0.1))
+    with Saver(tmp_path) as saver:
+        saver.save(state)
+        assert_same(saver.restore(jax.tree.map(jnp.zeros_like, state)), state)
+
+
+@pytest.mark.parametrize("other", [jstep.ftrl(0.1), jstep.adadelta(0.1)], ids=["ftrl", "adadelta"])
+def test_the_accumulator_of_adagrad_is_not_taken_for_another(tmp_path, other):
+    with Saver(tmp_path) as saver:
+        saver.save(trained(jstep.adagrad(0.1)))
+        with pytest.raises(ValueError, match=r"missing in the checkpoint \(4\).*extra in the checkpoint \(2\)"):
+            saver.restore(trained(other))

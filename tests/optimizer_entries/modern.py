@@ -151,7 +151,7 @@ MODERN = {
     ),
     "adadelta": Entry(
         lambda lr: jstep.adadelta(lr, epsilon=1e-2),
-        {"accumulator": 0.0, "accumulator_update": 0.0},
+        {"accum": 0.0, "accum_update": 0.0},
         ("epsilon", "learning_rate", "rho"),
         rate=0.1,
         steps=0,

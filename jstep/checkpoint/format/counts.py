@@ -7,7 +7,7 @@ from jstep.core.slot_roles import Role, Roles
 
 GLOBAL_STEP = "global_step"
 _PARAMS = "params"
-_SLOTS = "slots"
+SLOTS = "slots"
 _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
 _WIDTHS = {"int32", "int64"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
@@ -29,7 +29,7 @@ def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> boo
     """
     if saved[0] != wanted[0] or {saved[1], wanted[1]} != _WIDTHS or _PARAMS in keys:
         return False
-    return keys[-1] == GLOBAL_STEP or (keys[0] == _SLOTS and saved[0] in ((), tuple(steps)))
+    return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
 def guards(missing: Mapping[Keys, Kind], steps: Sequence[int], roles: Roles) -> set[Keys]:
@@ -45,13 +45,13 @@ def guards(missing: Mapping[Keys, Kind], steps: Sequence[int], roles: Roles) -> 
     """
     found: set[Keys] = set()
     for keys, (shape, dtype) in missing.items():
-        if len(keys) != 2 or keys[0] != _SLOTS or tuple(shape) != tuple(steps):
+        if len(keys) != 2 or keys[0] != SLOTS or tuple(shape) != tuple(steps):
             continue
         if keys[1] in roles and roles[keys[1]] not in _GUARDS:
             continue
         scope, _, name = keys[1].rpartition("/")
         scope += "/" if scope else ""
-        pair = {(_SLOTS, scope + _LOSS_SCALE), (_SLOTS, scope + _SCALE_SINCE)}
+        pair = {(SLOTS, scope + _LOSS_SCALE), (SLOTS, scope + _SCALE_SINCE)}
         if (name == _LAST_FINITE_STEP and dtype in _WIDTHS) or (
             keys in pair and pair <= missing.keys() and dtype in ({"float32"} if name == _LOSS_SCALE else _WIDTHS)
         ):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.checkpoint.format import counts
+from jstep.checkpoint.format.former_names import former_paths
 from jstep.checkpoint.format.leaves import by_id, ids
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
@@ -96,11 +97,14 @@ def match(
     records, absent = by_id(saved), dict(zip(ids(leaf.path for leaf in left_out), left_out, strict=True))
     flat = trees.leaves_with_paths(target)
     paths = [path for path, _ in flat]
-    renamed = _renamed(names, paths, {leaf.path for leaf in saved} | {leaf.path for leaf in left_out}, where)
+    saved_paths = {leaf.path for leaf in saved} | {leaf.path for leaf in left_out}
+    all_keys = [keys_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
+    renamed = _renamed(names, paths, saved_paths, where)
+    former = former_paths(dict(zip(paths, all_keys, strict=True)), saved_paths)
+    renamed |= {path: other for path, other in former.items() if renamed.get(path, path) == path}
     found = Match([], [], [], [])
     used: set[tuple[str, int]] = set()
     kinds = [_kind(leaf, path) for path, leaf in flat]
-    all_keys = [keys_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
     steps = next((shape for keys, (shape, _) in zip(all_keys, kinds, strict=True) if keys == (STEP,)), ())
     missing = {}
     for (path, leaf), (_, number), keys, wanted_kind in zip(flat, ids(paths), all_keys, kinds, strict=True):
