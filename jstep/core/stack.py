@@ -39,6 +39,18 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
     )
 
 
+def no_rows(tree: Any) -> Any:
+    """Return what `stack_trees` would return for no elements like `tree`, with shapes in place of JAX arrays."""
+
+    def leaf_of(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct((0, *leaf.shape), leaf.dtype)
+        array = np.asarray(leaf)
+        return np.empty((0, *array.shape), array.dtype)
+
+    return jax.tree.map(leaf_of, tree)
+
+
 def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
     if all(isinstance(leaf, jax.Array) for leaf in leaves):
         _check_same(leaves, path, what)

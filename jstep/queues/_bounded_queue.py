@@ -4,9 +4,12 @@ import threading
 from collections import deque
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
-from jstep.core.stack import stack_trees
+from jstep.core.stack import no_rows, stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
 # Threads of a QueueRunner set `feeding` here: their waits end with the main thread, so that they do
@@ -46,6 +49,14 @@ class _WaitingThreads:
         self._condition.notify_all()
 
 
+def _empty_batch_of(element: Any) -> tuple[Any, ...]:
+    """Return a batch of no elements like this one, in a tuple; the empty tuple if it cannot be stacked."""
+    try:
+        return (no_rows(element),)
+    except Exception:
+        return ()  # a queue takes any element: only dequeue_many needs arrays
+
+
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
@@ -59,6 +70,7 @@ class BoundedQueue:
         self._min_after = min_after_dequeue
         self._items: deque[Any] = deque()
         self._held = 0
+        self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
         self._mutex = threading.RLock()
         self._for_room = _WaitingThreads(self._mutex)
         self._for_elements = _WaitingThreads(self._mutex)  # or for the end of another thread's dequeue_many
@@ -104,6 +116,8 @@ class BoundedQueue:
         with self._mutex:
             if len(self._items) + self._held >= self._limit:
                 self._await_room()
+            if self._empty_batch is None:
+                self._empty_batch = _empty_batch_of(element)
             self._items.append(element)
             if self._for_elements.count or self._collecting:
                 self._wake_consumer()
@@ -132,7 +146,8 @@ class BoundedQueue:
         more than the queue can provide at once, it meanwhile holds more than its capacity.
 
         Args:
-            n: The number of elements, at least 1.
+            n: The number of elements. With 0 the call returns an empty batch at once, as in TensorFlow: arrays with the
+                dtypes of the first element that was enqueued, and its shapes after an axis of size 0.
 
         Returns:
             A tree with the structure of an element, whose leaves have a new leading axis of size n:
@@ -141,11 +156,13 @@ class BoundedQueue:
         Raises:
             OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
                 them with `dequeue`, or all at once with `dequeue_many(queue.size())`.
-            ValueError: n is not positive, or the elements differ in structure, shape or dtype; they
-                stay in the queue.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in
+                structure, shape or dtype, and stay in the queue.
             TypeError: n is not an integer.
         """
-        n = as_int(n, "n", 1, "the number of elements to stack")
+        n = as_int(n, "n", 0, "the number of elements to stack")
+        if n == 0:
+            return self._no_elements()
         with self._mutex:
             if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
                 self._await_batch(n)
@@ -193,6 +210,22 @@ class BoundedQueue:
     def _put_back(self, elements: list[Any]) -> None:
         """Put back elements that were taken."""
         raise NotImplementedError
+
+    def _no_elements(self) -> Any:
+        with self._mutex:
+            if not self._empty_batch:
+                self._check_enough(0, self.size())
+                raise ValueError(
+                    "n=0: an empty batch has the structure, shapes and dtypes of the first element, and this "
+                    f"{type(self).__name__} has had none that can be stacked; call dequeue_many if size() is positive"
+                )
+            (batch,) = self._empty_batch
+
+        def made(leaf: Any) -> Any:
+            return jnp.empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+        with internal_transfers():
+            return jax.tree.map(made, batch)
 
     # The slow paths; the mutex is held.
 

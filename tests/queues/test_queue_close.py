@@ -219,10 +219,9 @@ class TestMisuse:
         with pytest.raises(TypeError, match="seed='s'"):
             RandomShuffleQueue(10, 0, "s")
 
-    @pytest.mark.parametrize("n", [0, -1])
-    def test_n_must_be_positive(self, n):
-        with pytest.raises(ValueError, match=f"n={n}: must be at least 1"):
-            fifo().dequeue_many(n)
+    def test_n_must_not_be_negative(self):
+        with pytest.raises(ValueError, match="n=-1: must be at least 0"):
+            fifo().dequeue_many(-1)
 
     def test_n_must_be_an_integer(self):
         with pytest.raises(TypeError, match=r"n=2\.5"):

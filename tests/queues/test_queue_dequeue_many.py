@@ -185,6 +185,60 @@ class TestDequeueMany:
             queue.dequeue_many(2)
 
 
+class TestDequeueNone:
+    """`dequeue_many(0)`, as for `dequeue_many(queue.size())` of an empty queue."""
+
+    @both_queues
+    def test_the_batch_is_empty_and_takes_no_element(self, make):
+        queue = make()
+        element = {"x": np.ones((2, 3), np.float32), "y": (True, "name"), "z": jnp.ones(4, jnp.bfloat16), "none": None}
+        queue.enqueue(element)
+        for _ in range(2):  # with an element in the queue, and without
+            batch = queue.dequeue_many(0)
+            assert jax.tree.structure(batch) == jax.tree.structure(element)
+            one = jax.tree.map(lambda leaf: (type(leaf), leaf.shape[1:], leaf.dtype), batch)
+            assert jax.tree.map(len, batch) == {"x": 0, "y": (0, 0), "z": 0, "none": None}
+            if queue.size():
+                whole = queue.dequeue_many(1)
+                assert jax.tree.map(lambda leaf: (type(leaf), leaf.shape[1:], leaf.dtype), whole) == one
+
+    @both_queues
+    def test_it_never_waits(self, make):
+        queue = make()
+        queue.enqueue(1.0)
+        call = Call(queue.dequeue_many, 3)
+        wait_until_blocked(queue, batches=1)
+        assert queue.dequeue_many(0).shape == (0,)
+        queue.enqueue(2.0)
+        queue.enqueue(3.0)
+        call.wait()
+        queue.close()
+        assert queue.dequeue_many(0).tolist() == queue.dequeue_many(queue.size()).tolist() == []
+
+    @both_queues
+    def test_keys(self, make):
+        queue = make()
+        queue.enqueue(jax.random.key(0))
+        batch = queue.dequeue_many(0)
+        assert (batch.shape, batch.dtype) == ((0,), jax.random.key(0).dtype)
+
+    def test_before_the_first_element(self):
+        queue = fifo()
+        with pytest.raises(ValueError, match=r"n=0: an empty batch has .* this FIFOQueue has had none"):
+            queue.dequeue_many(0)
+        queue.fail(KeyError("file"))
+        queue.close()
+        with pytest.raises(OutOfRangeError, match=r"requested 0, current size 0\); its input failed: KeyError"):
+            queue.dequeue_many(0)
+
+    def test_elements_that_cannot_be_stacked_are_queued_all_the_same(self):
+        queue = fifo()
+        queue.enqueue({1: 0, "a": 0})
+        with pytest.raises(ValueError, match="none that can be stacked"):
+            queue.dequeue_many(0)
+        assert queue.dequeue() == {1: 0, "a": 0}
+
+
 def test_prng_keys_are_stacked():
     keys = jax.random.split(jax.random.key(0), 3)
     queue = fifo(5)
