@@ -19,7 +19,7 @@ class SummarySaverHook(ReportingHook):
     Args:
         summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
             its `logdir`; the hook then replaces the stock one, so that no number is written twice.
-        save_steps: Interval in steps; due at its multiples.
+        save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
         save_secs: Interval in seconds. If both are given, whichever comes first.
         histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
             (`"slots/m/*"`); a string or several.

@@ -76,8 +76,9 @@ def train(
         save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only.
         save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
         logdir: Where to write TensorBoard event files, a directory or a URL; None to write none.
-        save_summaries_steps: Interval between summaries, in steps; None for never. A `SummarySaverHook` made without
-            a writer, passed in hooks, replaces the stock one and has its own interval.
+        save_summaries_steps: Interval between summaries, in steps; None for never. The last step is written only if it
+            is a multiple. A `SummarySaverHook` made without a writer, passed in hooks, replaces the stock one and has
+            its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
         steps_per_call: Number of steps per call, scanned over stacked batches. If a hook is due before such a call
             would end, or the shapes of the batches differ, steps are run one at a time. There are two compiled
