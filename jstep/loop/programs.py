@@ -25,6 +25,11 @@ from jstep.training import TrainStep, scanned_step
 
 _logger = logging.getLogger("jstep")
 
+_A_LIST = (
+    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
+    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
+)
+
 
 def is_compiled(step: Any) -> bool:
     """Whether a step is compiled, so that it receives JAX arrays whatever it is called with."""
@@ -131,7 +136,7 @@ class Programs:
                 self._first_call = None
         except TypeError as error:
             if len(call.args) == 1 and isinstance(call.args[0], list):
-                note(error, "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y)")
+                note(error, _A_LIST)
             raise
         if isinstance(result, tuple) and len(result) == 2:
             result = keep_roles(state, result[0]), result[1]

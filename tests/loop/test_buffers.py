@@ -138,7 +138,9 @@ def test_a_list_instead_of_a_tuple_gets_a_note():
     step = jstep.minimize(lambda params, x, y: jnp.mean((params["a"] * x - y) ** 2), OPTIMIZER)
     with pytest.raises(TypeError) as caught:
         train(3, lambda n: [np.ones(1024), np.ones(1024)], step=step, state=make_state())
-    assert "a list, which is one argument; a tuple is several" in "\n".join(caught.value.__notes__)
+    notes = "\n".join(caught.value.__notes__)
+    assert "a list, which is one argument; a tuple is several" in notes
+    assert "collate_fn=lambda rows: tuple(default_collate(rows))" in notes
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
