@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.core import trees
 from jstep.hooks.cadence import UNSET, CadencedHook, cadence
 from jstep.hooks.dispatched_steps import Steps
 from jstep.hooks.hook import Clock, Metrics, RunInfo
@@ -262,4 +263,5 @@ def _markers(metrics: Metrics) -> list[Any]:
     loss = metrics.get("loss")
     if isinstance(loss, jax.Array):
         return [loss]
-    return [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]
+    arrays = [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]
+    return [trees.key_data(value) for value in arrays]  # a PRNG key itself cannot be asked

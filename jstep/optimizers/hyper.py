@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import shown
 from jstep.core.meshes import on_host
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
@@ -52,7 +53,7 @@ def checked(
     if callable(value):
         return value
     if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={value!r}: must be a number, an array or a schedule, got {type(value).__name__}")
+        raise TypeError(f"{name}={shown(value)}: must be a number, an array or a schedule, got {type(value).__name__}")
     if np.ndim(value):
         raise ValueError(
             f"{name}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"

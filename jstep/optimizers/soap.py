@@ -71,7 +71,7 @@ def soap(
     def square(axis: int) -> Any:
         def shape(path: str, leaf: Any) -> tuple[int, int] | None:
             sizes = np.shape(leaf)
-            return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and sizes[axis] <= longest else None
+            return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and 0 < sizes[axis] <= longest else None
 
         return shape
 

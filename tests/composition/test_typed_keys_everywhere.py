@@ -186,6 +186,17 @@ def test_tools(tool: str, tmp_path: Path) -> None:
     TOOLS[tool](tmp_path)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_metric_may_be_a_key(jit: bool, steps_per_call: int, tmp_path: Path) -> None:
+    def step(state: jstep.TrainState, x: Any) -> Any:
+        state, _ = jstep.minimize(loss, OPTIMIZER, has_model_state=True, jit=False)(state, x)
+        return state, {"key": state.slots["model_state"]["key"]}
+
+    hooks = [hook for name in ("counter", "logging", "summaries") for hook in HOOKS[name](tmp_path)]
+    run(jax.jit(step) if jit else step, hooks, steps_per_call=steps_per_call)
+
+
 def test_keys_cannot_be_written_as_weights_or_summaries(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'key' is key<fry>.*None to leave a leaf out"):
         jstep.save_weights(tmp_path / "w.safetensors", {"w": X, "key": jax.random.key(0)})
