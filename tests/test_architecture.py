@@ -132,6 +132,18 @@ def test_imports_have_no_cycles() -> None:
         visit(module, ())
 
 
+def test_nothing_is_unpickled() -> None:
+    """Unpickling runs code of whoever wrote the file: a checkpoint, weights or an event file may be a stranger's."""
+    unpicklers = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch"}
+    assert not [
+        f"{module} imports {name}" for module in MODULES for name in imports(module) if name.split(".")[0] in unpicklers
+    ]
+    calls = (node for path in MODULES.values() for node in nodes_of(path) if isinstance(node, ast.Call))
+    assert not [ast.unparse(call) for call in calls if any(word.arg == "allow_pickle" for word in call.keywords)]
+    loads = re.compile(r"\b(np|numpy|torch)\.load\(")
+    assert not [module for module, path in MODULES.items() if loads.search(text_of(path))]
+
+
 def test_host_packages_are_independent() -> None:
     assert not [
         f"{module} imports {other}"

@@ -1,10 +1,7 @@
 """Saving and restoring the position of a data loader, on each process."""
 
 import base64
-import binascii
 import json
-import math
-import pickle
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +9,11 @@ import jax
 
 from jstep.checkpoint import processes
 from jstep.core.checks import kind
+from jstep.loop import tagged_json
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
 _PROCESSES = "processes"
-
-_DEEPEST = 50  # levels of nesting that are saved as JSON; a checkpoint accepts 100
-_LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones
 
 
 class SavedPosition(NamedTuple):
@@ -38,69 +33,48 @@ class SavedPosition(NamedTuple):
 def encode_position(position: Any, owner: str) -> Any:
     """Encode a position for JSON. The result is a copy, because loaders may return a dict that they keep changing.
 
-    Values that JSON would change (tuples, keys that are not strings, arrays, random generators) are pickled.
-
     Args:
         position: The position that the loader returned.
         owner: The name of the loader's class, for the error.
 
     Raises:
-        TypeError: The position cannot be pickled; names the loader.
+        TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
     """
-    if type(position) is bytes:
-        return {"base64": base64.b64encode(position).decode()}
-    if _is_json(position, 0):
-        return {"value": _copy(position)}
     try:
-        return {"pickle": base64.b64encode(pickle.dumps(position)).decode()}
-    except Exception as error:  # whatever the objects in it raise
+        return {"value": tagged_json.encode(position)}
+    except tagged_json.UnsupportedError as error:
         raise TypeError(
-            f"batches: the state of the {owner} cannot be kept with a checkpoint ({type(error).__name__}: {error}); "
-            "its state_dict() or get_state() must return a value that JSON or pickle can hold: numbers, strings, "
-            "bytes, arrays, and dicts, lists and tuples of them"
-        ) from error
-
-
-def _is_json(value: Any, depth: int) -> bool:
-    """Whether a value survives a round trip through JSON, types included."""
-    of = type(value)
-    if of is dict:
-        return depth < _DEEPEST and all(type(key) is str and _is_json(item, depth + 1) for key, item in value.items())
-    if of is list:
-        return depth < _DEEPEST and all(_is_json(item, depth + 1) for item in value)
-    if of is float:
-        return math.isfinite(value)
-    return of in (str, bool, type(None)) or (of is int and value.bit_length() <= _LONGEST)
-
-
-def _copy(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if type(value) is list else value
+            f"batches: the state of the {owner} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
+            f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
+            "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
+            f"the {owner} or a class around it; or pass (batch for batch in batches), which has no position to keep"
+        ) from None
 
 
 def decode_position(kept: Any, owner: str) -> Any:
-    """Decode a position from `encode_position`. Unpickling can run arbitrary code, so the checkpoint must be trusted.
+    """Decode a position from `encode_position`, without running any code that the checkpoint brings.
 
     Raises:
-        ValueError: The position cannot be decoded, for example because a class in it no longer exists; names the
-            loader.
+        ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
     """
+    what = f"batches: the checkpoint's position for the {owner}"
     if not isinstance(kept, Mapping):
-        raise ValueError(f"batches: the checkpoint's position for the {owner} must be a position, got {kind(kept)}")
-    if "value" in kept:
-        return kept["value"]
-    try:
-        if "base64" in kept:
-            return base64.b64decode(kept["base64"], validate=True)
-        return pickle.loads(base64.b64decode(kept["pickle"], validate=True))
-    except (KeyError, binascii.Error) as error:
-        raise ValueError(f"batches: the checkpoint's position for the {owner} is not a position ({error})") from None
-    except Exception as error:
+        raise ValueError(f"{what} must be a position, got {kind(kept)}")
+    if "pickle" in kept:
         raise ValueError(
-            f"batches: the checkpoint's position for the {owner} cannot be unpickled ({type(error).__name__}: "
-            f"{error}); its classes must be importable as they were when it was saved"
-        ) from error
+            f"{what} was pickled by an older version of jstep, and nothing in a checkpoint is unpickled, because that "
+            f"could run code of whoever wrote it. To continue from its state, with a {owner} that starts from its "
+            "current position: state = jstep.Saver(old_directory).restore(state), and jstep.train(…, "
+            "checkpoint_dir=new_directory)"
+        )
+    try:
+        if "base64" in kept:  # bytes, in checkpoints of older versions
+            return base64.b64decode(kept["base64"], validate=True)
+        return tagged_json.decode(kept["value"])
+    except KeyError as error:
+        raise ValueError(f"{what} is not a position (it has no {error})") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} cannot be decoded ({error}); it was not saved by jstep, or was changed") from None
 
 
 def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:

@@ -198,7 +198,7 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
             raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
         if kept.warning:
             _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
-    if kept is not None and kept.value is not None:
+    if kept is not None and kept.value is not None and start < last_step:
         value = decode_position(kept.value, name)
         try:
             set_to(value)  # before iter(), which is when loaders read it
