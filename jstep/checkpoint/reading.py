@@ -11,13 +11,18 @@ import jax
 
 from jstep.checkpoint import processes
 from jstep.checkpoint.format import ages, left_out, place_leaf
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
 from jstep.checkpoint.format.match_params import PARAMS, match_params
+from jstep.checkpoint.store.listing import misnamed, name
 from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 
+INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
+"""Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
+VERIFIED = 2**28
+"""Bytes of other checkpoints that an error message verifies. More would delay it, at 1 TB by an hour."""
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 _logger = logging.getLogger("jstep")
 
@@ -77,33 +82,32 @@ class Reader:
                 path = gone.args[0]
         raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
 
-    def _find(self, step: int | None) -> tuple[str, Manifest]:
+    def _find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
-        step = self._newest() if step is None else step
+        step = self._newest() if requested is None else requested
         path = self._store.at(self._prefix, step)
         if processes.any_process(path is None):
+            if requested is None:
+                raise _GoneError(self._store.path(name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
                 f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
-        manifest, problem = None, ""
+        manifest, problem, way_out = None, "", DELETE
         try:
             manifest = self._store.manifest(path)
         except FileNotFoundError:
             pass
         except CheckpointError as error:
-            problem = str(error)
+            problem, way_out = str(error), MOVE if isinstance(error, UnsupportedFormatError) else DELETE
         if processes.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
-            problem = (
-                f"its name says step {step}, and it holds step {manifest.step}: it was copied or renamed; "
-                f"rename it to {self._prefix}-{manifest.step}, or delete it"
-            )
+            problem, way_out = misnamed(self._prefix, step, manifest.step), MOVE
         if processes.any_process(bool(problem)):
-            raise self._corrupted(path, [problem or "see the error of another process"])
+            raise self._unusable(path, [problem or "see the error of another process"], way_out)
         assert manifest is not None
         return path, manifest
 
@@ -114,7 +118,7 @@ class Reader:
         step = processes.broadcast_first(-2 if broken else -1 if newest is None else newest[0])
         if step == -2:
             path, _, problem = (broken or [f"{self._prefix}-*: see the error of another process"])[0].partition(": ")
-            raise self._corrupted(path, [problem])
+            raise self._unusable(path, [problem], DELETE)
         if step == -1:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
@@ -191,8 +195,8 @@ class Reader:
         arrays: dict[str, Any] = {}
         problems: list[str] = []
         with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-            verify = self._verify and not self._store.checks_what_it_reads
-            verdict = pool.submit(self._problems, path, manifest, share) if verify else None
+            verify = self._verify and not manifest.is_packed
+            verdict = pool.submit(self._store.find_corruption, path, manifest, share) if verify else None
             try:
                 arrays = self._store.restore(path, manifest, shardings)
             except CorruptedError as error:
@@ -200,20 +204,18 @@ class Reader:
             except Exception as error:
                 failure = error
             if verdict is not None:
-                problems = verdict.result() or problems
+                try:
+                    problems = verdict.result() or problems
+                except OSError as error:  # it is not known whether it is corrupted
+                    failure = error
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
-            if failure is not None and not problems:
-                raise CheckpointError(f"{path} could not be read: {short(failure)}") from failure
-            raise self._corrupted(path, problems or ["another process names the file"])
+            if processes.any_process(bool(problems)):
+                raise self._unusable(path, problems or ["another process names the file"], DELETE)
+            reason = "see the error of another process" if failure is None else short(failure)
+            raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
-
-    def _problems(self, path: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
-        try:
-            return self._store.find_corruption(path, manifest, share)
-        except OSError as error:
-            return [str(error)]
 
     def _is_gone(self, path: str, manifest: Manifest) -> bool:
         try:
@@ -223,27 +225,50 @@ class Reader:
         except (CheckpointError, OSError):
             return False
 
-    def _corrupted(self, path: str, problems: Sequence[str]) -> CheckpointError:
-        """Return the error for a corrupted checkpoint: the problems, the newest intact one, and what to delete."""
+    def _unusable(self, path: str, problems: Sequence[str], way_out: str) -> CheckpointError:
+        """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.
+
+        Args:
+            path: The path of the checkpoint.
+            problems: What is wrong with it.
+            way_out: `DELETE` if it is corrupted, `MOVE` if its bytes are as they were written.
+        """
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return CheckpointError(f"{path} is corrupted: {'; '.join(problems[:3])}{more}. {self._advice(path)}.")
+        what = "is corrupted" if way_out == DELETE else "cannot be restored"
+        try:
+            advice = self._advice(path, way_out)
+        except OSError as error:
+            advice = f"The other checkpoints cannot be listed now ({error})"
+        return CheckpointError(f"{path} {what}: {'; '.join(problems[:3])}{more}. {advice}.")
 
-    def _advice(self, path: str) -> str:
-        later: list[str] = []
+    def _advice(self, path: str, way_out: str) -> str:
+        """Return which checkpoint to restore in place of one, and what is in the way of resuming from it."""
+        in_the_way: dict[str, str] = {}
+        left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
-            if other != path and is_intact(self._store, other, step):
-                intact = f"The newest intact checkpoint is step {step} ({other}): Saver.restore(target, step={step}) "
-                return intact + "restores it" + _delete(later + self._broken(step), "resume from it")
-            later.append(other)
+            found, read = (way_out, 0) if other == path else condition(self._store, other, step, left)
+            left -= read
+            if found in (DELETE, MOVE):
+                in_the_way[other] = found
+            elif found != GONE:
+                restore = f"Saver.restore(target, step={step})"
+                instead = (
+                    f"The newest intact checkpoint is step {step} ({other}): {restore} restores it"
+                    if found == INTACT
+                    else f"The newest other checkpoint that is complete is step {step} ({other}): {restore} verifies "
+                    "every byte of it, and restores it"
+                )
+                return instead + self._removal(in_the_way, step, "resume from it")
         none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
-        return none + _delete(later + self._broken(-1), "start from scratch")
+        return none + self._removal(in_the_way, -1, "start from scratch")
 
-    def _broken(self, above: int) -> list[str]:
-        return [line.partition(": ")[0] for line in self._store.broken(self._prefix, above)]
-
-
-def _delete(paths: Sequence[str], purpose: str) -> str:
-    return f"; to {purpose}, delete {' and '.join(paths)}" if paths else ""
+    def _removal(self, in_the_way: dict[str, str], above: int, purpose: str) -> str:
+        """Return what to remove before `train` resumes from a step. What is intact is never to be deleted."""
+        in_the_way |= {line.partition(": ")[0]: DELETE for line in self._store.broken(self._prefix, above)}
+        delete, move = ([path for path, found in in_the_way.items() if found == way] for way in (DELETE, MOVE))
+        steps = [f"delete {' and '.join(delete)}"] if delete else []
+        steps += [f"move {' and '.join(move)} to another directory"] if move else []
+        return f"; to {purpose}, {' and '.join(steps)}" if steps else ""
 
 
 def newest_in_words(store: Store, prefix: str) -> str:
@@ -255,13 +280,31 @@ def newest_in_words(store: Store, prefix: str) -> str:
     return f"the newest is {newest[1]}." if newest else "there are none yet."
 
 
-def is_intact(store: Store, path: str, step: int | None = None) -> bool:
-    """Return whether every byte of a checkpoint is as it was written, and its step is `step` if that is given."""
+def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
+    """Return the condition of a checkpoint, and how many bytes were read to find it.
+
+    Args:
+        store: The store.
+        path: The path of the checkpoint.
+        step: The step of its name.
+        most: The number of bytes to verify at most; a larger checkpoint is `COMPLETE` at best.
+    """
     try:
         manifest = store.manifest(path)
-        return (step is None or manifest.step == step) and not store.find_corruption(path, manifest)
-    except (CheckpointError, OSError):
-        return False
+        if manifest.step != step:
+            return MOVE, 0
+        nbytes = sum(int(record["bytes"]) for record in manifest.files.values())
+        if nbytes > most:
+            return COMPLETE, 0
+        return DELETE if store.find_corruption(path, manifest) else INTACT, nbytes
+    except FileNotFoundError:
+        return GONE, 0
+    except UnsupportedFormatError:
+        return MOVE, 0
+    except CheckpointError:
+        return DELETE, 0
+    except OSError:  # it cannot be read now, and may be intact
+        return MOVE, 0
 
 
 def short(error: Exception) -> str:

@@ -53,9 +53,9 @@ class Restorer:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is corrupted: names the file, the newest intact checkpoint, and what to
-                delete to resume from it. Or the step in its name differs from the step in its content, or a save
-                failed in the background.
+            CheckpointError: The checkpoint is corrupted: names the file, the newest intact checkpoint (one of more
+                than 256 MB is only checked for completeness), and what to delete to resume from it. Or the step in its
+                name differs from the step in its content, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
             ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that

@@ -53,10 +53,11 @@ class Saver(Restorer):
         stage: Whether `save` copies the state into a reused staging buffer (memory for one more state), so that the
             following steps can reuse the memory of the state. On the CPU this about halves the wait; on other devices
             arrays are copied to the host anyway.
-        compress: Whether to compress (zstd). Trained floats shrink by a tenth, and writing them takes several times as
-            long. If None, a sample is compressed first, and all is compressed if that halves the bytes.
+        compress: Whether to compress (on a disk zstd, below a URL zlib). Trained floats shrink by a tenth, and writing
+            them takes several times as long. If None, a sample is compressed first, and all is compressed if that
+            halves the bytes.
         verify: Whether `restore` verifies the checksums of all files before it returns, which reads each file once
-            more. Reads from a URL are always verified.
+            more. Checkpoints that were written below a URL are always verified, as they are read.
         clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA, and whose slots are not saved
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The

@@ -11,6 +11,7 @@ import numpy as np
 
 from jstep.checkpoint import CheckpointError, open_store
 from jstep.checkpoint.format.manifest import Leaf, Manifest
+from jstep.checkpoint.store.listing import misnamed
 from jstep.stores import absolute, is_directory, is_url, names_in, split
 
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
@@ -108,12 +109,12 @@ def at(path: str) -> Checkpoint | None:
         if broken:
             raise CheckpointError(f"{broken[0]}: the checkpoint is corrupted")
         return None
-    manifest = store.manifest(found)
+    try:
+        manifest = store.manifest(found)
+    except FileNotFoundError:  # evicted meanwhile
+        return None
     if manifest.step != step:
-        raise CheckpointError(
-            f"{path}: its name says step {step}, and it holds step {manifest.step}: it was copied or renamed; "
-            f"rename it to {match[1]}-{manifest.step}, or delete it"
-        )
+        raise CheckpointError(f"{path}: {misnamed(match[1], step, manifest.step)}")
     return Checkpoint(found, match[1], step, manifest, store)
 
 

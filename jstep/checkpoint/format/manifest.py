@@ -21,6 +21,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is corrupted."""
 
 
+class UnsupportedFormatError(CheckpointError):
+    """A checkpoint is intact, and was written in a format that this version does not read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One leaf of a saved state.
@@ -116,7 +120,8 @@ class Manifest:
         retention: The state of `jstep.checkpoint.retention`.
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
-        data: The folder below the checkpoint that holds the files; None if they are next to the manifest.
+        data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was
+            written to a disk, where they are next to the manifest.
         left_out: Leaves of the state that were not saved; a target must provide them.
     """
 
@@ -129,6 +134,11 @@ class Manifest:
     jstep: str = dataclasses.field(default_factory=lambda: _version())
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the arrays are packed into a few objects, as below a URL. A copy keeps the form of the original."""
+        return self.data is not None
 
     def paths(self) -> list[str]:
         """Return the paths of all leaves of the state, saved or left out."""
@@ -166,7 +176,8 @@ def decode(data: bytes) -> Manifest:
     """Decode the manifest that `encode` wrote.
 
     Raises:
-        CheckpointError: It is corrupted or malicious, or has a format that this version does not know.
+        UnsupportedFormatError: It has a format that this version does not know.
+        CheckpointError: It is corrupted or malicious.
     """
     body, seal, tail = data.rpartition(_SEAL.encode())
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
@@ -174,7 +185,7 @@ def decode(data: bytes) -> Manifest:
     try:
         loaded = json.loads(body + b"\n}")
         if loaded["format"] != FORMAT:
-            raise CheckpointError(
+            raise UnsupportedFormatError(
                 f"format {loaded['format']}, written by jstep {loaded['jstep']}, but this version reads format "
                 f"{FORMAT}: read it with that version of jstep"
             )

@@ -66,21 +66,23 @@ def find_corruption(
     others = set(large) - set(large[share[0] :: share[1]])
     expected = {path: record for path, record in manifest.files.items() if path not in others}
     root = os.path.realpath(checkpoint)
-    outside = {path for path in expected if not _is_below(root, path)}
+    outside = {path for path in expected if not is_below(root, path)}
     there = [path for path in expected.keys() - outside if os.path.isfile(os.path.join(checkpoint, path))]
     actual = records(checkpoint, there, threads)
     return [
         f"{os.path.join(checkpoint, path)}: {problem}"
         for path, record in expected.items()
-        if (problem := "a link out of the checkpoint" if path in outside else _difference(record, actual.get(path)))
+        if (problem := "a link out of the checkpoint" if path in outside else difference(record, actual.get(path)))
     ]
 
 
-def _is_below(root: str, path: str) -> bool:
+def is_below(root: str, path: str) -> bool:
+    """Return whether a file is below a folder, links resolved."""
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
-def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
+def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
+    """Describe how the record of a file differs from the one in the manifest; "" if it does not."""
     if actual is None:
         return "missing"
     if actual["bytes"] != expected["bytes"]:

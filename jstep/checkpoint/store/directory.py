@@ -22,8 +22,6 @@ _HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDicti
 class Directory:
     """A `Store` in a directory: a checkpoint is a folder, which is renamed to its final name when it is complete."""
 
-    checks_what_it_reads = False
-
     def __init__(self, directory: str, prefix: str | None) -> None:
         self.directory = directory
         self._prefix = prefix
@@ -55,13 +53,19 @@ class Directory:
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
+        if manifest.is_packed:  # copied from a bucket
+            from jstep.checkpoint.store import packed  # not at the top: it imports JAX
+
+            return packed.find_corruption(packed.LocalObjects(path), "", manifest, share)
         return checksums.find_corruption(path, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""
-        from jstep.checkpoint.store import tensors  # not at the top: importing tensorstore is slow
+        from jstep.checkpoint.store import packed, tensors  # not at the top: importing tensorstore is slow
 
-        return tensors.read(path, manifest, shardings)
+        if manifest.is_packed:
+            return packed.read(packed.LocalObjects(path), "", manifest, shardings)
+        return tensors.read(tensors.in_folder(path), manifest, shardings)
 
     def claim(self, prefix: str) -> None:
         """See `Store.claim`."""

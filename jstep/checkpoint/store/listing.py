@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterator
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError
 from jstep.checkpoint.store import manifest_file
+from jstep.checkpoint.store.object_names import is_attempt
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
 
 _OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
+_LOOKS = 10  # a writer evicts one checkpoint per save
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
@@ -20,6 +22,13 @@ _logger = logging.getLogger("jstep")
 def name(prefix: str, step: int) -> str:
     """Return the name of a checkpoint, `prefix-step`."""
     return f"{prefix}-{step}"
+
+
+def misnamed(prefix: str, step: int, held: int) -> str:
+    """Return the problem of a checkpoint whose name has another step than its content."""
+    return (
+        f"its name says step {step}, and it holds step {held}: it was copied or renamed; rename it to {prefix}-{held}"
+    )
 
 
 def newest_first(
@@ -34,12 +43,20 @@ def newest_first(
         prefix: The prefix of the names; None for any prefix.
         trusted: Steps whose folders are not checked at all.
     """
-    given = set()
-    for step, _, entry in _entries(directory, prefix):
-        path = os.path.join(directory, entry)
-        if step not in given and (step in trusted or is_whole(path)):
-            given.add(step)
-            yield step, path
+    given: set[int] = set()
+    for _ in range(_LOOKS):
+        for step, _, entry in _entries(directory, prefix):
+            if step in given:
+                continue
+            path = os.path.join(directory, entry)
+            found = path if step in trusted else _found(path.removesuffix(REPLACED))
+            if found is not None:
+                given.add(step)
+                yield step, found
+            elif not given and not os.path.lexists(path):
+                break  # it was evicted, so there is a newer one, which is not in this list
+        else:
+            return
 
 
 def _entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
@@ -60,8 +77,27 @@ def listed(directory: str) -> list[str]:
 
 def at(directory: str, prefix: str, step: int) -> str | None:
     """Return the path of the complete checkpoint of a step, or None."""
-    final = os.path.join(directory, name(prefix, step))
-    return next((path for path in (final, final + REPLACED) if is_whole(path)), None)
+    return _found(os.path.join(directory, name(prefix, step)))
+
+
+def _found(final: str) -> str | None:
+    """Return where the checkpoint of a final path is complete, or None."""
+    found, lacks = _look(final)
+    _warn(final, lacks)
+    return found
+
+
+def _look(final: str) -> tuple[str | None, str | None]:
+    """Return where the checkpoint of a final path is complete, or None and what it lacks.
+
+    Saving a step again renames its old checkpoint before the new one gets the name.
+    """
+    lacks: str | None = NAME
+    for path in (final, final + REPLACED, final):
+        lacks = missing(path)
+        if lacks is None:
+            return path, None
+    return None, lacks
 
 
 def is_whole(path: str) -> bool:
@@ -71,9 +107,13 @@ def is_whole(path: str) -> bool:
     older step.
     """
     lacks = missing(path)
+    _warn(path, lacks)
+    return lacks is None
+
+
+def _warn(path: str, lacks: str | None) -> None:
     if lacks not in (None, NAME):
         _logger.warning("%s is ignored: it is incomplete, %s is missing", path, lacks)
-    return lacks is None
 
 
 def missing(path: str) -> str | None:
@@ -82,7 +122,7 @@ def missing(path: str) -> str | None:
         manifest = manifest_file.read(path)
     except CheckpointError:
         # An unreadable manifest without any other file of ours belongs to another program.
-        return None if os.path.isfile(os.path.join(path, "_METADATA")) else NAME
+        return None if _has_data(path) else NAME
     except OSError:
         return NAME
     return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
@@ -92,13 +132,33 @@ def broken(directory: str, prefix: str, above: int) -> list[str]:
     """Return problems of our checkpoints at higher steps that lack files.
 
     No crash leaves such a checkpoint: a folder gets its name when it is complete, and loses it before it is deleted.
+    Only in a copy from a bucket, data without a manifest may come from an interrupted save.
     """
     problems = []
     for step, is_final, entry in _entries(directory, prefix):
         path = os.path.join(directory, entry)
-        if step > above and is_final and _OF_ORBAX & set(listed(path)) and (lacks := missing(path)):
+        if step <= above or not is_final or not _has_data(path):
+            continue
+        found, lacks = _look(path)
+        if found is not None or not os.path.lexists(path):
+            continue
+        if lacks == NAME and not _OF_ORBAX & set(listed(path)):
+            _logger.warning(
+                "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the latter "
+                "case, copy it again",
+                path,
+                NAME,
+            )
+        else:
             problems.append(f"{path}: {lacks} is missing")
     return problems
+
+
+def _has_data(path: str) -> bool:
+    """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
+    return any(
+        entry in _OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
+    )
 
 
 def is_remains(path: str) -> bool:

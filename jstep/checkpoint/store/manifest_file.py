@@ -19,7 +19,7 @@ def read(checkpoint: str) -> Manifest:
     try:
         return _decoded(data)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
 
 
 # A manifest is decoded three times in a row when a checkpoint is listed, found and read. Callers must not modify it.

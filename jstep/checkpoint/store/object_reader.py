@@ -2,16 +2,13 @@
 
 import contextlib
 import math
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
-
 from jstep.checkpoint.format import manifest as _manifest
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.store import copied, packed
 from jstep.checkpoint.store import object_names as names
-from jstep.checkpoint.store import packs, unpack
 from jstep.checkpoint.store.object_names import Checkpoints
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.stores import Directory
@@ -22,8 +19,6 @@ HURRIED = 5.0
 
 class ObjectReader:
     """The read-only half of a `Store` below a URL."""
-
-    checks_what_it_reads = True
 
     def __init__(self, url: str) -> None:
         self.directory = url
@@ -72,62 +67,30 @@ class ObjectReader:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         try:
             manifest = _manifest.decode(found.data)
-            if not names.is_attempt(manifest.data):
-                raise CheckpointError("it was written for a local directory; download the whole checkpoint to read it")
+            if manifest.is_packed and not names.is_attempt(manifest.data):
+                raise CheckpointError(f"its data is in {manifest.data!r:.50}, where jstep never puts it")
         except CheckpointError as error:
-            raise CheckpointError(f"{url}: {error}") from None
+            raise type(error)(f"{url}: {error}") from None
         return manifest, found.stamp
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
-        try:
-            blocks = self._blocks(path, manifest)
-            mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
-            blocks = [block for block in blocks if block.pack in mine]
-            dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
-            folder = f"{self._name(path)}/{manifest.data}"
-            unpack.read(
-                self._objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype])
-            )
-        except CorruptedError as error:
-            return error.problems
-        except (TypeError, ValueError) as error:
-            return [f"{path}: {error}"]
-        return []
+        above = f"{self._name(path)}/"
+        if manifest.is_packed:
+            return packed.find_corruption(self._objects, above, manifest, share)
+        return copied.find_corruption(self._objects, above, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
         if not shardings:
             return {}
-        folder = f"{self._name(path)}/{manifest.data}"
+        above = f"{self._name(path)}/"
+        if not manifest.is_packed:
+            return copied.read(self._objects, above, manifest, shardings)
         try:
-            return unpack.arrays(self._objects, folder, manifest, self._blocks(path, manifest), shardings)
+            return packed.read(self._objects, above, manifest, shardings)
         except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
                     raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
             raise
-
-    def _blocks(self, path: str, manifest: Manifest) -> list[packs.Stored]:
-        """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
-        parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
-        reading = [(key, parts[key], self._objects.start_read(f"{self._name(path)}/{key}")) for key in parts]
-        blocks: list[packs.Stored] = []
-        problems = []
-        for _, record, pending in reading:
-            data = self._objects.read_result(pending).data
-            if data is None:
-                problems.append(f"{pending.url}: missing")
-            elif record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
-                problems.append(f"{pending.url}: its checksum differs")
-            else:
-                try:
-                    found = packs.read_index(data)[1]
-                    if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
-                        raise ValueError("it names an object that is not in the manifest")
-                    blocks += found
-                except ValueError as error:
-                    problems.append(f"{pending.url}: {error}")
-        if problems:
-            raise CorruptedError(problems)
-        return blocks

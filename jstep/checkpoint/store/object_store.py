@@ -155,8 +155,10 @@ class ObjectStore(ObjectReader):
             there = self._objects.read(key)
             if there.data is None or not self._objects.delete(key, there.stamp):
                 return
-            attempts = Checkpoints(keys, None).attempts.get(name, {})
-            self._delete([key for found in attempts.values() for key in found])
+            ours = {key for found in Checkpoints(keys, None).attempts.get(name, {}).values() for key in found}
+            with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
+                ours |= {f"{name}/{file}" for file in _manifest.decode(there.data).files}
+            self._delete(sorted(ours))
 
     def _delete(self, keys: Sequence[str]) -> None:
         deleting: list[Pending] = []

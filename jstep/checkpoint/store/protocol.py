@@ -48,9 +48,6 @@ class Store(Protocol):
     directory: str
     """An absolute path, or a URL without a trailing slash."""
 
-    checks_what_it_reads: bool
-    """Whether `restore` verifies checksums itself, so that there is no need to call `find_corruption`."""
-
     def path(self, name: str) -> str:
         """Return the path or URL of a checkpoint, as shown to users."""
 
@@ -94,6 +91,7 @@ class Store(Protocol):
         """Read arrays by their name in the manifest (`Leaf.array`).
 
         The stored shapes and dtypes are compared with the manifest (`leaves.stored_kind`) before any byte is decoded.
+        Packed arrays (`Manifest.is_packed`) are verified as they are read; others need `find_corruption`.
 
         Args:
             path: The path of the checkpoint.

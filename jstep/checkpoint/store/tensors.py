@@ -7,7 +7,7 @@ corruption is reported only on stderr.
 import collections
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,15 +24,36 @@ _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
 Index = tuple[slice, ...]
 
 
-def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arrays of a checkpoint in a directory, by name, with the given shardings (None for NumPy arrays).
+def in_folder(path: str) -> dict[str, Any]:
+    """Return the tensorstore JSON for the files of a folder."""
+    return {"driver": "file", "path": path + "/"}
+
+
+def _wait(future: Any, nbytes: int) -> Any:
+    del nbytes
+    return future.result()
+
+
+def read(
+    base: Mapping[str, Any],
+    manifest: Manifest,
+    shardings: Mapping[str, Any],
+    wait: Callable[[Any, int], Any] = _wait,
+) -> dict[str, Any]:
+    """Read arrays of a checkpoint by name, with the given shardings (None for NumPy arrays).
+
+    Args:
+        base: The tensorstore JSON for the files of the checkpoint.
+        manifest: Its manifest.
+        shardings: Name → sharding.
+        wait: Returns the result of a future; it is given the number of bytes that may be read before.
 
     Raises:
         CorruptedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}})
-    opening = {name: ts.open(_spec(path, name), open=True, read=True, context=context) for name in shardings}
-    opened = {name: future.result() for name, future in opening.items()}
+    opening = {name: ts.open(_spec(base, name), open=True, read=True, context=context) for name in shardings}
+    opened = {name: wait(future, 0) for name, future in opening.items()}
     problems = [
         problem
         for leaf in manifest.leaves
@@ -40,12 +61,11 @@ def read(path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[st
     ]
     if problems:
         raise CorruptedError(problems)
-    return dict(_read_ahead(opened, shardings))
+    return dict(_read_ahead(opened, shardings, wait))
 
 
-def _spec(path: str, name: str) -> dict[str, Any]:
-    base = {"driver": "file", "path": path + "/"}
-    store = {"driver": "ocdbt", "base": base, "path": _within(name), "cache_pool": "cache_pool#ocdbt"}
+def _spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
+    store = {"driver": "ocdbt", "base": dict(base), "path": _within(name), "cache_pool": "cache_pool#ocdbt"}
     return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_data": False}
 
 
@@ -54,8 +74,7 @@ def missing(path: str, manifest: Manifest) -> str | None:
 
     One byte of each chunk is read, which finds removed files.
     """
-    base = {"driver": "file", "path": path + "/"}
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(path)}).result()
     there = {key.decode() for key in store.list().result()}
     wanted = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
     described = {name: store.read(_within(name) + ".zarray") for name in wanted}
@@ -87,7 +106,9 @@ def _difference(leaf: Leaf, stored: Any) -> str:
     return f"the array of {leaf.path!r} is {found[1]}{list(found[0])}, and {dtype}{list(shape)} in the manifest"
 
 
-def _read_ahead(opened: Mapping[str, Any], shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _read_ahead(
+    opened: Mapping[str, Any], shardings: Mapping[str, Any], wait: Callable[[Any, int], Any]
+) -> Iterator[tuple[str, Any]]:
     """Yield each array placed, while the next ones are read."""
     under_way: collections.deque[tuple[str, dict[Any, Any]]] = collections.deque()
     ahead = 0
@@ -97,10 +118,10 @@ def _read_ahead(opened: Mapping[str, Any], shardings: Mapping[str, Any]) -> Iter
         ahead += _nbytes(stored)
         while ahead > _IN_FLIGHT and len(under_way) > 1:
             first, found = under_way.popleft()
+            yield first, _placed(opened[first], shardings[first], {key: wait(found[key], ahead) for key in found})
             ahead -= _nbytes(opened[first])
-            yield first, _placed(opened[first], shardings[first], found)
     for name, parts in under_way:
-        yield name, _placed(opened[name], shardings[name], parts)
+        yield name, _placed(opened[name], shardings[name], {key: wait(parts[key], ahead) for key in parts})
 
 
 def _nbytes(stored: Any) -> int:
@@ -121,11 +142,9 @@ def _key(index: Index | None) -> tuple[Any, ...]:
 
 def _placed(stored: Any, sharding: Any, parts: Mapping[Any, Any]) -> Any:
     if sharding is None:
-        return next(iter(parts.values())).result()
-    shape = tuple(stored.shape)
-    read = {key: part.result() for key, part in parts.items()}
-    made = jax.make_array_from_callback(shape, sharding, lambda index: read[_key(index)])
-    return made.copy() if _is_lent(made, read.values()) else made
+        return next(iter(parts.values()))
+    made = jax.make_array_from_callback(tuple(stored.shape), sharding, lambda index: parts[_key(index)])
+    return made.copy() if _is_lent(made, parts.values()) else made
 
 
 def _is_lent(made: jax.Array, read: Any) -> bool:

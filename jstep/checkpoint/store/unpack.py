@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,18 @@ from jstep.checkpoint.store.blocks import Box, overlap
 from jstep.checkpoint.store.packs import Stored
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.contexts import internal_transfers
-from jstep.stores import Objects, Pending, TruncatedError
+from jstep.stores import ReadResult, TruncatedError
+
+
+class ReadableObjects(Protocol):
+    """Objects by key: those below a URL (`jstep.stores.Objects`), or files."""
+
+    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Any:
+        """Start to read an object, or a range of its bytes. The result has `url` and `give_up()`."""
+
+    def read_result(self, pending: Any) -> ReadResult:
+        """Return the result of a read."""
+
 
 _Key = tuple[tuple[int, int], ...]
 _AT_ONCE = 8
@@ -63,7 +74,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
 
 
 def arrays(
-    objects: Objects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
+    objects: ReadableObjects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
 
@@ -103,7 +114,7 @@ def arrays(
     return out
 
 
-def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
+def read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
     """Read blocks, and call `use(block, bytes)` with each.
 
     Raises:
@@ -111,7 +122,7 @@ def read(objects: Objects, folder: str, blocks: Sequence[Stored], use: Any) -> N
         OSError: The store cannot be read.
     """
     problems: dict[str, None] = {}
-    reading: list[tuple[list[Stored], Pending]] = []
+    reading: list[tuple[list[Stored], Any]] = []
 
     def end_one() -> None:
         run, pending = reading.pop(0)

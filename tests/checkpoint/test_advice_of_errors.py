@@ -1,0 +1,91 @@
+"""The error of a checkpoint that cannot be restored: quick, and never advice to delete what is intact."""
+
+import dataclasses
+
+import pytest
+from checkpoint_states import edit_manifest, flip, save_all, state_at
+
+from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.reading import VERIFIED, Reader
+from jstep.checkpoint.store.directory import Directory
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1, 2, 3])
+    return str(tmp_path)
+
+
+class Recorded(Directory):
+    """Records what is verified; checkpoints below step 3 claim to have this many more bytes."""
+
+    def __init__(self, directory, more):
+        super().__init__(directory, None)
+        self.more, self.verified = more, []
+
+    def manifest(self, path):
+        found = super().manifest(path)
+        files = {name: {**record, "bytes": record["bytes"] + self.more} for name, record in found.files.items()}
+        return dataclasses.replace(found, files=files) if found.step < 3 else found
+
+    def find_corruption(self, path, manifest, share=(0, 1)):
+        self.verified.append(manifest.step)
+        return super().find_corruption(path, manifest, share)
+
+
+def test_large_checkpoints_are_not_verified_for_a_message(saved):
+    flip(f"{saved}/model-3/_METADATA", 3)
+    store = Recorded(saved, VERIFIED)
+    with pytest.raises(CheckpointError) as error:
+        Reader(store, "model", verify=True).restore(None, None, False, None, None)
+    assert f"model-3 is corrupted: {saved}/model-3/_METADATA: the checksum" in str(error.value)
+    assert f"The newest other checkpoint that is complete is step 2 ({saved}/model-2)" in str(error.value)
+    assert "Saver.restore(target, step=2) verifies every byte of it" in str(error.value)
+    assert str(error.value).endswith(f"; to resume from it, delete {saved}/model-3.")
+    assert store.verified == [3]
+
+
+def test_small_ones_are_verified_up_to_a_limit(saved):
+    for step in (2, 3):
+        flip(f"{saved}/model-{step}/_METADATA", 3)
+    store = Recorded(saved, 0)
+    with pytest.raises(CheckpointError, match=f"newest intact .* step 1 .*delete {saved}/model-3 and {saved}/model-2"):
+        Reader(store, "model", verify=True).restore(None, None, False, None, None)
+    assert store.verified == [3, 2, 1]
+
+
+def test_the_limit_is_for_all_of_them_together(saved):
+    flip(f"{saved}/model-3/_METADATA", 3)
+
+    def enlarge(manifest):
+        others = sum(record["bytes"] for name, record in manifest["files"].items() if name != "_METADATA")
+        manifest["files"]["_METADATA"]["bytes"] = VERIFIED - others
+
+    edit_manifest(f"{saved}/model-2", enlarge)
+    with pytest.raises(CheckpointError, match=rf"complete is step 1 .*, delete {saved}/model-3 and {saved}/model-2\."):
+        Saver(saved).restore()
+
+
+def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
+    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=2, jstep="9.0"))
+    with pytest.raises(CheckpointError) as error:
+        Saver(saved).restore(state_at(0))
+    assert "model-3 cannot be restored" in str(error.value)
+    assert "read it with that version of jstep" in str(error.value)
+    assert "newest intact checkpoint is step 2" in str(error.value)
+    assert str(error.value).endswith(f"to resume from it, move {saved}/model-3 to another directory.")
+
+
+def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
+    class Failing(Directory):
+        def find_corruption(self, path, manifest, share=(0, 1)):
+            raise PermissionError(13, "Permission denied", f"{path}/d")
+
+    with pytest.raises(CheckpointError, match="model-3 could not be read: Permission denied") as error:
+        Reader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
+    assert "delete" not in str(error.value)
+    flip(f"{saved}/model-3/manifest.json", 9)
+    with pytest.raises(CheckpointError) as error:
+        Reader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
+    assert f"delete {saved}/model-3 and move {saved}/model-2 and {saved}/model-1 to another" in str(error.value)

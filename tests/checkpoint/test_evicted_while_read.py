@@ -1,0 +1,81 @@
+"""A reader that meets the eviction or replacement of a checkpoint looks again: it is neither corrupted nor gone."""
+
+import os
+
+import pytest
+from checkpoint_states import save_all, state_at
+
+from jstep.checkpoint import Saver, latest_checkpoint
+from jstep.checkpoint.reading import Reader
+from jstep.checkpoint.store import listing
+from jstep.checkpoint.store.directory import Directory
+
+
+@pytest.fixture
+def after_listing(monkeypatch):
+    """Register a function that runs once, right after the directory was listed."""
+
+    def register(directory, action):
+        real, due = os.listdir, [action]
+
+        def listdir(path="."):
+            found = real(path)
+            if due and str(path) == str(directory):
+                due.pop()()
+            return found
+
+        monkeypatch.setattr(os, "listdir", listdir)
+
+    return register
+
+
+def test_all_listed_ones_are_evicted(tmp_path, after_listing, caplog):
+    with Saver(tmp_path, max_to_keep=1) as writer:
+        save_all(writer, [1])
+        after_listing(tmp_path, lambda: save_all(writer, [2]))
+        assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-2"
+        after_listing(tmp_path, lambda: save_all(writer, [3]))
+        assert int(Saver(tmp_path).restore(state_at(0)).global_step) == 3
+    assert not caplog.records
+
+
+def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_listing):
+    with Saver(tmp_path) as writer:
+        save_all(writer, [1, 2])
+
+        def replace():
+            save_all(writer, [3])
+            writer.delete(2)
+
+        after_listing(tmp_path, replace)
+        assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-3"
+
+
+def test_a_step_that_is_being_saved_again(tmp_path, after_listing, caplog):
+    with Saver(tmp_path) as writer:
+        save_all(writer, [1, 2])
+    final = str(tmp_path / "model-2")
+    after_listing(tmp_path, lambda: os.rename(final, final + listing.REPLACED))
+    assert latest_checkpoint(tmp_path) == final + listing.REPLACED
+    os.rename(final + listing.REPLACED, final)
+    after_listing(tmp_path, lambda: os.rename(final, final + listing.REPLACED))
+    assert listing.broken(str(tmp_path), "model", 1) == []
+    assert not caplog.records
+
+
+def test_evicted_between_the_list_and_the_read(tmp_path):
+    with Saver(tmp_path, max_to_keep=1) as writer:
+        save_all(writer, [1])
+        due = [2, 3]
+
+        class Evicting(Directory):
+            def broken(self, prefix, above):
+                found = super().broken(prefix, above)
+                if due:
+                    save_all(writer, [due.pop(0)])
+                return found
+
+        reader = Reader(Evicting(str(tmp_path), None), "model", verify=True)
+        assert int(reader.restore(state_at(0), None, False, None, None).global_step) == 3
+        with pytest.raises(FileNotFoundError, match="step=1: there is no complete checkpoint"):
+            reader.restore(state_at(0), 1, False, None, None)

@@ -1,0 +1,201 @@
+"""Checkpoints that were copied from a bucket to a disk, or from a disk to a bucket, are read in place."""
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from object_states import same, state_at
+
+import jstep
+from jstep.checkpoint import CheckpointError
+from jstep.cli import main
+
+pytestmark = pytest.mark.usefixtures("fast_retries")
+
+
+class OnDisk:
+    """Checkpoints copied from a bucket to a directory."""
+
+    def __init__(self, store, folder):
+        self.url, self.copy, self._store = store.run, str(folder), store
+
+    def fill(self):
+        for key in self._store.keys("run/"):
+            path = os.path.join(self.copy, key.removeprefix("run/"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(self._store.data(key))
+
+    def files(self, name):
+        found = [os.path.join(folder, file) for folder, _, files in os.walk(f"{self.copy}/{name}") for file in files]
+        return sorted(os.path.relpath(path, self.copy) for path in found)
+
+    def edit(self, file, change):
+        path = os.path.join(self.copy, file)
+        with open(path, "rb") as opened:
+            data = change(opened.read())
+        os.remove(path)
+        if data is not None:
+            with open(path, "wb") as opened:
+                opened.write(data)
+
+    def remove(self, name):
+        shutil.rmtree(f"{self.copy}/{name}")
+
+
+class InBucket:
+    """Checkpoints copied from a directory to a bucket, without a mark."""
+
+    def __init__(self, store, folder):
+        self.url, self.copy, self._store = str(folder), store.run, store
+
+    def fill(self):
+        for folder, _, files in os.walk(self.url):
+            for file in files:
+                path = os.path.join(folder, file)
+                with open(path, "rb") as opened:
+                    self._store.put("bkt", f"run/{os.path.relpath(path, self.url)}", opened.read())
+
+    def files(self, name):
+        return [key.removeprefix("run/") for key in self._store.keys(f"run/{name}/")]
+
+    def edit(self, file, change):
+        data = change(self._store.data(f"run/{file}"))
+        del self._store.objects["bkt"][f"run/{file}"]
+        if data is not None:
+            self._store.put("bkt", f"run/{file}", data)
+
+    def remove(self, name):
+        for file in self.files(name):
+            del self._store.objects["bkt"][f"run/{file}"]
+
+
+@pytest.fixture(params=[OnDisk, InBucket], ids=["to a disk", "to a bucket"])
+def copies(request, store, tmp_path):
+    store.page = 1000
+    made = request.param(store, tmp_path)
+    with jstep.Saver(made.url) as saver:
+        for step in (1, 2, 3):
+            saver.save(state_at(step), extra={"epoch": step})
+    made.fill()
+    return made
+
+
+def test_a_copy_is_restored_and_continued(copies, caplog):
+    assert jstep.latest_checkpoint(copies.copy) == f"{copies.copy}/model-3"
+    with jstep.Saver(copies.copy, max_to_keep=2) as saver:
+        assert saver.all_steps() == [1, 2, 3]
+        assert same(saver.restore(state_at(0)), state_at(3))
+        assert same(saver.restore(state_at(0), step=1), state_at(1))
+        assert saver.restore()["params"]["w"].tolist() == np.full((4, 3), 3.0).tolist()
+        assert saver.extra() == {"epoch": 3}
+        assert same(saver.restore_params(state_at(0).params), state_at(3).params)
+        saver.save(state_at(4))
+        assert saver.all_steps() == [3, 4]
+        assert not copies.files("model-1")
+        assert not copies.files("model-2")
+        saver.delete(3)
+        assert not copies.files("model-3")
+        assert same(saver.restore(state_at(0)), state_at(4))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_copy_keeps_every_kind_of_leaf_and_every_sharding(copies):
+    sharding = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    kinds = ["bfloat16", "float8_e4m3fn", "int4", "bool", "complex64"]
+    params = {kind: jax.device_put(np.arange(16).astype(jnp.dtype(kind)), sharding) for kind in kinds}
+    params |= {"key": jax.random.split(jax.random.key(0), 8), "empty": jnp.zeros((0, 3)), "scalar": np.float32(2)}
+    params["large"] = jnp.arange(2**18, dtype=jnp.float32)
+    state = jstep.TrainState(params, {}, jnp.int32(9))
+    with jstep.Saver(copies.url) as saver:
+        saver.save(state)
+    copies.fill()
+    back = jstep.Saver(copies.copy).restore(state)
+    for kind in kinds:
+        assert (back.params[kind].dtype, back.params[kind].sharding) == (params[kind].dtype, sharding)
+        assert jnp.array_equal(back.params[kind], params[kind])
+    assert jnp.array_equal(jax.random.key_data(back.params["key"]), jax.random.key_data(params["key"]))
+    assert jnp.array_equal(back.params["large"], params["large"])
+    doubled = jax.jit(lambda x: x + x, donate_argnums=0)(back.params["large"])
+    assert doubled[3] == 6, "the restored array may be donated"
+
+
+def test_a_copy_is_inspected_and_compared(copies, capsys):
+    assert main(["inspect", f"{copies.copy}/model-3", "--verify"]) == 0
+    assert main(["inspect", copies.copy]) == 0
+    assert main(["diff", f"{copies.copy}/model-3", f"{copies.url}/model-3"]) == 0
+    assert main(["diff", f"{copies.copy}/model-3", f"{copies.url}/model-2"]) == 1
+    assert main(["diff", copies.copy, copies.url]) == 0
+    assert "params/w" in capsys.readouterr().out
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [flipped, lambda data: data[: len(data) // 2], lambda data: b"", lambda data: None],
+    ids=["a flipped byte", "half a file", "an empty file", "a missing file"],
+)
+def test_any_corruption_of_a_copy_is_detected(copies, change):
+    for file in copies.files("model-3"):
+        if file.endswith("manifest.json") and change(b"ab") is None:
+            continue  # without a manifest, a bucket has no checkpoint
+        before = []
+        copies.edit(file, lambda data, before=before: before.append(data) or change(data))
+        saver = jstep.Saver(copies.copy)
+        with pytest.raises(CheckpointError) as error:
+            saver.restore(state_at(0))
+        assert os.path.basename(file) in str(error.value)
+        assert "newest intact checkpoint is step 2" in str(error.value)
+        assert str(error.value).endswith(f"delete {copies.copy}/model-3.")
+        assert main(["inspect", f"{copies.copy}/model-3", "--verify"]) == 2
+        if change(b"ab") is None:
+            write = copies.edit.__self__
+            _put_back(write, file, before[0])
+        else:
+            copies.edit(file, lambda _, before=before: before[0])
+    assert same(jstep.Saver(copies.copy).restore(state_at(0)), state_at(3))
+
+
+def _put_back(copies, file, data):
+    if isinstance(copies, InBucket):
+        copies._store.put("bkt", f"run/{file}", data)
+    else:
+        with open(f"{copies.copy}/{file}", "wb") as opened:
+            opened.write(data)
+
+
+def test_appended_bytes_are_detected(copies):
+    data = [file for file in copies.files("model-3") if not file.endswith("manifest.json")]
+    copies.edit(max(data), lambda data: data + b"\0")
+    assert main(["inspect", f"{copies.copy}/model-3", "--verify"]) == (0 if "pack" in max(data) else 2)
+
+
+def test_a_link_out_of_a_copied_checkpoint_is_refused(store, tmp_path):
+    made = OnDisk(store, tmp_path / "copy")
+    with jstep.Saver(made.url) as saver:
+        saver.save(state_at(1))
+    made.fill()
+    pack = next(file for file in made.files("model-1") if "pack." in file)
+    os.rename(tmp_path / "copy" / pack, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "copy" / pack)
+    with pytest.raises(CheckpointError, match="a link out of the checkpoint"):
+        jstep.Saver(made.copy).restore(state_at(0))
+
+
+def test_an_interrupted_save_in_a_copied_run_is_ignored_with_a_warning(store, tmp_path, caplog):
+    made = OnDisk(store, tmp_path)
+    with jstep.Saver(made.url) as saver:
+        saver.save(state_at(1))
+        saver.save(state_at(2))
+    del store.objects["bkt"]["run/model-2/manifest.json"]
+    made.fill()
+    assert same(jstep.Saver(made.copy).restore(state_at(0)), state_at(1))
+    assert "model-2 is ignored: it has no manifest.json" in caplog.text
