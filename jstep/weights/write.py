@@ -6,18 +6,26 @@ import os
 import re
 import secrets
 import shutil
-import socket
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jstep.checkpoint.store import owner
 from jstep.weights.find import INDEX
 from jstep.weights.header import LARGEST, METADATA
 from jstep.weights.package import confirm
 
 _AT_ONCE = 2**26
+_ABANDONED = 86400.0
+"""Seconds after which a temporary file of a process that cannot be looked up counts as left behind."""
+_TEMPORARY = re.compile(
+    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})(?:-(?P<started>[0-9a-z]+))?-[0-9a-f]{8}\.tmp",
+    re.DOTALL,
+)
+"""Names of temporary files; those of older versions lack the time at which their process started."""
 
 
 class Entry(NamedTuple):
@@ -77,7 +85,8 @@ class Files:
     def __init__(self, path: str, shards: int) -> None:
         self._folder, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
-        self._token = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+        mine = owner.this_process()
+        self._token = f"{_place(mine)}-{mine['pid']}-{mine['started']}-{secrets.token_hex(4)}"
         self.names = [self._base]
         if shards > 1:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
@@ -164,10 +173,21 @@ class Files:
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
     def _orphans(self) -> list[str]:
-        """Return the temporary files of killed processes of this host."""
-        form = re.compile(rf"\.(.+)\.{_host()}-(\d+)-[0-9a-f]{{8}}\.tmp", re.DOTALL)
-        found = [(name, form.fullmatch(name)) for name in os.listdir(self._folder or ".")]
-        return [name for name, match in found if match and self._is_own(match[1]) and not _is_running(int(match[2]))]
+        """Return the temporary files of processes that ended without removing them."""
+        found = [(name, _TEMPORARY.fullmatch(name)) for name in os.listdir(self._folder or ".")]
+        return [name for name, match in found if match and self._is_own(match["name"]) and self._is_orphan(match)]
+
+    def _is_orphan(self, match: re.Match[str]) -> bool:
+        mine = owner.this_process()
+        alive = None  # on another host, in another container, or before this host was started again
+        if match["place"] == _place(mine) and match["started"] is not None:
+            alive = owner.is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
+        if alive is not None:
+            return not alive
+        try:
+            return time.time() - os.stat(self._at(match[0])).st_mtime > _ABANDONED
+        except OSError:  # it was removed meanwhile
+            return False
 
     def _at(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -180,20 +200,10 @@ class Files:
         return os.path.join(self._folder, f".{name}.{self._token}.tmp")
 
 
-def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def _is_running(process: int) -> bool:
-    if os.name != "posix":
-        return True  # os.kill would terminate the process
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
+def _place(process: Mapping[str, Any]) -> str:
+    """Return where a process runs: its host since that was started, and its container."""
+    text = f"{process['host']} {process['space']}"
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _link(source: str, target: str) -> None:

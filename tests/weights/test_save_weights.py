@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import stat
+import time
 
 import jax
 import jax.numpy as jnp
@@ -236,6 +238,36 @@ def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
     assert {1.0} in loaded
     assert {2.0} in loaded
     assert {1.0, 2.0} not in loaded
+
+
+def test_temporary_files_of_dead_processes_are_removed(tmp_path, monkeypatch):
+    path, real, seen = tmp_path / "model.safetensors", os.replace, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "replace", lambda source, target: (seen.append(os.path.basename(source)), real(source, target))
+        )
+        jstep.save_weights(path, OLD)
+    mine = re.fullmatch(r"(\.model\.safetensors\.)([0-9a-f]{8})-([0-9]+)-([0-9a-z]+)(-[0-9a-f]{8}\.tmp)", seen[0])
+    base, place, pid, started, end = mine.groups()
+    two_days_ago = time.time() - 2 * 86400
+
+    def is_kept(token, *, old=False):
+        file = tmp_path / f"{base}{token}{end}"
+        file.touch()
+        if old:
+            os.utime(file, (two_days_ago, two_days_ago))
+        jstep.save_weights(path, OLD)
+        kept = file.exists()
+        file.unlink(missing_ok=True)
+        return kept
+
+    assert int(pid) == os.getpid()
+    assert is_kept(f"{place}-{pid}-{started}", old=True), "another thread of this process writes it"
+    assert not is_kept(f"{place}-{pid}-1"), "a process that had the same PID has ended"
+    assert not is_kept(f"{place}-999999999-{started}")
+    for elsewhere in (f"00000000-{pid}-{started}", f"00000000-{pid}", f"{place}-999999999"):
+        assert is_kept(elsewhere), "another host, another container, or a version that noted less"
+        assert not is_kept(elsewhere, old=True)
 
 
 def test_file_modes_follow_the_umask(tmp_path):

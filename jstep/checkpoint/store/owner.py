@@ -28,6 +28,8 @@ def started(pid: int) -> str | None:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
+    if os.name != "posix":
+        return "unknown"  # os.kill would end the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
