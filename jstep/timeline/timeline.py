@@ -15,6 +15,10 @@ from jstep.timeline.lines import NAME, OBJECTS, TIMES
 _logger = logging.getLogger("jstep")
 
 
+_PAUSE = 60.0
+"""Seconds between two attempts to create the object of a timeline."""
+
+
 class Timeline:
     """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
 
@@ -125,16 +129,30 @@ class _Object:
         self.path = self._objects.at(self._key)
         self._appender: ObjectAppender | None = None
         self._first = b""
+        self._problem: OSError | None = None
+        self._again = 0.0
         self._replaceable = 0
 
     def add(self, line: bytes, *, replaceable: bool) -> None:
         if self._appender is None:
-            self._first += line
-            with self._objects.within(8):
-                self._appender = ObjectAppender(self._objects, lambda: self._key, self._first, segmented=False)
+            self._first = self._first[: len(self._first) - self._replaceable] + line
+            self._replaceable = len(line) if replaceable else 0
+            self._open()
+            self._replaceable = 0  # the line is in the header
             return
         self._appender.write(line, instead_of=self._replaceable)
         self._replaceable = len(line) if replaceable else 0
+
+    def _open(self) -> None:
+        """Upload the first lines. If that fails, the other threads of the run do not wait for the next attempts."""
+        if self._problem is not None and time.monotonic() < self._again:
+            raise self._problem
+        try:
+            with self._objects.within(8):
+                self._appender = ObjectAppender(self._objects, lambda: self._key, self._first, segmented=False)
+        except OSError as error:
+            self._problem, self._again = error, time.monotonic() + _PAUSE
+            raise
 
     def upload(self, *, now: bool) -> None:
         if self._appender is not None and (now or self._appender.due() <= time.monotonic()):
