@@ -57,9 +57,8 @@ class Checkpoint:
         yield from self._read(together)
 
     def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
-        import jax.numpy as jnp  # imported here so that a directory is listed without JAX
-
-        from jstep.checkpoint.format.leaves import from_stored
+        # Imported here so that a directory is listed without JAX.
+        from jstep.checkpoint.format.leaves import from_stored, zeros_of
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves if leaf.array is not None}
         try:
@@ -70,7 +69,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
         for leaf in leaves:
             if leaf.array is None:
-                yield leaf, np.zeros(leaf.shape, jnp.dtype(leaf.dtype) if leaf.key_impl is None else np.uint32)
+                yield leaf, zeros_of(leaf)
             else:
                 array = np.asarray(arrays[leaf.array])
                 yield leaf, array if leaf.key_impl is not None else np.asarray(from_stored(leaf, array))

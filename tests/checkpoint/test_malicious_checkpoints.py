@@ -14,6 +14,7 @@ from file_operations import before
 
 import jstep
 from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+from jstep.cli import main
 
 
 @pytest.fixture
@@ -41,6 +42,9 @@ INVALID = {
     "a leaf without a path": lambda data: data["leaves"][0].pop("path") and None,
     "shape: a string": lambda data: data["leaves"][0].update(shape="ab"),
     "shape: negative": lambda data: data["leaves"][0].update(shape=[-1]),
+    "shape: elements that are not stored": lambda data: data["leaves"][0].update(shape=[2**40], array=None),
+    "shape: larger than NumPy can index": lambda data: data["leaves"][0].update(shape=[0, 2**62], array=None),
+    "a scalar that is not stored": lambda data: data["leaves"][0].update(shape=[], array=None),
     "files: a list": lambda data: data.update(files=[1, 2]),
     "a file without a size": lambda data: data["files"]["_METADATA"].pop("bytes") and None,
     "an absolute path": lambda data: data["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ["0"]}}),
@@ -67,6 +71,23 @@ def test_invalid_content_with_a_valid_checksum(saved, change):
     assert int(saver.restore(state_at(0), step=1).global_step) == 1
     save_all(saver, [3])
     assert int(saver.restore(state_at(0)).global_step) == 3
+
+
+@pytest.mark.parametrize("change", [{"dtype": "no"}, {"key_impl": "no"}], ids=str)
+def test_invalid_kinds_of_leaves(saved, change, capsys):
+    saver, path = saved
+    edit_manifest(path, lambda data: data["leaves"][0].update(shape=[0], array=None, **change))
+    with pytest.raises(CheckpointError, match="params"):
+        saver.restore()
+    assert main(["inspect", path]) in (0, 2)
+
+
+def test_a_stored_array_of_an_absurd_size(saved):
+    saver, path = saved
+    edit_manifest(path, lambda data: data["leaves"][0].update(shape=[2**40]))
+    for target in (None, jax.eval_shape(lambda: state_at(0))):
+        with pytest.raises((CheckpointError, ValueError), match="params/w"):
+            saver.restore(target)
 
 
 def test_json_nested_deeper_than_the_recursion_limit(saved):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.manifest import Leaf
+from jstep.checkpoint.format.manifest import CheckpointError, Leaf
 from jstep.core import trees
 
 # Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
@@ -99,6 +99,18 @@ def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
         key = _key_data(record.key_impl)
         return (*record.shape, *key.shape), str(key.dtype)
     return record.shape, record.stored_as or record.dtype
+
+
+def zeros_of(record: Leaf) -> np.ndarray[Any, Any]:
+    """Return the array of a leaf without elements, of which nothing is stored."""
+    try:
+        shape, dtype = stored_kind(record)
+        return np.zeros(shape, jnp.dtype(dtype))
+    except (TypeError, ValueError, MemoryError) as error:  # a malicious manifest
+        raise CheckpointError(
+            f"the manifest is not what jstep writes: {record.path!r} is {record.dtype} of shape {record.shape!s:.50} "
+            f"({error!s:.100})"
+        ) from None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 1
+_LARGEST = 2**58  # elements of any dtype that NumPy can index, also where an axis has none
 _SEAL = ',\n "crc32": "'
 
 
@@ -63,13 +64,16 @@ class Leaf:
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
         """Return the leaf that `to_json` wrote."""
         path = _text(data["path"])
+        shape, array = tuple(map(_count, data["shape"])), _text_or_none(data.get("array", path))
+        if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
+            _refuse(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
         return cls(
             path,
             tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys"),
-            tuple(map(_count, data["shape"])),
+            shape,
             _text(data["dtype"]),
             _count(data["bytes"]),
-            _text_or_none(data.get("array", path)),
+            array,
             _text_or_none(data.get("stored_as")),
             _text_or_none(data.get("key_impl")),
         )

@@ -76,7 +76,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
     """
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
-    array = _zeros(record) if read is None else read
+    array = _leaves.zeros_of(record) if read is None else read
     if record.dtype != (wanted_dtype := dtype_of(wanted)) and jnp.issubdtype(record.dtype, jnp.integer):
         record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
     if isinstance(leaf, np.ndarray | np.generic):
@@ -125,16 +125,11 @@ def _own(array: np.ndarray[Any, Any]) -> jax.Array:
     return made.copy() if lent else made
 
 
-def _zeros(record: Leaf) -> np.ndarray[Any, Any]:
-    shape, dtype = _leaves.stored_kind(record)
-    return np.zeros(shape, jnp.dtype(dtype))
-
-
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
     values = {}
     for key, record in _leaves.by_id(leaves).items():
-        array = _zeros(record) if record.array is None else arrays[record.array]
+        array = _leaves.zeros_of(record) if record.array is None else arrays[record.array]
         values[key] = array if record.key_impl is not None else _leaves.from_stored(record, array)
     out = []
     for key, record in _leaves.by_id(leaves).items():
