@@ -20,6 +20,24 @@ def path_str(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+def number(value: Any, what: str) -> np.ndarray[Any, Any]:
+    """Return a Python number as an array of the dtype that JAX gives it.
+
+    Args:
+        value: The number.
+        what: Its name, for the error.
+
+    Raises:
+        ValueError: The dtype cannot hold it.
+    """
+    try:
+        return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
+    except OverflowError:
+        raise ValueError(
+            f"{what} is {value:.3g}, which int32 cannot hold; pass an array of another dtype, or enable jax_enable_x64"
+        ) from None
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
     return jax.tree.flatten(tree)

@@ -233,6 +233,10 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"params: {trees.quoted(path)} is a masked array, and masks are not saved; pass leaf.filled(…)")
+    if isinstance(leaf, int):
+        trees.number(leaf, f"params: {trees.quoted(path)}")
     if trees.is_traced(leaf):
         raise TypeError(f"params: {trees.quoted(path)} is traced; save weights outside of jit")
     if not trees.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):

@@ -11,6 +11,7 @@ import numpy as np
 
 from jstep.checkpoint.format.manifest import CheckpointError, Leaf
 from jstep.core import trees
+from jstep.core.checks import kind
 
 # Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
@@ -49,10 +50,17 @@ def _with_value(leaf: Any, path: str) -> Any:
             )
         return leaf
     if isinstance(leaf, bool | int | float | complex):
-        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+        return trees.number(leaf, f"state: {path!r}")
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"state: {path!r} is a masked array, and masks are not saved; pass leaf.filled(…)")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
-        return np.array(leaf)  # a copy: the caller may modify the array while it is being saved
-    raise TypeError(f"state: {path!r} is {type(leaf).__name__}, which is not an array or number and cannot be saved")
+        # A copy, because the caller may modify the array while it is being saved, in native byte order.
+        return np.array(leaf, leaf.dtype.newbyteorder("="))
+    what = kind(leaf) if isinstance(leaf, np.ndarray | np.generic) else type(leaf).__name__
+    raise TypeError(
+        f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and cannot be saved; "
+        "pass it as extra, or remove it from the state"
+    )
 
 
 def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
@@ -63,6 +71,11 @@ def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
     impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
     dtype = str(leaf.dtype)
     return Leaf(path, keys, tuple(leaf.shape), dtype, nbytes, array if leaf.size else None, _CARRIERS.get(dtype), impl)
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype, whatever its byte order."""
+    return str(dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype)
 
 
 def to_stored(record: Leaf, leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jstep.checkpoint.format import counts
 from jstep.checkpoint.format.former_names import former_paths
-from jstep.checkpoint.format.leaves import by_id, ids
+from jstep.checkpoint.format.leaves import by_id, dtype_name, ids
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.checks import kind, shown
@@ -253,7 +253,7 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        return tuple(leaf.shape), str(leaf.dtype)
+        return tuple(leaf.shape), dtype_name(leaf.dtype)
     raise TypeError(
         f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a shape for each leaf, such as "
         "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"

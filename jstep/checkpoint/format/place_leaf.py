@@ -64,7 +64,8 @@ def stored_sharding(wanted: Wanted) -> Any:
 def dtype_of(wanted: Wanted) -> str:
     """Return the dtype of a leaf of a target."""
     leaf = wanted.leaf
-    return str(leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+    return _leaves.dtype_name(dtype)
 
 
 def place_leaf(wanted: Wanted, read: Any) -> Any:
