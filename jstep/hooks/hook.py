@@ -119,12 +119,37 @@ def name_of(hook: Any) -> str:
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def check_step(step: int, state: TrainState) -> None:
-    """Refuse a state whose step differs from the loop's; waits for the device."""
+def check_step(step: int, state: TrainState, first: int | None = None) -> None:
+    """Refuse a state whose step differs from the loop's; waits for the device.
+
+    Args:
+        step: The step of the loop.
+        state: The state.
+        first: The step before the call that returned the state; None if other calls may have failed to advance it.
+    """
     with internal_transfers():
         found = global_step(state)
     if found != step:
-        raise ValueError(
-            f"the state's global_step is {found} after the update that makes step {step}: train_step must "
-            "advance it by one (minimize(..., increment_global_step=True))"
+        error: Any = ValueError(
+            f"the state's global_step is {found} after the update that makes step {step}: train_step must advance it "
+            f"by one{_how_to_advance(found, step, first)}"
         )
+        error.prevents_saving = True
+        raise error
+
+
+def _how_to_advance(found: int, step: int, first: int | None) -> str:
+    """Advice for a step that does not advance the global step by one, as the end of a sentence."""
+    one_increment = "end train_step with state = jstep.increment_global_step(state)"
+    inside = "pass increment_global_step=False to all of them (minimize, apply_gradients), and " + one_increment
+    if first is None:
+        return f". If it runs several updates, or none, {inside}"
+    by, remainder = divmod(found - first, step - first)
+    if by == 0 and remainder == 0:
+        return f", and does not advance it. Use increment_global_step=True in its last update, or {one_increment}"
+    if by < 1 or remainder:
+        return f", and changed it from {first} to {found} in {step - first} step(s): {one_increment}, and nowhere else"
+    return (
+        f", and advances it by {by}. If it runs several updates, {inside}. If it is {by} steps in one call "
+        f"(scan_steps), pass the single step and steps_per_call={by} to train"
+    )

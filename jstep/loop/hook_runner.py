@@ -9,7 +9,7 @@ from jstep.core.notes import note
 from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.async_transfer import TransferQueue
 from jstep.hooks.cadence import CadencedHook, CadenceTimer
-from jstep.hooks.hook import NEVER, Hook, name_of
+from jstep.hooks.hook import NEVER, Hook, check_step, name_of
 from jstep.hooks.hook_results import check_hook_result
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.run_hook import RunHook
@@ -33,12 +33,14 @@ class HookRunner:
         to_stop: Called after each call; returns whether a signal ends the run.
         watch: The stopwatch of the run.
         on_first: Called after the first call.
+        edge_after: Maps a step to the next one at which a stage begins, or to None.
 
     Attributes:
         hooks: All hooks.
         current_call: The hook and the method that is being called, or that raised; None if none is.
         stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
         interrupted: Whether a signal ended the run.
+        is_checking: Whether the first state of a stage is being checked.
         single_step_reason: Why some calls take one step, if steps_per_call is larger.
     """
 
@@ -52,6 +54,7 @@ class HookRunner:
         to_stop: Callable[[], bool],
         watch: Stopwatch,
         on_first: Callable[[], None] = lambda: None,
+        edge_after: Callable[[int], int | None] = lambda step: None,
     ) -> None:
         self._watch = watch
         self.hooks = self._hooks = hooks
@@ -70,7 +73,8 @@ class HookRunner:
         self._next_due = NEVER
         self._calling: tuple[Any, str] | None = None
         self.stopped_by: str | None = None
-        self.interrupted = self._is_over = False
+        self.interrupted = self._is_over = self.is_checking = False
+        self._edge_after, self._next_check = edge_after, start
         self.single_step_reason = ""
 
     @property
@@ -124,6 +128,8 @@ class HookRunner:
             self._on_first()
             for hook in self._run_hooks:
                 self._call(hook, "started", range(first + 1, step + 1), loop.metrics, loop.rows)
+        if first >= self._next_check:
+            self._check_step(first, loop)
         for timer in self._waiting:
             if timer.clock() >= timer.deadline:
                 self._next_due = step
@@ -132,6 +138,14 @@ class HookRunner:
         if self._to_stop():
             self.interrupted = True
         return self.interrupted or self.stopped_by is not None
+
+    def _check_step(self, first: int, loop: LoopState) -> None:
+        """Check, once for each stage, that its step advances the global step by one; waits for the device."""
+        self.is_checking = True
+        check_step(loop.step, loop.state, first)
+        self.is_checking = False
+        edge = self._edge_after(first)
+        self._next_check = NEVER if edge is None else edge
 
     def _call_due_hooks(self, loop: LoopState) -> None:
         step, metrics, watch = loop.step, _last_metrics(loop), self._watch

@@ -104,6 +104,7 @@ class Run:
                     to_stop=self._signals.to_stop,
                     watch=recorder.watch,
                     on_first=self._times.log if hook_set.logs_lines else lambda: None,
+                    edge_after=self._stages.edge_after,
                 )
                 self._feeder = self._make_feeder(batches, overlapped, start, hook_set, runner, stack)
                 return self._run(start, runner)
@@ -281,7 +282,8 @@ class Run:
             return at_step
         if feeder.waiting:
             return f"{at_step}{last}, while batch {self._being_fetched()} was fetched"
-        if self._signals.received is not None or loop.step >= self._options.last_step or runner.stopped_by is not None:
+        is_over = self._signals.received is not None or loop.step >= self._options.last_step
+        if is_over or runner.is_checking or runner.stopped_by is not None:
             return f"{at_step}{last}"
         return f"{at_step}{last}, while running the step on {format_batches(loop.step, self._steps())}"
 

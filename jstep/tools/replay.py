@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
+from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
 from jstep.loop.options import check_locations
@@ -119,12 +120,7 @@ def replay(
     last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
-    with internal_transfers():
-        arrived = global_step(state)
-    if arrived != step:
-        raise ValueError(
-            f"train_step: must advance global_step by one, but after {step - start} steps from {start} it is {arrived}"
-        )
+    check_step(step, state, start if step > start else None)
     return Replay(state, last.args)
 
 

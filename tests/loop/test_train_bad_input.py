@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import OPTIMIZER, Calls, loss_fn, make_state, train
+from loop_runs import OPTIMIZER, STEP, Calls, loss_fn, make_state, train
 
 import jstep
 
@@ -69,15 +69,59 @@ def test_a_step_that_returns_a_wrong_result(result, words):
         train(3, step=lambda state, batch: result(state))
 
 
+def advancing_by(updates):
+    def step(state, batch):
+        for _ in range(updates):
+            state = jstep.increment_global_step(state)
+        return state, {"loss": jnp.float32(1)}
+
+    return step
+
+
+NOT_INCREMENTED = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), increment_global_step=False)
+ONE_INCREMENT = r"end train_step with state = jstep\.increment_global_step\(state\)"
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_step_that_does_not_increment_the_global_step(steps_per_call, tmp_path):
-    step = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), increment_global_step=False)
+@pytest.mark.parametrize(
+    ("step", "advance", "advice"),
+    [
+        (
+            NOT_INCREMENTED,
+            0,
+            f"does not advance it. Use increment_global_step=True in its last update, or {ONE_INCREMENT}",
+        ),
+        (advancing_by(0), 0, "does not advance it. Use increment_global_step=True"),
+        (advancing_by(2), 2, f"advances it by 2. .*increment_global_step=False to all .*{ONE_INCREMENT}"),
+        (jax.jit(advancing_by(16)), 16, "advances it by 16. .*increment_global_step=False .* steps_per_call=16"),
+    ],
+)
+def test_a_step_that_does_not_advance_the_global_step_by_one_ends_the_run_after_its_first_call(
+    step, advance, advice, steps_per_call, tmp_path
+):
     calls = Calls(every_n=100)
-    words = "global_step is 0 after the update that makes step 2: train_step must advance it by one"
-    with pytest.raises(ValueError, match=words):
-        train(2, step=step, hooks=[calls], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    words = f"global_step is {steps_per_call * advance} after the update that makes step {steps_per_call}: .* by one"
+    with pytest.raises(ValueError, match=f"{words}, and {advice}") as raised:
+        train(1000, step=step, hooks=[calls], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    assert len(calls.calls) == 1
     assert calls.steps("end") == []  # `end` is called only after success
     assert os.listdir(tmp_path) == ["timeline.jsonl"]
+    assert f"jstep: at step {steps_per_call}, after the update" in raised.value.__notes__[0]
+
+
+def test_a_later_stage_that_does_not_advance_the_global_step_ends_the_run_after_its_first_call():
+    calls = Calls(every_n=100)
+    with pytest.raises(ValueError, match="global_step is 3 after the update that makes step 4: .* does not advance it"):
+        train(1000, step={0: STEP, 3: NOT_INCREMENTED}, hooks=[calls])
+    assert calls.calls == [0, 1, 2, 3]
+
+
+def test_a_step_that_stops_to_advance_the_global_step_is_found_at_the_end():
+    def step(state, batch):
+        return jstep.increment_global_step(state) if jstep.global_step(state) < 3 else state, {}
+
+    with pytest.raises(ValueError, match="global_step is 3 after the update that makes step 5: .* by one. If it runs"):
+        train(5, step=step)
 
 
 def test_numpy_integers_are_accepted():
