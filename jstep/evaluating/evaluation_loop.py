@@ -8,6 +8,7 @@ from typing import Any
 
 from jstep.core.checks import shown
 from jstep.data import Batches, BatchSequence
+from jstep.queues.errors import until_end
 
 _logger = logging.getLogger("jstep")
 
@@ -64,7 +65,7 @@ class EvaluationBatches:
             )
         self._used = True
         empty = True
-        for batch in _limited(self._items()):
+        for batch in _limited(until_end(self._items())):
             empty = False
             yield batch
         if empty:

@@ -14,6 +14,7 @@ import numpy as np
 from jstep.core.checks import shown
 from jstep.data import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
+from jstep.queues.errors import until_end
 
 _logger = logging.getLogger("jstep")
 
@@ -87,6 +88,11 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         resumable: Whether the run saves checkpoints, from which it may be resumed later.
     """
     check_batches(batches)
+    source = _source_of(batches, start, last_step, position, resumable=resumable)
+    return source._replace(items=until_end(source.items))
+
+
+def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resumable: bool) -> Source:
     if keeps_position(batches):
         return _stateful(batches, position, start, last_step)
     if hasattr(batches, "__getitem__"):
@@ -181,7 +187,7 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
     if start >= last_step:
         return []
     try:
-        return [batches[start]]
+        return list(until_end(map(batches.__getitem__, (start,))))
     except IndexError:
         return []
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):

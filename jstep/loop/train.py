@@ -64,8 +64,8 @@ def train(
             of an iterator with `get_state` and `set_state`, or of a loader or iterator with `state_dict` and
             `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
             anything else, a list or a NamedTuple, too, is one argument. Each batch is copied before the next one is
-            fetched, so a loader may reuse its buffers. If the batches end before last_step, the run ends with a
-            warning.
+            fetched, so a loader may reuse its buffers. If the batches end before last_step, also by the
+            `OutOfRangeError` of a closed queue, the run ends with a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
             stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them

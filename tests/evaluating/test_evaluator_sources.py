@@ -89,6 +89,15 @@ def test_batches_are_accepted_as_in_train():
         jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(make_state())
 
 
+def test_an_out_of_range_error_ends_the_batches():
+    class Closed:
+        def __iter__(self):
+            yield from (ROWS[:5], ROWS[5:])
+            raise jstep.OutOfRangeError("no more")
+
+    assert jstep.evaluator(first, Closed())(make_state()) == {"x": ROWS[:, 0].mean()}
+
+
 # Dropped rows
 
 

@@ -113,6 +113,77 @@ def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [6]
 
 
+class EndsOutOfRange:
+    """Batches that report their end by an OutOfRangeError: an iterator, or indexed."""
+
+    def __init__(self, count):
+        self.count, self.at = count, 0
+
+    def get(self, step):
+        if step >= self.count:
+            raise jstep.OutOfRangeError("no more")
+        return DATA[step]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return self.get(self.at - 1)
+
+
+class IndexedEndsOutOfRange(EndsOutOfRange):
+    def __getitem__(self, step):
+        return self.get(step)
+
+
+def a_generator(ends):
+    yield from ends
+
+
+def batches_of_a_queue(count, fail=None):
+    queue = jstep.FIFOQueue(100)
+    for step in range(count):
+        queue.enqueue(DATA[step])
+    if fail is None:
+        queue.close()
+    else:
+        jstep.QueueRunner(queue, [fail]).create_threads(start=True)
+    return lambda step: queue.dequeue()
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        EndsOutOfRange,
+        lambda count: EndsOutOfRange(count).get,
+        lambda count: a_generator(EndsOutOfRange(count)),
+        IndexedEndsOutOfRange,
+        batches_of_a_queue,
+    ],
+)
+def test_an_out_of_range_error_ends_the_batches(make, steps_per_call, caplog):
+    state = train(100, make(6), steps_per_call=steps_per_call)
+    assert same(state, by_hand(6))
+    assert "The batches ended after step 6, before last_step=100" in caplog.text
+
+
+def test_an_out_of_range_error_with_a_cause_is_an_error():
+    def fail():
+        raise OSError("no such shard")
+
+    with pytest.raises(jstep.OutOfRangeError, match="its input failed") as raised:
+        train(100, batches_of_a_queue(2, fail))
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_generator_can_be_used_after_the_run():
+    batches = a_generator(DATA[n] for n in range(6))
+    train(3, batches)
+    assert len(list(batches)) == 3
+
+
 def test_empty_batches_are_an_error():
     calls = Calls()
     with pytest.raises(
