@@ -17,6 +17,7 @@ from jstep.checkpoint.store.open import leave, open_store
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool
 from jstep.core.compile_only import refuse_compile_only
+from jstep.core.notes import note
 from jstep.core.var_list import VarList, check_form
 
 
@@ -237,7 +238,7 @@ class Saver(Restorer):
         except CheckpointError as failure:
             if error is None:
                 raise
-            error.add_note(f"Additionally, {failure}")  # the error that left the block matters more
+            note(error, f"Additionally, {failure}")  # the error that left the block matters more
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"

@@ -10,6 +10,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import without_explicit_axes
+from jstep.core.notes import note
 from jstep.hooks.values import host, is_number
 
 _METHODS = ("merge", "compute")
@@ -86,7 +87,7 @@ def _merged(name: str, total: Any, one: Any) -> Any:
     try:
         merged = total.merge(one)
     except Exception as error:
-        error.add_note(f"metric_fn: in merge of the metric {name!r}")
+        note(error, f"metric_fn: in merge of the metric {name!r}")
         raise
     after = trees.structure(merged)
     if type(merged) is not type(total) or after != before:
@@ -115,7 +116,7 @@ def _computed(name: str, total: Any) -> Any:
     try:
         return jax.tree.map(local, total).compute()
     except Exception as error:
-        error.add_note(f"metric_fn: in compute of the metric {name!r}")
+        note(error, f"metric_fn: in compute of the metric {name!r}")
         raise
 
 

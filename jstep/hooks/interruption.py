@@ -1,8 +1,9 @@
 """Interrupt an evaluation between two batches when a signal stops the run."""
 
-import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+
+from jstep.core.contexts import scoped
 
 _stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
     "stop_requested", default=None
@@ -16,7 +17,7 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-@contextlib.contextmanager
+@scoped
 def interruptible(stop_requested: Callable[[], bool]) -> Iterator[None]:
     """Make evaluators that are called inside interruptible.
 

@@ -1,15 +1,16 @@
 """Show log lines on standard error if logging is not configured."""
 
-import contextlib
 import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jstep.core.contexts import scoped
+
 _logger = logging.getLogger("jstep")
 
 
-@contextlib.contextmanager
+@scoped
 def log_to_stderr() -> Iterator[None]:
     """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
 

@@ -1,6 +1,5 @@
 """JAX's persistent compilation cache, enabled for the duration of a run."""
 
-import contextlib
 import logging
 import os
 import tempfile
@@ -13,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import kind, shown
+from jstep.core.contexts import scoped
 from jstep.stores import is_url
 
 _logger = logging.getLogger("jstep")
@@ -60,7 +60,7 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
     return os.path.expanduser(os.fspath(given))
 
 
-@contextlib.contextmanager
+@scoped
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 

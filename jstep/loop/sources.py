@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import shown
+from jstep.core.notes import note
 from jstep.data import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
 from jstep.queues.errors import until_end
@@ -209,9 +210,10 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
         try:
             set_to(value)  # before iter(), which is when loaders read it
         except Exception as error:
-            error.add_note(
+            note(
+                error,
                 f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it saved "
-                "by another loader, or by one with other options?"
+                "by another loader, or by one with other options?",
             )
             raise
     elif start and kept is None:

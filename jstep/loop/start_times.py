@@ -1,6 +1,5 @@
 """Timing and threads of the start-up, in which restoring, compiling and the first batch overlap."""
 
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jstep.core.contexts import Thread
+from jstep.core.contexts import Thread, scoped
 from jstep.hooks.cadence import CadencedHook
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here
@@ -36,7 +35,7 @@ class StartTimes:
     def __post_init__(self) -> None:
         self.began = self.clock()
 
-    @contextlib.contextmanager
+    @scoped
     def part(self, name: str) -> Iterator[None]:
         """Time a part."""
         then = self.clock()
@@ -53,7 +52,7 @@ class StartTimes:
             yield first
             yield from items
 
-    @contextlib.contextmanager
+    @scoped
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
         hits, misses = hits_here()[0], compilations_here()[0]

@@ -1,10 +1,11 @@
 """A stopwatch that divides elapsed time into parts without gaps."""
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+
+from jstep.core.contexts import scoped
 
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
@@ -51,7 +52,7 @@ class Stopwatch:
         self._marks.append((part, self._clock()))
         self.current = part
 
-    @contextlib.contextmanager
+    @scoped
     def part(self, part: str) -> Iterator[None]:
         """Assign the time inside the context to a part; contexts can be nested."""
         before = self.current

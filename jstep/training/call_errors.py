@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
+from jstep.core.notes import note
 from jstep.state import require_alive
 
 _ON_ONE_MESH = (
@@ -46,7 +47,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             "jstep.find_nonfinite(train_step, state, ...)"
         ) from error
     if len(_placements((state, args))) > 1:
-        error.add_note(_ON_ONE_MESH)
+        note(error, _ON_ONE_MESH)
 
 
 def _is_of_a_nan(error: BaseException | None) -> bool:

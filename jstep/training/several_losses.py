@@ -9,6 +9,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, shown
+from jstep.core.notes import note
 from jstep.core.summary_collection import join_returned, merge_summaries
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, check_form, selected
@@ -51,7 +52,7 @@ class SeveralLosses:
             try:
                 parts[name] = differentiate(given._replace(key=key))
             except Exception as error:
-                error.add_note(f"This error was raised while the loss {name!r} was differentiated.")
+                note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             found = treedef.flatten_up_to(parts[name].gradients)
             gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jstep.core import paths, trees
 from jstep.core.checks import kind, shown
+from jstep.core.notes import note
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
@@ -90,7 +91,7 @@ def transformed(transform: Transform, array: Any, path: str) -> Any:
     try:
         result = transform(array)
     except Exception as error:
-        error.add_note(f"(in the transform of names for {path!r})")
+        note(error, f"(in the transform of names for {path!r})")
         raise
     if not trees.is_array(result):
         raise TypeError(f"names: the transform for {path!r} returned {kind(result)}: must return an array")

@@ -179,3 +179,29 @@ def test_internal_transfers_do_not_change_a_logging_guard():
 
 def test_internal_transfers_without_a_guard_do_nothing():
     assert isinstance(contexts.internal_transfers(), contextlib.nullcontext)
+
+
+def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():
+    events = []
+
+    @contexts.scoped
+    def scope(name):
+        events.append(name)
+        try:
+            yield name
+        finally:
+            events.append("closed")
+
+    class ImmutableError(Exception):
+        def __setattr__(self, name, value):
+            raise TypeError("immutable")
+
+    with scope("a") as name:
+        assert name == "a"
+    assert events == ["a", "closed"]
+    for error in (ImmutableError("mine"), StopIteration("mine"), GeneratorExit("mine")):
+        events.clear()
+        with pytest.raises(type(error)) as raised, scope("b"):
+            raise error
+        assert raised.value is error
+        assert events == ["b", "closed"]

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,66 @@ def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
     if saves:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
+
+
+class ImmutableError(Exception):
+    """An exception that takes no attributes, like a frozen dataclass."""
+
+    def __setattr__(self, name, value):
+        raise TypeError("immutable")
+
+
+class Raising(jstep.Hook):
+    """A hook one of whose methods raises at step 5."""
+
+    def __init__(self, method):
+        def fail(*args):
+            if method not in ("before_step", "after_step") or args[0] == 5:
+                raise ImmutableError("mine")
+
+        setattr(self, method, fail)
+        if method == "get_state":
+            self.set_state = print
+
+
+def eager_step(state, batch):
+    if jstep.global_step(state) == 5:
+        raise ImmutableError("mine")
+    return jstep.increment_global_step(state), {"loss": np.float32(1)}
+
+
+def evaluate(state):
+    raise ImmutableError("mine")
+
+
+def immutable_from_a_thread():
+    for step in range(12):
+        if step == 5:
+            raise ImmutableError("mine")
+        time.sleep(0.0005)  # so that batches are prefetched in a thread
+        yield DATA[step]
+
+
+IMMUTABLE = {
+    "loader": lambda: {"batches": raising(ImmutableError("mine"))},
+    "first batch": lambda: {"batches": raising(ImmutableError("mine"), at=0)},
+    "thread": lambda: {"batches": immutable_from_a_thread()},
+    "prefetch": lambda: {"batches": jstep.prefetch_to_device(immutable_from_a_thread())},
+    "step": lambda: {"step": eager_step},
+    "evaluation": lambda: {"hooks": [jstep.EvaluationHook(evaluate, every_n_steps=5)]},
+    "function": lambda: {"hooks": hook_failing(ImmutableError("mine"))},
+    **{
+        name: lambda name=name: {"hooks": [Raising(name)]}
+        for name in ("begin", "before_step", "after_step", "end", "get_state", "next_due")
+    },
+}
+
+
+@pytest.mark.parametrize("name", IMMUTABLE)
+def test_an_exception_that_takes_no_attributes_is_raised_as_it_is(name, tmp_path):
+    kwargs = IMMUTABLE[name]() | {"checkpoint_dir": tmp_path, "logdir": tmp_path / "logs", "compile_cache": True}
+    with pytest.raises(ImmutableError, match=r"^mine$"):
+        train(12, progress=None, **kwargs)
 
 
 def test_a_custom_saver_hook_saves_on_failure(tmp_path):

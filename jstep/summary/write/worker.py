@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from jstep.core.contexts import Thread, internal_transfers
+from jstep.core.notes import note
 from jstep.summary.records import frame
 from jstep.summary.write.sinks import Sink
 
@@ -183,7 +184,7 @@ class Worker:
 
     def _keep(self, error: Exception) -> None:
         if self._error is None:
-            error.add_note(f"raised on the writer's thread of {self.path}")
+            note(error, f"raised on the writer's thread of {self.path}")
             self._error = error
 
     def _flush(self) -> None:

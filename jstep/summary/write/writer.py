@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 
 from jstep.core.checks import as_int, as_number
+from jstep.core.notes import note
 from jstep.core.types import Step
 from jstep.stores import location
 from jstep.summary.graph.write_graph import graph_def
@@ -266,7 +267,7 @@ class SummaryWriter:
         except Exception as closing:
             if error is None:
                 raise
-            error.add_note(f"closing the summary writer failed too: {closing!r}")
+            note(error, f"closing the summary writer failed too: {closing!r}")
 
     def __repr__(self) -> str:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
