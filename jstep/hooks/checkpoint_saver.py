@@ -99,7 +99,8 @@ class CheckpointSaverHook(CadencedHook):
             ValueError: The state is at another step.
         """
         if not self.has_saved(step, state):
-            prevented = [bool(check(step)) for check in self._before_save]  # a list: each must be called
+            checks = self._before_save if self.run is None else (self.run.before_save, *self._before_save)
+            prevented = [bool(check(step)) for check in checks]  # a list: each must be called
             if any(prevented):
                 return False
             check_step(step, state)

@@ -94,6 +94,7 @@ class RunInfo:
         dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
         watch: The stopwatch of the run.
         current_state: Returns the state after the latest step, with the changes that hooks made.
+        before_save: Called before each save, with the step; if it returns True, nothing must be saved.
     """
 
     last_step: int
@@ -111,6 +112,7 @@ class RunInfo:
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     current_state: Callable[[], Any] = lambda: None
+    before_save: Callable[[int], bool] = lambda step: False
 
 
 def name_of(hook: Any) -> str:

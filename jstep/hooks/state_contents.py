@@ -19,28 +19,34 @@ _SLOTS = "slots/"
 
 
 class StateContents:
-    """The contents of each parameter and slot of a state, computed where it is; creating the object does not wait.
+    """The contents of each parameter and slot of a state, computed where it is.
+
+    Creating the object does not wait for accelerators. Arrays on a CPU are read at once: a program for each shape would
+    take longer to compile than most of them take to read.
 
     The model_state is not included: it is the user's, and may hold anything.
 
     Args:
         state: The state; one without `params` and `slots` has no contents.
         params_only: Whether to leave out the slots.
+        read_cpus: Whether to read arrays on a CPU without a compiled program.
     """
 
-    def __init__(self, state: Any, *, params_only: bool = False) -> None:
+    def __init__(self, state: Any, *, params_only: bool = False, read_cpus: bool = True) -> None:
         slots = None if params_only else getattr(state, "slots", None)
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
         named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
         named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
-        placements = placements_of([leaf for _, leaf in named])
-        self._found: dict[str, jax.Array] = {}
+        here = {path for path, leaf in named if not isinstance(leaf, jax.Array) or (read_cpus and _is_on_cpu(leaf))}
+        elsewhere = [(path, leaf) for path, leaf in named if path not in here]
+        placements = placements_of([leaf for _, leaf in elsewhere])
+        self._found: dict[str, Any] = dict.fromkeys(path for path, _ in named)
         with internal_transfers():
+            self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
             for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
-                self._found |= {named[i][0]: compute_on(mesh, _contents, named[i][1]) for i in numbers}
-            self._found |= {named[i][0]: _contents(named[i][1]) for i in placements.on_host}
-        for one in self._found.values():
-            one.copy_to_host_async()
+                self._found |= {elsewhere[i][0]: compute_on(mesh, _contents, elsewhere[i][1]) for i in numbers}
+        for path, _ in elsewhere:
+            self._found[path].copy_to_host_async()
 
     def contents(self) -> dict[str, int]:
         """Wait for the contents of each leaf and return them by path."""
@@ -72,6 +78,21 @@ def listed(paths: list[str]) -> str:
 
 def _is_inexact(leaf: Any) -> bool:
     return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
+
+
+def _is_on_cpu(leaf: jax.Array) -> bool:
+    """Whether an array is on CPUs of this process."""
+    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+
+
+def _contents_on_host(leaf: Any) -> int:
+    parts = [leaf]
+    if isinstance(leaf, jax.Array):
+        parts = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    nonfinite = [part for part in parts if not np.isfinite(part).all()]
+    if not nonfinite:
+        return FINITE
+    return NAN if any(np.isnan(part).any() for part in nonfinite) else INFINITE
 
 
 def _contents(leaf: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from jstep.hooks import (
     EvaluationHook,
     Hook,
     LoggingHook,
+    NanLossHook,
     ProgressHook,
     StepCounterHook,
     SummarySaverHook,
@@ -21,6 +22,7 @@ from jstep.hooks import (
 from jstep.hooks.async_transfer import TransferQueue
 from jstep.hooks.hook import RunInfo, name_of
 from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.nonfinite_parameters import NonfiniteParametersHook
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
@@ -78,6 +80,8 @@ def build_hooks(
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if writer is not None and options.save_summaries_steps is not None and not summed:
         hooks.append(SummarySaverHook(writer, save_steps=options.save_summaries_steps, leave_out=constants))
+    if (start.saver is not None or _any(own, CheckpointSaverHook)) and not _any(own, NanLossHook):
+        hooks.append(NonfiniteParametersHook())
     saving = None
     if start.saver is not None:
         saving = RunSaverHook(
@@ -107,12 +111,17 @@ def build_hooks(
         dispatched=programs.dispatched,
         watch=callbacks.watch,
         current_state=callbacks.current_state,
+        before_save=callbacks.before_save,
     )
     for hook in hooks:
         if isinstance(hook, RunHook):
             stack.callback(hook.close)
             hook.use_run(run)
     return HookSet(hooks, saving, run, any(isinstance(hook, LoggingHook) for hook in reporting))
+
+
+def _any(hooks: list[Any], kind: type) -> bool:
+    return any(isinstance(hook, kind) for hook in hooks)
 
 
 def _warn_of_methods_not_called(hooks: list[Any]) -> None:

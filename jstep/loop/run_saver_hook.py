@@ -69,7 +69,7 @@ class RunSaverHook(CheckpointSaverHook):
             save_secs=save_secs,
             save_steps=save_steps,
             extra=self._made_extra,
-            before_save=(callbacks.before_save, self._flushed),
+            before_save=(self._flushed,),
         )
         self._hooks, self._callbacks, self._script = hooks, callbacks, {HELD: held} if held else {}
         self._memory = self._of_this_save = "{}"

@@ -193,8 +193,9 @@ def test_a_state_with_nan_is_not_saved_after_another_hooks_error(tmp_path):
     assert "is not saved: params/w contains NaN" in caught.value.__notes__[-1]
 
 
+@pytest.mark.parametrize("read_cpus", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_contents_of_all_kinds_of_arrays(kind):
+def test_contents_of_all_kinds_of_arrays(kind, read_cpus):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     x = np.ones((8, 8), np.float32)
     x[3, 5] = math.nan
@@ -212,9 +213,54 @@ def test_contents_of_all_kinds_of_arrays(kind):
         "empty": jnp.zeros((0, 3)),
         "none": None,
     }
-    contents = StateContents(jstep.TrainState(params, {}, jnp.int32(0))).contents()
+    contents = StateContents(jstep.TrainState(params, {}, jnp.int32(0)), read_cpus=read_cpus).contents()
     assert contents == {
         "params/split": NAN, "params/rows": FINITE, "params/one": INFINITE, "params/device": FINITE,
         "params/host": INFINITE, "params/half": NAN, "params/quarter": FINITE, "params/complex": INFINITE,
     }  # fmt: skip
     assert StateContents(object()).contents() == {}
+
+
+def warnings_of(caplog):
+    found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    caplog.clear()
+    return found
+
+
+def test_without_the_hook_nan_that_is_saved_and_restored_is_a_warning(tmp_path, caplog):
+    options = {"hooks": [], "checkpoint_dir": tmp_path, "save_checkpoint_steps": 2}
+    run(BAD - 1, **options)
+    assert warnings_of(caplog) == []
+    run(BAD, **options)
+    (saved,) = warnings_of(caplog)
+    assert f"Parameters that are not finite are saved at step {BAD}: params/w" in saved
+    run(20, **options)
+    (restored,) = warnings_of(caplog)
+    assert f"The restored model-{BAD} has parameters that are NaN: params/w. Delete" in restored
+
+
+def test_restored_nan_is_a_warning_even_if_each_update_is_skipped(tmp_path, caplog):
+    options = {"hooks": [], "checkpoint_dir": tmp_path}
+    run(BAD, **options)
+    warnings_of(caplog)
+    run(20, optimizer=jstep.skip_nonfinite(jstep.adamw(1e-2)), **options)
+    assert "has parameters that are NaN" in warnings_of(caplog)[0]
+
+
+def test_infinity_that_a_run_begins_with_is_no_warning(tmp_path, caplog):
+    params, sgd = masked_params(), jstep.gradient_descent(1e-9)
+    for last_step in (2, 4):
+        run(last_step, hooks=[], optimizer=sgd, loss_fn=edge_loss, params=params, checkpoint_dir=tmp_path)
+    assert warnings_of(caplog) == []
+
+
+def test_a_custom_saver_hook_saves_no_nan_beside_nan_loss_hook(tmp_path):
+    saves = jstep.CheckpointSaverHook(tmp_path, save_steps=1)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=f"contains NaN after step {BAD}"):
+        run(hooks=[jstep.NanLossHook(), saves])
+    assert jstep.Saver(tmp_path).all_steps() == [*range(1, BAD)]
+
+
+def test_a_custom_saver_hook_without_nan_loss_hook_warns(tmp_path, caplog):
+    run(hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=1)])
+    assert [text for text in warnings_of(caplog) if f"not finite are saved at step {BAD}" in text]
