@@ -40,6 +40,8 @@ class MetricSums:
         self._limits: list[float] = []
         self._has_means = False
         self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._varying: set[str] = set()
+        """The names of constants that had another value for other shapes of the batches: they are accumulated."""
         self._last: Layout | None = None
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
@@ -61,7 +63,8 @@ class MetricSums:
     def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
         """Add the metrics of the steps after `first`; must be called before a hook can change the mapping."""
         layout = self._layouts.get((stacked, *metrics))
-        if layout is None or not layout.fits(metrics):
+        if layout is None or (changed := layout.changed(metrics)):
+            self._varying.update(() if layout is None else changed)
             layout = self._layout(metrics, stacked)
         if layout is not self._last:
             if self._last is not None:
@@ -89,7 +92,8 @@ class MetricSums:
         skip = self._skip_metric()
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
-        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, frozenset(self._constants()), skip)
+        constants = frozenset(self._constants()) - self._varying
+        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, constants, skip)
         return layout
 
 

@@ -71,13 +71,13 @@ class Layout:
         self._pieces: list[tuple[int, int]] = []
         self._taken = [0] * len(limits)
 
-    def fits(self, metrics: Metrics) -> bool:
-        """Whether the constants equal those of this layout."""
-        for name, value in self.fixed:
-            other = metrics[name]
-            if other is not value and not np.array_equal(host(other), host(value), equal_nan=True):
-                return False
-        return True
+    def changed(self, metrics: Metrics) -> list[str]:
+        """The names of the constants that differ from those of this layout."""
+        return [
+            name
+            for name, value in self.fixed
+            if metrics[name] is not value and not np.array_equal(host(metrics[name]), host(value), equal_nan=True)
+        ]
 
     def add(self, first: int, steps: int, metrics: Metrics) -> None:
         """Add the metrics of a call; several calls are collected and added at once."""

@@ -164,6 +164,27 @@ def test_metrics_on_a_mesh(kind):
         assert means(rows, 1)["m"] == 9.5
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_constants_that_alternate_with_the_shapes_share_one_array(stacked):
+    sums = MetricSums(constants=lambda: {"rows", "beta"})
+    number = sums.subscribe()
+    size = 2 if stacked else 1
+
+    def add(call):
+        loss, rows = jnp.full(size, float(call)), np.full(size, 4 + call % 2)
+        metrics = {"loss": loss, "rows": rows, "beta": np.full(size, 0.5)}
+        sums.add(call * size, size, metrics if stacked else {name: one[0] for name, one in metrics.items()}, stacked)
+
+    for call in range(4):
+        add(call)
+    arrays = len(jax.live_arrays())
+    for call in range(4, 40):
+        add(call)
+        sums.flush()
+        assert len(jax.live_arrays()) <= arrays
+    assert sums.take(number).means(["loss", "rows", "beta"]) == {"loss": 19.5, "rows": 4.5, "beta": 0.5}
+
+
 def test_metrics_without_a_subscriber_are_not_summed():
     sums = MetricSums()
     number = sums.subscribe(means=False)
