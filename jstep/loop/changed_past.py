@@ -80,9 +80,17 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], batches: Any, step
 
 
 def _had_remainder(now: Mapping[str, Any], end: int) -> bool:
-    """Whether an epoch with a remainder ended before a step; False if the batch size had changed."""
-    sizes = list(_stages(now["batch_size"], end).values())
-    return len(sizes) == 1 and now["rows"] % sizes[0] != 0 and end > now["rows"] // sizes[0]
+    """Whether an epoch ended, before a step, with rows that do not fill a batch."""
+    rows, sizes = now["rows"], _stages(now["batch_size"], end)
+    offset = 0
+    for (first, size), stop in zip(sizes.items(), [*list(sizes)[1:], end], strict=True):
+        steps = stop - first
+        while steps > (whole := (rows - offset) // size):
+            if (rows - offset) % size:
+                return True
+            offset, steps = 0, (steps - whole) % (rows // size) if rows % size == 0 else steps - whole
+        offset += steps * size
+    return False
 
 
 def _as_dict(rows: Any) -> dict[str, Any]:

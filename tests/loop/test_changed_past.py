@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.data.definition import definition_of
+from jstep.loop.changed_past import changed_past
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -47,6 +49,11 @@ CHANGED = {
     ),
     "rows of a source": (mixture(WEB), mixture(WEB, rows=65), "rows of 'web': 64 then, 65 now"),
     "dropped rows": (batches(20), batches(20, drop_remainder=False), "drop_remainder: true then, false now"),
+    "dropped rows after another batch size": (
+        batches(22, batch_size={0: 4, 1: 8}),
+        batches(22, batch_size={0: 4, 1: 8}, drop_remainder=False),
+        "drop_remainder: true then, false now",
+    ),
 }
 
 
@@ -69,6 +76,10 @@ UNCHANGED = {
     "skip": (batches(), batches(skip=(4, 6))),
     "epochs": (batches(), batches(num_epochs=3)),
     "dropped rows of an epoch that is not over": (batches(), batches(drop_remainder=False)),
+    "no rows to drop after another batch size": (
+        batches(20, batch_size={0: 4, 1: 8}),
+        batches(20, batch_size={0: 4, 1: 8}, drop_remainder=False),
+    ),
     "no rows to drop": (batches(16), batches(16, drop_remainder=False)),
     "a source that grows before its end": (batches(shuffle=False), batches(rows=200, shuffle=False)),
     "a seed without a use": (batches(shuffle=False), batches(shuffle=False, seed=2)),
@@ -111,3 +122,15 @@ def test_without_a_timeline_or_a_step_nothing_is_reported(tmp_path, caplog):
     (tmp_path / "timeline.jsonl").unlink()
     run(tmp_path, batches(seed=2), 6)
     assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("size", [4, {0: 4, 1: 2}, {0: 2, 3: 4}, {0: 4, 2: 3, 4: 5}, {0: 3, 1: 4, 5: 1}])
+def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
+    for rows in (5, 8, 12, 13):
+        dropped, kept = (
+            jstep.batches(np.arange(rows), size, shuffle=False, drop_remainder=drop) for drop in (True, False)
+        )
+        differ = [dropped[step].tolist() != kept[step].tolist() for step in range(12)]
+        for step in range(1, 13):
+            found = changed_past(definition_of(dropped), definition_of(kept), kept, step)
+            assert [text.split(":")[0] for text in found] == ["drop_remainder"] * any(differ[:step])
