@@ -1,7 +1,7 @@
 """Call hooks when they are due, and apply their results."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core.checks import kind
@@ -15,7 +15,7 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.run_steps import LoopState
-from jstep.loop.stages import StageBoundaries, call_lengths
+from jstep.loop.stages import LengthsAhead, StageBoundaries, call_lengths
 from jstep.state import TrainState
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
@@ -69,6 +69,7 @@ class HookRunner:
         self._waiting: list[CadenceTimer] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
+        self._lengths: LengthsAhead | None = None
         self._next_steps: list[int] = []
         self._next_due = NEVER
         self._calling: tuple[Any, str] | None = None
@@ -135,6 +136,8 @@ class HookRunner:
                 self._next_due = step
         if step >= self._next_due:
             self._call_due_hooks(loop)
+        if self._lengths is not None:
+            self._lengths.extend()
         if self._to_stop():
             self.interrupted = True
         return self.interrupted or self.stopped_by is not None
@@ -239,19 +242,27 @@ class HookRunner:
         self._calling = None
         return result
 
-    def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> Iterator[int]:
-        """The number of steps of each call: `steps_per_call`, or 1 if a hook is due earlier."""
+    def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> LengthsAhead:
+        """The number of steps of each call: `steps_per_call`, or 1 if a hook is due earlier. Close it after the run."""
         known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
         def end_after(step: int) -> tuple[int, str]:
             end, why = boundaries.after(step, last_step)
-            due, hook = min(((_next_due(hook, step), i) for i, hook in enumerate(known)), default=(NEVER, -1))
+            due, hook = min(((self._due_after(step, hook), i) for i, hook in enumerate(known)), default=(NEVER, -1))
             return (due, f"a hook is due at step {due} ({name_of(known[hook])})") if due < end else (end, why)
 
         def single_step_reason(why: str) -> None:
             self.single_step_reason = self.single_step_reason or why
 
-        return call_lengths(self._start, last_step, steps_per_call, end_after, single_step_reason)
+        made = call_lengths(self._start, last_step, steps_per_call, end_after, single_step_reason)
+        self._lengths = LengthsAhead(made)
+        return self._lengths
+
+    def _due_after(self, step: int, hook: Any) -> int:
+        self._calling = (hook, "next_due")
+        due = _next_due(hook, step)
+        self._calling = None
+        return due
 
 
 def _part_of(hook: Any) -> str:

@@ -166,11 +166,13 @@ class Run:
         )
         if self._programs.ahead_compiler is not None:
             stack.callback(self._programs.ahead_compiler.close)
-        stacked = options.steps_per_call > 1
+        lengths = None
+        if options.steps_per_call > 1:
+            lengths = runner.lengths(options.last_step, options.steps_per_call, boundaries)
         made = make_calls(
             items,
             start.step,
-            runner.lengths(options.last_step, options.steps_per_call, boundaries) if stacked else None,
+            lengths,
             options.batch_sharding,
             on_device=self._programs.on_device,
             stack_one=self._programs.stacks_one,
@@ -178,6 +180,8 @@ class Run:
         )
         feeder = BatchFeeder(source, made, stopping=lambda: self._signals.interrupts, watch=self._recorder.watch)
         stack.callback(feeder.close)
+        if lengths is not None:
+            stack.callback(lengths.close)  # first, as the thread of the feeder may wait for one
         self._signals.on_first = self._while_it_runs
         return feeder
 

@@ -1,5 +1,7 @@
 """The stages of a run: which training step runs when, and where calls must end."""
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +12,8 @@ TrainSteps = Staircase[Callable[..., Any]]
 
 _MOST_CHANGES = 64
 """The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
+_AHEAD = 8
+"""The number of calls whose lengths are known ahead; more than a thread prefetches."""
 
 
 class Segment(NamedTuple):
@@ -117,3 +121,35 @@ def call_lengths(
         for _ in range(end - step):
             yield 1
         step = end
+
+
+class LengthsAhead(Iterator[int]):
+    """The lengths of calls, computed in the thread of the loop and read in the thread that makes the batches.
+
+    The lengths depend on the user's hooks, which must not be called from another thread.
+
+    Args:
+        lengths: The lengths, from `call_lengths`.
+    """
+
+    def __init__(self, lengths: Iterator[int]) -> None:
+        self._lengths, self._thread = lengths, threading.get_ident()
+        self._known: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def extend(self) -> None:
+        """Compute the next lengths; must be called in the thread of the loop after each call."""
+        while self._known.qsize() < _AHEAD:
+            self._known.put(next(self._lengths, None))
+
+    def close(self) -> None:
+        """End the lengths, for a thread that waits for one."""
+        self._known.put(None)
+
+    def __next__(self) -> int:
+        if self._known.empty() and threading.get_ident() == self._thread:
+            self.extend()
+        length = self._known.get()
+        if length is None:
+            self._known.put(None)
+            raise StopIteration
+        return length

@@ -1,6 +1,8 @@
 """`train`: several steps per call, compilations, and a loop that never waits for the device."""
 
 import logging
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -137,21 +139,25 @@ def test_prefetched_and_direct_batches_share_programs(compilations):
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
-    """The first step is slow on the device; the loop continues to dispatch steps, log and summarize."""
+    """The third step is slow on the device; the loop continues to dispatch steps, log and summarize.
+
+    After the first call it waits once, to check that the step advances the global step.
+    """
 
     def work(w, iterations):
-        w = jax.lax.fori_loop(0, iterations, lambda i, w: w @ w, jnp.full((256, 256), w[0] / 256))
+        w = jax.lax.fori_loop(0, iterations, lambda i, w: w @ w, jnp.full((256, 256), (w[0] - 2) / 256))
         return w[0, :2]
 
     @jax.jit
     def device_step(state, iterations):
-        w = jax.lax.cond(state.global_step == 0, work, lambda w, _: w + 1.0, state.params["w"], iterations)
+        w = jax.lax.cond(state.global_step == 2, work, lambda w, _: w + 1.0, state.params["w"], iterations)
         return state.replace(params={"w": w}, global_step=state.global_step + 1), {"loss": jnp.sum(w)}
 
     class BusyRecorder(jstep.Hook):
         def after_step(self, step, state, metrics):
-            first.setdefault("loss", metrics["loss"])
-            busy[step] = not first["loss"].is_ready()
+            if step > 2:
+                first.setdefault("loss", metrics["loss"])
+                busy[step] = not first["loss"].is_ready()
 
         def next_due(self, step):
             return step // 2 * 2 + 2
@@ -167,10 +173,49 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
 
     first, busy = {}, {}
     run(4, 1)  # compiles
-    for iterations in (500, 5_000, 25_000):  # a longer first step if the host was stalled during the run
+    for iterations in (500, 5_000, 25_000):  # a longer third step if the host was stalled during the run
         run(20, iterations)
-        assert list(busy) == list(range(2, 21, 2))
-        if all(busy[step] for step in range(2, 17, 2)):
+        assert list(busy) == list(range(4, 21, 2))
+        if all(busy[step] for step in range(4, 17, 2)):
             break
     else:
         pytest.fail(f"the loop waited for the device: {busy}")
+
+
+def test_hooks_are_called_in_the_thread_of_the_loop():
+    threads, makers = set(), set()
+
+    class Hook:
+        def next_due(self, step):
+            threads.add(threading.get_ident())
+            return (step // 5 + 1) * 5
+
+        def after_step(self, step, state, metrics):
+            steps.append(step)
+
+    def slow(step):
+        makers.add(threading.get_ident())
+        time.sleep(0.001)  # so that batches are prefetched in a thread
+        return DATA[step]
+
+    steps = []
+    state = train(100, slow, hooks=[Hook()], steps_per_call=2)
+    assert jstep.global_step(state) == 100
+    assert steps == list(range(5, 101, 5))
+    assert threads == {threading.get_ident()}
+    assert len(makers) == 2
+
+
+def test_a_failing_next_due_is_named():
+    class Hook:
+        def next_due(self, step):
+            if step > 40:
+                raise OSError("no clock")
+            return (step // 5 + 1) * 5
+
+        def after_step(self, step, state, metrics):
+            pass
+
+    with pytest.raises(OSError, match="no clock") as raised:
+        train(100, hooks=[Hook()], steps_per_call=2)
+    assert "in test_a_failing_next_due_is_named.<locals>.Hook.next_due" in raised.value.__notes__[0]
