@@ -17,7 +17,7 @@ from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
-from jstep.stores import join, location
+from jstep.stores import is_directory, join, location
 
 _logger = logging.getLogger("jstep")
 
@@ -67,7 +67,8 @@ class FingerprintHook(RunHook):
     before this one.
 
     Args:
-        path: The log, a file or a URL; None for `fingerprints.jsonl` in the logdir of `train`.
+        path: The log, a file or a URL; for a directory (one that exists, or a path that ends with a slash),
+            `fingerprints.jsonl` in it; None for the one in the logdir of `train`.
         every_n_steps: Interval in steps; due at its multiples.
         per_leaf: Whether lines include the fingerprint of each leaf.
         on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and before a checkpoint
@@ -101,6 +102,7 @@ class FingerprintHook(RunHook):
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"path={shown(path)}: must be the path of a log, got {type(path).__name__}")
         self._given = None if path is None else location(path, "path")
+        self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
         self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._logdir: str | None = None
@@ -119,13 +121,13 @@ class FingerprintHook(RunHook):
         """Read the lines of earlier runs, and open the log.
 
         Raises:
-            ValueError: There is neither path nor logdir, or the path is a directory.
+            ValueError: There is neither path nor logdir.
         """
         if self._given is None and self._logdir is None:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
-        self._path = self._given or join(self._logdir or "", _log.NAME)
-        if os.path.isdir(self._path):
-            raise ValueError(f"path={self._path!r}: is a directory; name a file in it, such as {_log.NAME}")
+        self._path = self._given or self._logdir or ""
+        if self._given is None or self._is_directory or is_directory(self._given):
+            self._path = join(self._path, _log.NAME)
         self._pending.clear()
         self._before = {}
         named_leaves(state)  # raises now, not at the first fingerprint

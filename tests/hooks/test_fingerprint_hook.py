@@ -54,6 +54,14 @@ def test_the_log_in_logdir_without_leaves(tmp_path):
     assert [set(line) for line in found] == [{"step", "state"}] * 2
 
 
+def test_the_log_in_a_directory(tmp_path):
+    run(4, jstep.FingerprintHook(tmp_path, every_n_steps=2))
+    run(4, jstep.FingerprintHook(f"{tmp_path}/new/", every_n_steps=2))
+    found = [lines(directory / "fingerprints.jsonl") for directory in (tmp_path, tmp_path / "new")]
+    assert [line["step"] for line in found[0]] == [2, 4]
+    assert found[0] == found[1]
+
+
 def test_calls_of_several_steps_end_at_due_steps(tmp_path):
     run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "a"))
     run(10, jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "b"), steps_per_call=3)
@@ -63,8 +71,6 @@ def test_calls_of_several_steps_end_at_due_steps(tmp_path):
 
 def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
     requested = []
-    with pytest.raises(ValueError, match="is a directory; name a file in it"):
-        run(3, jstep.FingerprintHook(path=tmp_path), batches=lambda step: requested.append(step) or batch(step))
     with pytest.raises(ValueError, match="pass it a path, or pass logdir to train"):
         run(3, jstep.FingerprintHook(), batches=lambda step: requested.append(step) or batch(step))
     assert not requested
