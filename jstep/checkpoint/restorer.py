@@ -120,6 +120,8 @@ class Restorer:
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
 
+        Those of `train` are a dict with what a run needs to resume, such as the position of a loader; it may be empty.
+
         Raises:
             CheckpointError: The manifest is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
