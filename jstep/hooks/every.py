@@ -14,7 +14,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
     Args:
         n: Interval in steps, ≥ 1.
         fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
-            stops it after this step, and a `TrainState` replaces the state.
+            stops it after this step, and a `TrainState` replaces the state. A run that it stopped and that is started
+            again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
 
     Returns:
         A hook for `train`.

@@ -61,6 +61,9 @@ class Hook:
 
         If it returns True, the run stops after this step. If it returns a state, that replaces the state of the run; it
         must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see it.
+
+        A run that returned True here and is started again resumes: it runs steps until the hook is due and returns True
+        again. To keep it stopped, remember the decision by `get_state`, and return it from `set_state`.
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":

@@ -247,7 +247,7 @@ def test_restored_nan_is_a_warning_even_if_each_update_is_skipped(tmp_path, capl
     assert "has parameters that are NaN" in warnings_of(caplog)[0]
 
 
-def test_infinity_that_a_run_begins_with_is_no_warning(tmp_path, caplog):
+def test_infinity_that_a_run_begins_with_gives_no_warning(tmp_path, caplog):
     params, sgd = masked_params(), jstep.gradient_descent(1e-9)
     for last_step in (2, 4):
         run(last_step, hooks=[], optimizer=sgd, loss_fn=edge_loss, params=params, checkpoint_dir=tmp_path)

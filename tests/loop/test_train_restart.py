@@ -46,6 +46,31 @@ def test_a_restart_reports_early_stopping(tmp_path, caplog):
     assert any("EarlyStopping(v) stopped it at step 6" in line for line in messages(caplog))
 
 
+class Converged(jstep.Hook):
+    over = False
+
+    def after_step(self, step, state, metrics):
+        self.over = step >= 5
+        return self.over
+
+
+class StaysConverged(Converged):
+    def get_state(self):
+        return self.over
+
+    def set_state(self, over):
+        return over
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [(lambda: jstep.every(1, Converged().after_step), [5, 6, 7]), (Converged, [5, 6, 7]), (StaysConverged, [5, 5, 5])],
+)
+def test_a_run_that_a_hook_stopped_runs_one_more_step_unless_the_hook_remembers(make, steps, tmp_path):
+    ends = [jstep.global_step(train(20, hooks=[make()], checkpoint_dir=tmp_path)) for _ in range(3)]
+    assert ends == steps
+
+
 def test_exhausted_batches_end_a_restored_run(tmp_path):
     batches = [DATA[n] for n in range(5)]
     state = train(8, batches, checkpoint_dir=tmp_path)
