@@ -18,6 +18,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
+from jstep.core.sizes import size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
@@ -284,12 +285,7 @@ def _counted(count: int, one: str, several: str) -> str:
 
 
 def _bytes_text(tree: Any) -> str:
-    size = float(sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)))
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1000
-    return f"{size:.3g} GB"
+    return size(sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def _bytes(leaf: Any) -> int:

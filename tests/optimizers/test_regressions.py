@@ -120,7 +120,7 @@ def test_uncounted_skipped_updates_do_not_reduce_the_age() -> None:
 
 def test_repr_of_an_abstract_state() -> None:
     text = repr(jax.eval_shape(lambda: create({"w": jnp.ones((1000, 1000))}, jstep.adam())))
-    assert "4 MB" in text
+    assert "3.81 MiB" in text
     assert "ShapeDtypeStruct" not in text
 
 

@@ -203,7 +203,7 @@ def test_repr_is_a_short_summary() -> None:
     big = jstep.TrainState.create({"w": jnp.ones((1000, 1000))}, jstep.adam())
     assert "1,000,000 numbers in 1 leaf (" in repr(big)
     assert "1 number in 1 leaf (" in repr(jstep.TrainState.create(1.0, jstep.adam()))
-    assert "4 MB" in repr(big)
+    assert "3.81 MiB" in repr(big)
 
 
 def test_repr_survives_tracing_and_donation() -> None:

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 
+from jstep.core.sizes import size
+
 _WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
 _CODES = {errno.ENOSPC, errno.EDQUOT}
 
@@ -22,11 +24,11 @@ def is_full(error: BaseException | None) -> bool:
 def full(directory: str, needed: int) -> OSError:
     """Return the error to raise, with the bytes needed and the bytes free."""
     try:
-        free = f"{shutil.disk_usage(directory).free / 1e6:.1f} MB free"
+        free = f"{size(shutil.disk_usage(directory).free)} free"
     except OSError:
         free = "free space unknown"
     return OSError(
         errno.ENOSPC,
-        f"the disk is full ({needed / 1e6:.1f} MB needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
+        f"the disk is full ({size(needed)} needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
         "fewer checkpoints by max_to_keep",
     )
