@@ -37,11 +37,13 @@ class ProgramHash(NamedTuple):
         digest: The hash, 32 hexadecimal digits.
         operations: Name of an operation → number of occurrences, including inner programs.
         numbers: Scalar constant → number of occurrences.
+        functions: Name of an inner jitted function → number of occurrences. Names are not hashed.
     """
 
     digest: str
     operations: collections.Counter[str]
     numbers: collections.Counter[str]
+    functions: collections.Counter[str]
 
 
 def program_hash(closed: Any) -> ProgramHash:
@@ -90,19 +92,21 @@ class _Hasher:
         self._type = functools.cache(_type_text)  # few types, many variables
         self._operations: collections.Counter[str] = collections.Counter()
         self._numbers: collections.Counter[str] = collections.Counter()
+        self._functions: collections.Counter[str] = collections.Counter()
 
     def program(self, closed: Any) -> ProgramHash:
         """Hash a program with its constants, or an open program without constants."""
         if id(closed) not in self._seen:
-            outer = self._operations, self._numbers
-            self._operations, self._numbers = collections.Counter(), collections.Counter()
+            outer = self._operations, self._numbers, self._functions
+            self._operations, self._numbers, self._functions = (collections.Counter() for _ in outer)
             jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
             parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
-            self._seen[id(closed)] = ProgramHash(digest_of(*parts), self._operations, self._numbers)
-            self._operations, self._numbers = outer
+            self._seen[id(closed)] = ProgramHash(digest_of(*parts), self._operations, self._numbers, self._functions)
+            self._operations, self._numbers, self._functions = outer
         found = self._seen[id(closed)]
         self._operations.update(found.operations)
         self._numbers.update(found.numbers)
+        self._functions.update(found.functions)
         return found
 
     def _jaxpr(self, jaxpr: Any) -> list[str]:
@@ -122,6 +126,8 @@ class _Hasher:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             self._operations[name] += 1
+            if name in ("jit", "pjit"):
+                self._functions[eqn.params["name"]] += 1
             parts += [name, used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
         return [*parts, used(jaxpr.outvars)]
 

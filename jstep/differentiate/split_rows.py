@@ -1,5 +1,6 @@
 """Split a batch into microbatches, on one device or over several."""
 
+import functools
 import logging
 import math
 from typing import Any
@@ -54,11 +55,18 @@ def number_of_parts(
 
     for n in range(at_least, size + 1):
         if size % n == 0 and on_each(n) <= max_rows:
+            _log_number(what, size, devices, n)
             return n
     raise ValueError(
         f"{what}, num_microbatches={at_least}: no such number of microbatches divides the batch: {first} has {size} "
         "rows; use a larger batch"
     )
+
+
+@functools.cache  # a step is traced several times
+def _log_number(what: str, size: int, devices: int, n: int) -> None:
+    each = f" over {devices} devices" if devices > 1 else ""
+    _logger.info("%s: batches of %d rows%s are split into %d microbatches", what, size, each, n)
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:

@@ -146,6 +146,8 @@ def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
             if same_batches and "rows" in _section(a, "batches"):
                 continue  # one run began at a step with another batch size
             yield from _differences("batch", one.get("batch"), other.get("batch"))
+        if None not in (one.get("optimizer"), other.get("optimizer")):
+            yield from _differences("step: optimizer", one["optimizer"], other["optimizer"])
         rates = [_section(program, "hyperparameters") for program in (one, other)]
         for name in _names(*rates):
             yield from _differences(f"step: {name}", *(of.get(name, _ABSENT) for of in rates))

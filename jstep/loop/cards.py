@@ -37,7 +37,7 @@ class Cards:
     Args:
         write: Receives the lines; called from another thread.
         make: Makes the card without its programs.
-        check: Receives that card once a step was run.
+        check: Receives that card with its first program, once a step was run.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Cards:
                 made = make()
                 self._write("card", **made, programs=found)
                 if is_first and programs:
-                    self._check(made)
+                    self._check({**made, "programs": found})
             except Exception as error:
                 self._log_error(error)
 

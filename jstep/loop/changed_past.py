@@ -1,4 +1,4 @@
-"""Warn if a run resumes with batches that differ, before the restored step, from those of the run that saved it."""
+"""Warn if a run resumes with another optimizer, or other past batches, than the run that saved it."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ _logger = logging.getLogger("jstep")
 
 
 def warn_if_past_changed(batches: Any, where: str, prefix: str, restored: int, now: Mapping[str, Any]) -> None:
-    """Log a warning if the batches before the restored step have another definition than when it was saved.
+    """Log a warning if the batches before the restored step, or the optimizer, differ from those it was saved with.
 
     Nothing is logged if the timeline does not record which start saved the checkpoint, or has no card of it.
 
@@ -22,21 +22,41 @@ def warn_if_past_changed(batches: Any, where: str, prefix: str, restored: int, n
         where: The directory or URL of the checkpoints.
         prefix: Their prefix.
         restored: The step that was restored.
-        now: The card of this run.
+        now: The card of this run, with its first program.
     """
-    if not restored or not isinstance(batches, BatchSequence):
+    then = _card_of_saver(where, prefix, restored) if restored else {}
+    name = checkpoint_name(prefix, restored)
+    if optimizers := changed_optimizer(then, now):
+        _logger.warning(
+            "train_step: %s was trained by the optimizer %s, and this run continues with %s on the same slots. To "
+            "start with fresh slots, restore the parameters alone: Saver.restore_params.",
+            name,
+            *optimizers,
+        )
+    if not isinstance(batches, BatchSequence) or not isinstance(then.get("batches"), dict):
         return
-    then = _batches_of_saver(where, prefix, restored)
-    changes = [] if then is None else changed_past(then, now["batches"], batches, restored)
+    changes = changed_past(then["batches"], now["batches"], batches, restored)
     if changes:
         _logger.warning(
             "batches: those before step %d are not the ones that %s was trained on: %s. The run continues with batch "
             "%d of the new definition, so rows may be repeated or left out.",
             restored,
-            checkpoint_name(prefix, restored),
+            name,
             "; ".join(changes),
             restored,
         )
+
+
+def changed_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The optimizers of two cards, if a stage of both has different ones; None if not, or if they are not known."""
+    before, after = _optimizers(then), _optimizers(now)
+    changes = ((before[stage], after[stage]) for stage in before.keys() & after.keys() if before[stage] != after[stage])
+    return next(changes, None)
+
+
+def _optimizers(card: Mapping[str, Any]) -> dict[Any, str]:
+    """The names of the optimizer's rules, by the first step of the stage."""
+    return {one.get("stage"): ", ".join(one["optimizer"]) for one in card.get("programs", ()) if one.get("optimizer")}
 
 
 def changed_past(then: Mapping[str, Any], now: Mapping[str, Any], batches: BatchSequence, step: int) -> list[str]:
@@ -140,19 +160,20 @@ def _change(name: str, then: Any, now: Any) -> str:
     return f"{name}: {json.dumps(then)} then, {json.dumps(now)} now"
 
 
-def _batches_of_saver(where: str, prefix: str, step: int) -> dict[str, Any] | None:
-    """The batches on the card of the start that saved the checkpoint of a step; None if that is not recorded."""
-    cards: dict[str, Any] = {}
+def _card_of_saver(where: str, prefix: str, step: int) -> dict[str, Any]:
+    """The card of the start that saved the checkpoint of a step, with its programs; empty if that is not recorded."""
+    cards: dict[str, dict[str, Any]] = {}
     saved_by = None
     try:
         for line in fields_with(where, "card", "checkpoint"):
             if line.get("prefix") != prefix:
                 continue
-            if line.get("card") == 1:
-                cards[line.get("start", "")] = line.get("batches")
+            if line.get("kind") == "card":
+                card = cards.setdefault(line.get("start", ""), {})
+                programs = [*card.get("programs", ()), *line.get("programs", ())]
+                card.update({**line, "programs": programs})
             if line.get("checkpoint") == step:
                 saved_by = line.get("start")
     except OSError:
-        return None
-    found = cards.get(saved_by) if saved_by is not None else None
-    return found if isinstance(found, dict) else None
+        return {}
+    return {} if saved_by is None else cards.get(saved_by, {})

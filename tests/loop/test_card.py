@@ -50,6 +50,10 @@ DIFFERENCES = {
         {"optimizer": jstep.momentum(0.01, 0.9)},
         "state: slots: m, start_step, v only in A; momentum only in B",
     ),
+    "another optimizer with the same slots": (
+        {"optimizer": jstep.adamw(0.01)},
+        "step: optimizer: adam only in A; adamw only in B",
+    ),
     "later stage": ({"later": True}, "the stage from step 2: absent in A, loss in B"),
     "last step": ({"last_step": 4}, "train: last_step: 3 in A, 4 in B"),
     "steps a call": ({"steps_per_call": 3}, "train: steps_per_call: 1 in A, 3 in B"),

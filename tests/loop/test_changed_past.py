@@ -134,3 +134,42 @@ def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
         for step in range(1, 13):
             found = changed_past(definition_of(dropped), definition_of(kept), kept, step)
             assert [text.split(":")[0] for text in found] == ["drop_remainder"] * any(differ[:step])
+
+
+def run_with(directory, optimizer, last_step, steps_per_call=1):
+    """Run with an optimizer, or with one for each stage."""
+    stages = optimizer if isinstance(optimizer, dict) else {0: optimizer}
+    state = jstep.TrainState.create({"w": 1.0}, next(iter(stages.values())))
+    steps = {first: jstep.minimize(lambda params, x: params["w"] * x, one) for first, one in stages.items()}
+    options = {"checkpoint_dir": directory, "progress": False, "steps_per_call": steps_per_call}
+    jstep.train(steps, state, lambda step: np.float32(1), last_step, **options)
+
+
+ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (ADAM, ADAMW, ("adam", "adamw")),
+        ({0: ADAM, 2: ADAM}, {0: ADAM, 2: ADAMW}, ("adam", "adamw")),
+        (
+            ADAM,
+            jstep.chain(jstep.scale_by_adam(), jstep.scale_by_learning_rate(0.1)),
+            ("adam", "scale_by_adam, scale_by"),
+        ),
+        (ADAM, jstep.adam(0.2), None),
+        ({0: ADAM, 4: ADAMW}, {0: ADAM, 4: ADAMW}, None),
+        (ADAM, {0: ADAM, 4: ADAMW}, None),
+    ],
+)
+def test_a_changed_optimizer_with_the_same_slots_is_named_once(before, after, names, steps_per_call, tmp_path, caplog):
+    run_with(tmp_path, before, 4, steps_per_call)
+    run_with(tmp_path, after, 6, steps_per_call)
+    found = warnings(caplog)
+    assert len(found) == (names is not None), found
+    if names:
+        assert f"model-4 was trained by the optimizer {names[0]}, and this run continues with {names[1]}" in found[0]
+    run_with(tmp_path, after, 8, steps_per_call)  # it continues with the optimizer of the previous run
+    assert warnings(caplog) == found

@@ -1,5 +1,6 @@
 """`max_rows_per_device`: the number of microbatches depends on the batch and its devices."""
 
+import logging
 import re
 
 import jax
@@ -81,6 +82,15 @@ def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_leas
     for _ in range(2):
         step(fresh(mesh), shard(mesh, DATA[:size]))
     assert loss.seen == want
+
+
+def test_the_number_of_microbatches_is_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=5)
+    state = jstep.TrainState.create(init(), OPTIMIZER)
+    jstep.train(step, state, lambda n: DATA[:34], 3, progress=False, steps_per_call=2)
+    found = [record.getMessage() for record in caplog.records if "max_rows_per_device" in record.getMessage()]
+    assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]
 
 
 @pytest.mark.thorough
