@@ -13,12 +13,15 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
+from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.checks import check_alive
+from jstep.loop.positions import POSITION
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, keeps_position, position_of, source_of
 from jstep.loop.stages import stages_of
+from jstep.loop.train import train
 from jstep.state import TrainState, global_step
 
 
@@ -60,6 +63,8 @@ def verify_resume(
     steps: int,
 ) -> ResumeReport:
     """Run `steps` steps uninterrupted, and again with a checkpoint and a restart after `at`; compare bit for bit.
+
+    The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too.
 
     Args:
         make_state: Returns the initial state, the same each time. It is called for each run, and once for the state to
@@ -109,6 +114,7 @@ def verify_resume(
         at = run_steps(Programs(stages, several=False), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
+        check_step(at.step, at.state, first)
         return at.state, source
 
     def fresh() -> TrainState:
@@ -128,11 +134,11 @@ def verify_resume(
         there = source.position() if source.position else None
         before = _on_host(half)
         with Saver(directory, async_save=False) as saver:
-            saver.save(half, extra={"batches": there})
-            restored = saver.restore(fresh())
-            there = saver.extra()["batches"]
-        after = _on_host(restored)
-        resumed = _on_host(run(restored, steps - at, there)[0])
+            saver.save(half, extra={} if there is None else {POSITION: there})
+            after = _on_host(saver.restore(fresh()))
+            with internal_transfers():
+                last_step = global_step(half) + steps - at
+            resumed = _on_host(train(train_step, fresh(), batches, last_step, checkpoint_dir=saver, progress=False))
 
     differing = _differing(reference, resumed)
     if not differing:

@@ -78,9 +78,9 @@ def minimize(
             update per batch.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
-            on the number of devices that the rows are sharded over, and is logged. The same batch gives the same update on 8, 4 or 1
-            devices, up to rounding (with rng, the keys depend on the microbatches). Rows of unknown sharding, as in a
-            step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
+            on the number of devices that the rows are sharded over, and is logged. The same batch gives the same
+            update on 8, 4 or 1 devices, up to rounding (with rng, the keys depend on the microbatches). Rows of unknown
+            sharding, as in a step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.

@@ -1,6 +1,7 @@
 """`verify_resume`: detected differences and reported causes."""
 
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +201,41 @@ def test_make_state_that_returns_the_same_state():
     state = make_state()
     with pytest.raises(RuntimeError, match="donated"):
         verify(make_state=lambda: state)
+
+
+def test_a_loader_that_train_cannot_resume_is_not_reported_as_fine():
+    """`train` makes the first batch in a thread while it restores; a database connection may refuse that."""
+
+    class OfOneThread(Positioned):
+        thread = threading.get_ident()
+
+        def __next__(self):
+            if threading.get_ident() != self.thread:
+                raise RuntimeError("created in another thread")
+            return super().__next__()
+
+    with pytest.raises(RuntimeError, match="created in another thread"):
+        verify(OfOneThread())
+
+
+def test_a_step_that_advances_the_global_step_by_two_is_an_error():
+    def step(state, batch):
+        state, metrics = STEP(state, batch)
+        return jstep.increment_global_step(state), metrics
+
+    with pytest.raises(ValueError, match=r"global_step is 14 after the update that makes step 7: .* advances it by 2"):
+        verify(step=step)
+
+
+def test_typed_keys_and_stages_resume():
+    def loss(params, key, batch):
+        noise = jax.random.normal(key, params["w"].shape)
+        return jnp.mean((batch["x"] @ (params["w"] + noise)) ** 2), jax.random.split(key)[0]
+
+    steps = [jstep.minimize(loss, OPTIMIZER, has_model_state=True) for _ in range(2)]
+
+    def make():
+        return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, model_state=jax.random.key(0))
+
+    for step in (steps[0], {0: steps[0], 2: steps[1]}, {0: steps[0], 5: steps[1]}):
+        assert verify(step=step, make_state=make)
