@@ -42,10 +42,11 @@ class NonfiniteParametersHook(RunHook):
 
     def before_save(self, step: int) -> None:
         """Warn of the parameters that are about to be saved; waits for the device, as the save does."""
-        if self._at_start is None or self.run is None or self._has_warned:
+        if self._at_start is None or self.run is None:
             return
+        # Also after the warning: all processes must run the same programs, and only some may have seen the numbers.
         bad, _ = StateContents(self.run.current_state(), params_only=True).worse_since(self._at_start)
-        if bad:
+        if bad and not self._has_warned:
             self._has_warned = True
             _logger.warning(
                 "Parameters that are not finite are saved at step %d: %s. jstep.NanLossHook() among the hooks stops a "
