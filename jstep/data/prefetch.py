@@ -1,9 +1,11 @@
 """Prefetching to devices: a background thread reads and transfers batches ahead of the loop."""
 
+import contextlib
+import functools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,21 +119,17 @@ class PrefetchIterator(Iterator[Any]):
     ) -> None:
         self._handed_out = 0
         self._state = state_fn() if state_fn else None
-        # The thread references the channel and never this object, which can therefore be garbage-collected.
-        self._channel = channel = _Channel(size)
-        thread = Thread(target=_fill, args=(channel, source, place, state_fn), name="jstep-prefetch", daemon=True)
-        # Also runs at process exit, which a thread inside of JAX must not outlive.
-        self._close = weakref.finalize(self, _end, channel, thread)
-        thread.start()
+        self._reader = Reader(functools.partial(_read, source, place, state_fn))
+        self._reader.request(size)
 
     def __iter__(self) -> "PrefetchIterator":
         return self
 
     def __next__(self) -> Any:
-        entry = self._channel.get()
+        item, self._state = self._reader.take()
+        self._reader.request()  # only now: at most `size` items are ahead of the loop
         self._handed_out += 1
-        self._state = entry.state
-        return entry.item
+        return item
 
     @property
     def handed_out(self) -> int:
@@ -153,7 +151,7 @@ class PrefetchIterator(Iterator[Any]):
         Returns within half a second. A thread that is blocked in its source ends as soon as the source
         returns.
         """
-        self._close()
+        self._reader.close()
 
     def __enter__(self) -> "PrefetchIterator":
         return self
@@ -162,92 +160,100 @@ class PrefetchIterator(Iterator[Any]):
         self.close()
 
 
-class _Entry(NamedTuple):
-    item: Any
-    state: Any
+class Reader:
+    """A thread that calls a function once for each request and hands the results over, in order.
 
+    The thread starts with the first request, in the contexts of its caller. It is idle when it has served all requests;
+    other code may call the function then. It ends after the first exception, when `close` is called, or when the reader
+    is garbage-collected.
 
-class _Channel:
-    """A bounded queue from the thread to the loop."""
+    Args:
+        read: The function. Its exceptions, such as StopIteration, are raised by `take` in place of a result.
+    """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        # The lock is reentrant, because garbage collection may call `close` while it is held.
-        self._changed = threading.Condition()
-        self._entries: deque[_Entry] = deque()
-        self._open = True
-        self._exception: BaseException | None = None
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
+        self._thread = Thread(target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
+        # Also runs at process exit, which a thread inside of JAX must not outlive.
+        self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
-    def wait_for_room(self) -> bool:
-        """Block until there is room for another entry; return False once the channel is closed."""
-        with self._changed:
-            while self._open and len(self._entries) >= self._size:
-                self._changed.wait()
-            return self._open
+    def request(self, count: int = 1) -> None:
+        """Have the thread call the function that many more times."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._shared.requests.put(count)
 
-    def put(self, entry: _Entry) -> None:
-        with self._changed:
-            if self._open:
-                self._entries.append(entry)
-                self._changed.notify_all()
-
-    def get(self) -> _Entry:
-        with self._changed:
-            while self._open and not self._entries:
-                self._changed.wait(_POLL_SECS)
-            if self._entries:
-                entry = self._entries.popleft()
-                self._changed.notify_all()
-                return entry
-            exception, self._exception = self._exception, None
-        if exception is None:
-            raise StopIteration
-        try:
-            raise exception
-        finally:
-            del exception  # breaks the reference cycle with this frame, which its traceback holds
-
-    def finish(self, exception: BaseException | None) -> None:
-        """End the queue: `get` returns the remaining entries and then raises the exception."""
-        with self._changed:
-            if self._open:
-                self._open, self._exception = False, exception
-                self._changed.notify_all()
+    def take(self) -> Any:
+        """Wait for the next result; raise StopIteration after an exception was raised, and once this is closed."""
+        _, results, over = self._shared
+        while not over.is_set():
+            try:
+                result, error = results.get(timeout=_POLL_SECS)
+            except Empty:
+                continue
+            if error is None:
+                return result
+            over.set()
+            try:
+                raise error
+            finally:
+                del error  # breaks the reference cycle with this frame, which its traceback holds
+        raise StopIteration
 
     def close(self) -> None:
-        with self._changed:
-            self._open, self._exception = False, None
-            self._entries.clear()
-            self._changed.notify_all()
+        """End the thread, without waiting for a call that takes long, and drop the results."""
+        self._end()
 
 
-def _fill(
-    channel: _Channel,
-    source: Iterator[Any],
-    place: Callable[[Any], Any],
-    state_fn: Callable[[], Any] | None,
-) -> None:
-    exception: BaseException | None = None
+class _Shared(NamedTuple):
+    """The objects that a reader shares with its thread, which must not keep the reader alive.
+
+    The queues are of a kind that `_end` may use wherever garbage collection runs it, even inside their own methods.
+    """
+
+    requests: "SimpleQueue[int]"
+    results: "SimpleQueue[tuple[Any, BaseException | None]]"
+    over: threading.Event
+
+
+def _serve(read: Callable[[], Any], shared: _Shared) -> None:
+    requests, results, over = shared
+    while True:
+        for _ in range(requests.get()):
+            if over.is_set():
+                return
+            try:
+                result = read()
+            except BaseException as error:
+                results.put((None, error))
+                return
+            if over.is_set():
+                return
+            results.put((result, None))
+            del result  # otherwise it would stay alive until the next one is read
+
+
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    requests, results, over = shared
+    over.set()
+    requests.put(1)  # wakes the thread
+    with contextlib.suppress(Empty):
+        while True:
+            results.get_nowait()
+    results.put((None, StopIteration()))  # wakes a thread that waits in `take`
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_END_SECS)
+
+
+def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """Return the next item, placed, and the state after it."""
+    item = next(source)
+    state = state_fn() if state_fn else None
     try:
-        # Wait for room before reading: at most `size` items are ahead of the loop, including this one.
-        while channel.wait_for_room():
-            try:
-                item = next(source)
-            except StopIteration:
-                break
-            state = state_fn() if state_fn else None
-            try:
-                entry = _Entry(place(item), state)
-            except Exception as ex:
-                note(ex, f"raised by prefetch_to_device for the item {_summary(item)}")
-                raise
-            channel.put(entry)
-            del item, state, entry  # otherwise the item would stay alive until the next one is read
-    except BaseException as ex:
-        exception = ex
-    finally:
-        channel.finish(exception)
-        del exception
+        return place(item), state
+    except Exception as error:
+        note(error, f"raised by prefetch_to_device for the item {_summary(item)}")
+        raise
 
 
 def _summary(item: Any) -> str:
@@ -257,9 +263,3 @@ def _summary(item: Any) -> str:
         return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
 
     return ", ".join(f"{quoted(path)}: {kind(leaf)}" for path, leaf in leaves_with_paths(item)[:20])
-
-
-def _end(channel: _Channel, thread: threading.Thread) -> None:
-    channel.close()
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(_END_SECS)
