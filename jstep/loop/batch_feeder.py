@@ -1,9 +1,8 @@
 """Stack, place and prefetch batches."""
 
 import dataclasses
+import functools
 import itertools
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,15 +12,12 @@ import numpy as np
 
 from jstep.core.trees import arguments_of, flatten
 from jstep.data.placement import copied, placement
-from jstep.data.prefetch import PrefetchIterator
+from jstep.data.prefetch import Reader
+from jstep.loop.read_ahead import AHEAD, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
 from jstep.sharding.of_batches import named
 from jstep.timeline import Stopwatch
-
-# Passing an item between threads costs about 20 µs: prefetching cheaper batches would slow the loop down.
-_WORTH_A_THREAD_SECS = 50e-6
-_TRIALS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -149,14 +145,17 @@ class FetchCounter:
 
 
 class BatchFeeder:
-    """Iterator over the calls of a run, which prefetches them in a thread if batches are slow to make.
+    """Iterator over the calls of a run. Their batches are read by the loop, or ahead of it by a thread.
+
+    Whoever reads, the calls are the same, in the same order: the thread reads on request only, and the loop reads only
+    when it has taken all that it requested.
 
     Args:
         source: The batches.
         made: The calls, from `make_calls`.
         stopping: Returns whether the run is stopping and must not wait for a batch.
-        clock: Returns seconds; replaced in tests.
         watch: The stopwatch of the run.
+        read_ahead: Decides after each call whether the thread reads.
 
     Attributes:
         waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
@@ -169,53 +168,52 @@ class BatchFeeder:
         source: Source,
         made: Iterator[Call],
         stopping: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.perf_counter,
         watch: Stopwatch | None = None,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self._watch = Stopwatch() if watch is None else watch
-        self._made, self._stopping, self._clock = made, stopping, clock
-        self._prefetch: PrefetchIterator | None = None
+        self._read_ahead = ReadAhead() if read_ahead is None else read_ahead
+        self._read, self._stopping = functools.partial(next, made), stopping
+        self._reader, self._requested = Reader(self._read), 0
+        self._waited = self._got = 0.0
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
         at = source.begin or source.position
         self.position = at() if at else None
 
-    def __iter__(self) -> Iterator[Call]:
-        # The first call opens files and compiles, so its time is not representative.
-        fastest = math.inf
-        for trial in range(_TRIALS):
-            then = self._clock()
-            call = self._next(self._made)
-            if call is None:
-                return
-            if trial:
-                fastest = min(fastest, self._clock() - then)
-            yield call
-        items: Iterator[Call] = self._made
-        if fastest >= _WORTH_A_THREAD_SECS:
-            items = self._prefetch = PrefetchIterator(self._made, 2, _on_device, None)
-        while (call := self._next(items)) is not None:
-            yield call
+    def __iter__(self) -> "BatchFeeder":
+        return self
 
-    def _next(self, items: Iterator[Call]) -> Call | None:
+    def __next__(self) -> Call:
         self.waiting = True
         # From here on a signal interrupts the wait; check for one that arrived before.
         if self._stopping():
             raise StopWaiting
         watch = self._watch
         before = watch.current
-        watch.switch(watch.waiting)
+        asked = watch.switch(watch.waiting)
         try:
-            call = next(items, None)
+            ahead = self._read_ahead.after_call(self._waited, asked - self._got, self.steps)
+            if self._requested:
+                call: Call = self._reader.take()
+                self._requested -= 1
+            else:
+                call = self._read()
+            if ahead:
+                self._reader.request(AHEAD - self._requested)
+                self._requested = AHEAD
+        except StopIteration:
+            self.waiting = False
+            raise
         finally:
-            watch.switch(before)
+            got = watch.switch(before)
         self.waiting = False
+        self._waited, self._got = got - asked, got
         # If the wait is interrupted, the position stays before the batch, however much of it was read.
-        if call is not None:
-            self.steps = call.steps
-            self._taken += call.steps
-            self._before, self.position = self.position, call.position
+        self.steps = call.steps
+        self._taken += call.steps
+        self._before, self.position = self.position, call.position
         return call
 
     def position_after(self, steps: int) -> Any:
@@ -224,9 +222,4 @@ class BatchFeeder:
 
     def close(self) -> None:
         """End the thread."""
-        if self._prefetch is not None:
-            self._prefetch.close()
-
-
-def _on_device(call: Call) -> Call:
-    return dataclasses.replace(call, args=placement(None)(call.args))
+        self._reader.close()

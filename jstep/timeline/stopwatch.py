@@ -47,10 +47,12 @@ class Stopwatch:
         self._lock = threading.Lock()
         self.current = self.waiting = STARTING
 
-    def switch(self, part: str) -> None:
-        """Switch to another part."""
-        self._marks.append((part, self._clock()))
+    def switch(self, part: str) -> float:
+        """Switch to another part, and return the time of the clock."""
+        now = self._clock()
+        self._marks.append((part, now))
         self.current = part
+        return now
 
     @scoped
     def part(self, part: str) -> Iterator[None]:

@@ -1,19 +1,21 @@
-"""`BatchFeeder`: from batches to the arguments of calls, with and without prefetching."""
+"""`BatchFeeder`: from batches to the arguments of calls, whoever reads them."""
 
 import itertools
 import threading
-import time
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from sources import Positioned, handed_out
+from waiting import wait_until
 
 import jstep
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches, make_calls
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source, source_of
+from jstep.timeline import Stopwatch
 
 # From batches to the arguments of calls
 
@@ -82,93 +84,155 @@ def test_the_step_axis_is_not_sharded():
         assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
 
 
-# With and without prefetching
+# Read by the loop, or ahead of it by a thread
 
 
-class Clock:
-    """A clock that advances by `secs` each time it is read."""
+class Scripted:
+    """Decides how batches are read, without a clock."""
 
-    def __init__(self, secs):
-        self.secs, self.now = secs, 0.0
+    def __init__(self, ways):
+        self.ways = iter(ways)
 
-    def __call__(self):
-        self.now += self.secs
-        return self.now
-
-
-def make_feeder(batches, secs, start=0, position=None, lengths=None, **kwargs):
-    source = source_of(batches, start, 100, position)
-    return BatchFeeder(source, make_calls(copied_batches(source), 0, lengths), clock=Clock(secs), **kwargs)
+    def after_call(self, waited, rest, steps):
+        return next(self.ways)
 
 
-@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+WAYS = {
+    "direct": lambda: itertools.repeat(False),
+    "ahead": lambda: itertools.repeat(True),
+    "changing": lambda: itertools.cycle([True, False, False, False]),
+    "changing back at once": lambda: itertools.cycle([False, True]),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def make_feeder(batches, way, lengths=None, **kwargs):
+    source = source_of(batches, 0, 100, None)
+    ways = WAYS[way]() if isinstance(way, str) else way
+    return BatchFeeder(source, make_calls(copied_batches(source), 0, lengths), read_ahead=Scripted(ways), **kwargs)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jstep-prefetch"]
+
+
+@each_way
 @pytest.mark.parametrize("lengths", [None, [3, 1, 4, 1, 5, 9]])
 @pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
-def test_prefetching_does_not_change_the_calls(secs, lengths, end):
-    feeder = make_feeder(Positioned(end), secs, lengths=lengths and iter(lengths))
+def test_the_calls_do_not_depend_on_who_reads(way, lengths, end):
+    feeder = make_feeder(Positioned(end), way, lengths=lengths and iter(lengths))
     got, steps = [], 0
     assert feeder.position == {"value": 0}
     for call in feeder:
         got += np.ravel(call.args[0]).tolist()
         steps += call.steps
         assert feeder.position == {"value": steps}  # of the batches handed out, not of those read
-    assert (feeder._prefetch is not None) == (secs == 1.0 and len(got) >= (4 if lengths is None else 9))
     assert got == [10 * i for i in range(end)]
+    assert not feeder.waiting
     feeder.close()
 
 
-@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
-def test_errors_of_the_source_are_raised(secs):
+@pytest.mark.parametrize("ways", list(itertools.product([False, True], repeat=6)), ids=str)
+def test_no_change_loses_repeats_or_reorders_a_batch(ways):
+    """A generator raises if two threads run it at once."""
+    feeder = make_feeder((n for n in range(12)), itertools.chain(ways, itertools.repeat(False)))
+    assert [(call.first, call.args[0]) for call in feeder] == [(n, n) for n in range(12)]
+    feeder.close()
+    assert not threads()
+
+
+def test_a_thread_reads_two_batches_ahead_and_none_after_a_change():
+    read = []
+
+    def batches(step):
+        read.append((step, threading.current_thread().name == "jstep-prefetch"))
+        return step
+
+    feeder = make_feeder(batches, [False, True, True, True, False, False, False, False])
+    for ahead in (0, 2, 2, 2):
+        call = next(feeder)
+        wait_until(lambda call=call, ahead=ahead: len(read) == call.first + 1 + ahead)
+    for _ in range(4):
+        next(feeder)
+    assert read == [(step, 2 <= step < 6) for step in range(8)]
+    assert threads()  # idle, for the next change
+    feeder.close()
+    assert not threads()
+
+
+@each_way
+def test_errors_of_the_source_are_raised_at_their_step(way):
     def batches(step):
         if step == 6:
             raise OSError("no such shard")
         return step
 
-    feeder, got = make_feeder(batches, secs), []
+    feeder, got = make_feeder(batches, way), []
     with pytest.raises(OSError, match="no such shard"):
         got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 1, 2, 3, 4, 5]
+    assert feeder.waiting
     feeder.close()
 
 
-def test_only_slow_sources_are_prefetched():
-    fast = make_feeder(lambda step: step, 1e-6)
-    list(fast)
-    assert fast._prefetch is None
-
-    def slow(step):
-        time.sleep(0.001)
-        return step
-
-    source = source_of(slow, 0, 10, None)
-    slow_feeder = BatchFeeder(source, make_calls(copied_batches(source), 0, None))
-    assert len(list(slow_feeder)) == 10
-    assert slow_feeder._prefetch is not None
-    slow_feeder.close()
+def test_an_idle_thread_keeps_no_batch_alive():
+    feeder, references = make_feeder((jnp.full(2, n) for n in range(6)), [True, *[False] * 6]), []
+    for call in feeder:
+        references.append(weakref.ref(call.args[0]))
+        del call
+    assert [reference() for reference in references] == [None] * 6
+    feeder.close()
 
 
-@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
-def test_waiting_is_true_only_during_a_wait(secs):
+def test_a_run_that_never_needs_the_thread_starts_none():
+    feeder = make_feeder(lambda step: step, "direct")
+    next(feeder)
+    assert not threads()
+    feeder.close()
+
+
+def test_the_times_of_the_stopwatch_decide():
+    """The clock advances when a batch is read and when a step runs."""
+    for read, step, ahead in ((0.0, 1.0, False), (1.0, 1000.0, False), (1.0, 1.0, True)):
+        clock = [0.0]
+
+        def batches(n, read=read, clock=clock):
+            clock[0] += read
+            return n
+
+        source = source_of(batches, 0, 100, None)
+        made = make_calls(copied_batches(source), 0, None)
+        feeder = BatchFeeder(source, made, watch=Stopwatch(clock=lambda clock=clock: clock[0]))
+        for _ in itertools.islice(feeder, 8):
+            clock[0] += step
+        assert bool(threads()) == ahead
+        feeder.close()
+
+
+@each_way
+def test_waiting_is_true_only_during_a_wait(way):
     seen = []
 
     def batches(step):
         seen.append(feeder.waiting)
         return step
 
-    feeder = make_feeder(batches, secs)
+    feeder = make_feeder(batches, way)
     assert not feeder.waiting
     for _ in itertools.islice(feeder, 10):
         assert not feeder.waiting
-    assert all(seen[:4])  # later batches come from the prefetch thread
+    assert seen[0]
+    if way == "direct":
+        assert all(seen)
     feeder.close()
 
 
-@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
+@each_way
 @pytest.mark.parametrize("at", [0, 2, 7])
-def test_a_run_that_stops_does_not_wait_for_a_batch(secs, at):
+def test_a_run_that_stops_does_not_wait_for_a_batch(way, at):
     """A signal can arrive between two checks; it is checked again before each wait."""
     stop = [] if at else [True]
-    feeder, got = make_feeder(Positioned(), secs, stopping=lambda: bool(stop)), 0
+    feeder, got = make_feeder(Positioned(), way, stopping=lambda: bool(stop)), 0
     with pytest.raises(StopWaiting):  # noqa: PT012
         for _ in feeder:
             got += 1
@@ -179,8 +243,8 @@ def test_a_run_that_stops_does_not_wait_for_a_batch(secs, at):
     feeder.close()
 
 
-@pytest.mark.parametrize("secs", [1e-6, 1.0], ids=["direct", "ahead"])
-def test_an_interrupted_wait_loses_no_batch(secs):
+@each_way
+def test_an_interrupted_wait_loses_no_batch(way):
     """StopWaiting can be raised after the source has advanced and before the batch is handed out."""
 
     class Interrupted(Positioned):
@@ -190,7 +254,7 @@ def test_an_interrupted_wait_loses_no_batch(secs):
                 raise StopWaiting
             return value
 
-    feeder, got = make_feeder(Interrupted(), secs), []
+    feeder, got = make_feeder(Interrupted(), way), []
     with pytest.raises(StopWaiting):
         got.extend(np.asarray(call.args[0]).item() for call in feeder)
     assert got == [0, 10]
@@ -198,11 +262,19 @@ def test_an_interrupted_wait_loses_no_batch(secs):
     feeder.close()
 
 
-def test_close_ends_the_thread():
-    feeder = make_feeder(lambda step: step, 1.0)
+def test_batches_are_handed_over_as_they_are():
+    """The step gets the same types from the thread: NumPy arrays are not put on a device."""
+    feeder = make_feeder(iter([np.ones(2)] * 6), "changing")
+    assert {type(call.args[0]) for call in feeder} == {np.ndarray}
+    feeder.close()
+
+
+@each_way
+def test_close_ends_the_thread(way):
+    feeder = make_feeder(lambda step: step, way)
     for _ in itertools.islice(feeder, 6):
         pass
-    assert any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
+    assert bool(threads()) == (way != "direct")
     feeder.close()
-    assert not any(thread.name == "jstep-prefetch" and thread.is_alive() for thread in threading.enumerate())
+    assert not threads()
     feeder.close()

@@ -1,7 +1,6 @@
 """Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
 
 import json
-import math
 import os
 import time
 
@@ -11,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.loop import batch_feeder, timeline_recorder
+from jstep.loop import timeline_recorder
 
+BATCH = 1 / 32
+"""The seconds that a batch takes; a step takes one second."""
 OPTIMIZER = jstep.gradient_descent(0.25)
 STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
 
@@ -38,8 +39,6 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(timeline_recorder, "CLOCKS", clock.clocks())
-    # A background thread would advance the clock during a step.
-    monkeypatch.setattr(batch_feeder, "_WORTH_A_THREAD_SECS", math.inf)
     return clock
 
 
@@ -56,7 +55,8 @@ class Hook(jstep.Hook):
 
 def train(clock, last_step, hooks=(), **kwargs):
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
-    step, batches = clock.advancing(1.0, STEP), clock.advancing(0.125, lambda n: jnp.ones(()))
+    # Batches take too small a share of the time to be read in a thread, which would advance the clock during a step.
+    step, batches = clock.advancing(1.0, STEP), clock.advancing(BATCH, lambda n: jnp.ones(()))
     return jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **kwargs)
 
 
@@ -67,8 +67,8 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
     assert found.parts == {
         "productive": 9.0,  # the first step counts as starting
         "rewound": 0.0,
-        "starting": 3.0 + 0.125 + 1.0,
-        "waiting": 9 * 0.125,
+        "starting": 3.0 + BATCH + 1.0,
+        "waiting": 9 * BATCH,
         "saving": 0.0,
         "evaluating": 20.0,
         "hooks": 0.25 + 10 * 2.0 + 0.5,
@@ -157,11 +157,10 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog)
 KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
-from jstep.loop import batch_feeder, timeline_recorder
+from jstep.loop import timeline_recorder
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
 timeline_recorder.CLOCKS = timeline_recorder.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
-batch_feeder._WORTH_A_THREAD_SECS = float("inf")
 optimizer = jstep.gradient_descent(0.25)
 minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 steps = []

@@ -1,0 +1,116 @@
+"""How batches are read: decided by measured times, of which these tests invent all."""
+
+import random
+
+import pytest
+
+from jstep.loop.read_ahead import Choice, ReadAhead, cost, decide
+
+
+def calls(waited, rest, n=8, steps=1):
+    return [(waited * steps, rest * steps, steps)] * n
+
+
+# One decision
+
+
+def test_the_cost_of_a_step():
+    assert cost(calls(1.0, 2.0)) == cost(calls(1.0, 2.0, steps=4)) == (1.0, 3.0)
+    saves = [*calls(1.0, 2.0), (1.0, 500.0, 1)]
+    assert cost(saves) == (1.0, 3.0)
+    every_second = [*calls(0.0, 2.0), *calls(1.0, 2.0)]
+    assert cost(every_second) == (6 / 14, 2.0 + 6 / 14)
+    preempted = [*calls(1.0, 2.0, 7), (500.0, 2.0, 1)]
+    assert cost(preempted) == (1.0, 3.0)
+
+
+def test_there_is_no_trial_of_a_thread_that_has_nothing_to_hide():
+    assert decide(Choice(), calls(0.04, 1.0)) == Choice(calls=8, patience=pytest.approx(-8 * 1.04))
+    assert decide(Choice(calls=64), calls(0.0, 1.0)).calls == 64
+
+
+def test_waiting_starts_a_trial():
+    assert decide(Choice(), calls(0.5, 1.0)) == Choice(ahead=True, calls=8, is_trial=True, usual=1.5, trial=8)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("now", "wins"), [(0.5, True), (0.94, True), (0.96, False), (1.0, False), (3.0, False)])
+def test_a_trial_must_win(ahead, now, wins):
+    choice = decide(Choice(ahead=ahead, is_trial=True, usual=1.0, trial=8), calls(0.0, now))
+    assert (choice.ahead, choice.is_trial) == (ahead == wins, False)
+    assert choice.trial == 16
+    # The loss is at most one percent of the time until the next trial.
+    assert choice.patience == pytest.approx(max(16 * now * 8, 100 * (now - 1.0) * 8))
+
+
+def test_the_next_trial_waits_for_its_time_and_then_happens_whichever_way_is_used():
+    choice = Choice(ahead=True, patience=10.0)
+    choice = decide(choice, calls(0.0, 1.0))
+    assert choice == Choice(ahead=True, calls=8, patience=2.0)
+    assert decide(choice, calls(0.0, 1.0)) == Choice(calls=8, is_trial=True, usual=1.0)
+    assert decide(Choice(patience=2.0), calls(0.5, 1.0)).ahead
+
+
+# Whole runs
+
+
+def run(machine, steps, *, noise=0.0):
+    """Simulate a run; return its time, and how each batch was read.
+
+    Args:
+        machine: `machine(step)` returns the times of a batch and of a step if the loop reads, and the times that it
+            waits and steps if a thread reads.
+        steps: The number of steps.
+        noise: The probability that a wait or a step takes 50 times as long as a batch and a step.
+    """
+    rng = random.Random(0)
+    read_ahead, now, ways = ReadAhead(), 0.0, []
+    waited = rest = 0.0
+    for step in range(steps):
+        ahead = read_ahead.after_call(waited, rest, 1)
+        times = machine(step)
+        waited, rest = times[2:] if ahead else times[:2]
+        waited += 50 * sum(times[:2]) * (rng.random() < noise)
+        rest += 50 * sum(times[:2]) * (rng.random() < noise)
+        now += waited + rest
+        ways.append(ahead)
+    return now, ways
+
+
+MACHINES = {
+    # milliseconds: a batch, a step; the wait for the thread, a step beside it
+    "a thread that costs four times as much": (0.06, 0.09, 0.3, 0.3),
+    "a thread that costs a little": (0.02, 0.2, 0.03, 0.22),
+    "a loader of 10 ms": (10.0, 10.0, 0.1, 10.1),
+    "a loader slower than the steps": (10.0, 1.0, 9.0, 1.05),
+    "batches at hand": (0.001, 0.1, 0.03, 0.15),
+    "steps that wait for the device": (3.0, 7.0, 0.0, 10.0),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_a_run_takes_little_longer_than_the_better_way(name, noise):
+    batch, step, waited, beside = MACHINES[name]
+    best = min(batch + step, waited + beside) * 4000 + noise * 2 * 50 * (batch + step) * 4000
+    taken, _ = run(lambda n: MACHINES[name], 4000, noise=noise)
+    assert taken < (1.03 if noise == 0.0 else 1.15) * best
+
+
+def test_a_machine_of_another_speed_decides_alike():
+    def other(speed):
+        return run(lambda n: tuple(speed * time for time in MACHINES["a loader of 10 ms"]), 1000)[1]
+
+    assert other(2.0**-10) == other(1.0) == other(2.0**10)
+
+
+def test_the_choice_follows_a_loader_that_changes():
+    quick, slow = (0.01, 10.0, 0.1, 10.2), (10.0, 10.0, 0.1, 10.1)
+    for first in (4, 40, 400):
+        _, ways = run(lambda n, first=first: quick if n < first else slow, 2 * first + 100)
+        assert not any(ways[:first])
+        assert all(ways[-20:])
+    costly = (0.1, 1.0, 1.0, 3.0)
+    _, ways = run(lambda n: slow if n < 1000 else costly, 4000)
+    assert sum(ways[500:1000]) > 450
+    assert sum(ways[-500:]) < 100  # one trial

@@ -1,0 +1,108 @@
+"""`train`: runs are identical whether the loop reads the batches or a thread does, and however often that changes."""
+
+import itertools
+import os
+import signal
+import threading
+
+import jax
+import pytest
+from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, loss_fn, make_state, same, train
+
+import jstep
+from jstep.loop import read_ahead
+from jstep.loop.read_ahead import Choice
+
+WAYS = {
+    "direct": lambda choice, calls: Choice(calls=1),
+    "ahead": lambda choice, calls: Choice(ahead=True, calls=1),
+    "changing": lambda choice, calls: Choice(ahead=not choice.ahead, calls=1),
+}
+UNDECIDED = 7
+"""The number of the first batch that may be read ahead."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Sets how batches are read; the tests that use it take no time."""
+    monkeypatch.setattr(read_ahead, "decide", WAYS[request.param])
+    yield request.param
+    assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
+
+
+class Watched(Counted):
+    """Records which batches a thread reads; `on` maps the number of a batch to what happens before it is read."""
+
+    def __init__(self, on=None):
+        super().__init__()
+        self.on, self.in_thread = on or {}, []
+
+    def __next__(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.in_thread.append(self.at)
+        if self.at in self.on:
+            self.on[self.at]()
+        return super().__next__()
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_runs_are_identical(way, steps_per_call):
+    wanted = train(40, DATA.__getitem__, steps_per_call=steps_per_call)
+    source = Watched()
+    assert same(train(40, source, steps_per_call=steps_per_call), wanted)
+    one_thread = itertools.islice(iter(DATA), 40)
+    assert same(train(40, (batch for batch in one_thread), steps_per_call=steps_per_call), wanted)
+    assert bool(source.in_thread) == (way != "direct")
+    assert all(at >= UNDECIDED for at in source.in_thread)
+    if way == "changing":
+        assert len(source.in_thread) < 30
+
+
+def test_a_resumed_run_is_identical(way, tmp_path):
+    train(19, Watched(), checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 19}}
+    assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
+
+
+def test_an_error_of_the_source_ends_the_run_at_its_step(way):
+    def fail():
+        raise OSError("no such shard")
+
+    calls = Calls()
+    with pytest.raises(OSError, match="no such shard") as error:
+        train(40, Watched({20: fail}), hooks=[calls])
+    assert calls.steps() == list(range(1, 21))
+    assert any("while batch 20 was fetched" in note for note in error.value.__notes__)
+    assert jstep.global_step(error.value.state) == 20
+
+
+def test_an_error_of_a_hook_ends_the_thread(way):
+    with pytest.raises(RuntimeError, match="failed at"):
+        train(40, Watched(), hooks=[Calls(fail=("step", 20))])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_loses_no_batch(way, number, tmp_path):
+    stop = Watched({20: lambda: os.kill(os.getpid(), number)})
+    with pytest.raises((KeyboardInterrupt, jstep.Preempted)):
+        train(40, stop, checkpoint_dir=tmp_path)
+    assert 18 <= jstep.Saver(tmp_path).latest_step() <= 21
+    assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
+
+
+def test_stages(way):
+    stages = {0: STEP, 12: jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(8)), 25: STEP}
+    state = make_state()
+    for n in range(40):
+        state, _ = stages[max(first for first in stages if first <= n)](state, DATA[n])
+    assert same(train(40, Watched(), step=stages), state)
+
+
+def test_the_contexts_of_the_caller(way):
+    seen = set()
+    source = Watched(dict.fromkeys(range(40), lambda: seen.add(jax.config.jax_transfer_guard_host_to_device)))
+    state = make_state()
+    with jax.transfer_guard("disallow"):
+        ended = train(40, source, state=state)
+    assert seen == {"disallow"}
+    assert int(ended.global_step) == 40
