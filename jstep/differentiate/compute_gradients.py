@@ -31,12 +31,10 @@ def compute_gradients(
             are those of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
         num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split
-            into that many contiguous blocks of rows, which are processed in one scan. Gradients, loss and floating
-            (also complex) leaves of aux are means in at least float32; integers and bools of aux are sums in at least
-            int32. If rows are known to be sharded over devices, microbatch i of n consists of rows i, i + n, i + 2n,
-            …, of which each device has its share: no row moves between devices, and the microbatches do not depend on
-            the number of devices. The values differ from those on one device only if the loss depends on which rows
-            are in the same microbatch (random numbers, model_state).
+            into that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
+            i + 2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do
+            not depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means
+            in at least float32; integers and bools of aux are sums in at least int32.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
             memory and time, never values.

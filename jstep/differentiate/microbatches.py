@@ -15,6 +15,7 @@ from jstep.core.loops import Unroll, scan
 from jstep.core.meshes import reduced
 from jstep.core.types import Array
 from jstep.differentiate.noise import Square, Squares
+from jstep.differentiate.split_rows import microbatch
 
 
 class AggregationMethod(enum.Enum):
@@ -54,7 +55,7 @@ def accumulate(
 
     Args:
         part_fn: `part_fn(model_state, microbatch, i) -> Part`.
-        parts: The batch, split into microbatches.
+        parts: The batch, as `split` returns it.
         model_state: The model state, which is carried from one microbatch to the next.
         sums: Zeros to accumulate the gradients in, if a running sum is kept.
         n: The number of microbatches.
@@ -71,9 +72,9 @@ def accumulate(
     """
     running = method is AggregationMethod.DEFAULT
 
-    def body(carry: Any, xs: Any) -> Any:
+    def body(carry: Any, i: Array) -> Any:
         state, sums = carry
-        i, batch = xs
+        batch = microbatch(parts, i)
         part = part_fn(state, batch, i)
         weight = _weight(weight_fn, batch)
         squared = None if square is None else square(part.gradients)
@@ -87,7 +88,7 @@ def accumulate(
         return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, squared, others)
 
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
-        body, (model_state, sums if running else []), (jnp.arange(n), parts), n, unroll
+        body, (model_state, sums if running else []), jnp.arange(n), n, unroll
     )
     total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
 
@@ -110,7 +111,7 @@ def accumulate(
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
-        examples = jax.tree.leaves(parts)[0].shape[1]
+        examples = jax.tree.leaves(parts)[0].shape[0]
         squares = Squares(examples if weights is None else weights, squared, square(grads))
     return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 

@@ -70,11 +70,12 @@ def _log_number(what: str, size: int, devices: int, n: int) -> None:
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
-    """Reshape each leaf (B, …) to (n, B/n, …): contiguous blocks of rows, or every n-th row if rows are sharded.
+    """Reshape each leaf (B, …) to (B/n, n, …), of which `microbatch` takes the rows i, i + n, i + 2n, ….
 
     A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step.
-    With every n-th row, each device already has its share, for any number of devices, as long as n divides its rows.
-    All leaves are split in the same way, including those that are not sharded, because their rows correspond.
+    Of every n-th row each device already has its share, for any number of devices, as long as n divides its rows. One
+    device takes the same rows, so that the microbatches do not depend on the number of devices. Nothing is copied here:
+    a transposed batch would be a second one in memory.
 
     Args:
         args: The batch.
@@ -100,10 +101,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         _warn_of_small_microbatches(size, n, devices)
 
     def in_parts(leaf: Any) -> Any:
-        rest = np.shape(leaf)[1:]
-        if devices > 1:
-            return jnp.swapaxes(jnp.reshape(leaf, (size // n, n, *rest)), 0, 1)
-        return jnp.reshape(leaf, (n, size // n, *rest))
+        return jnp.reshape(leaf, (size // n, n, *np.shape(leaf)[1:]))
 
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:
@@ -111,8 +109,9 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
         mesh = _mesh_of(leaf)
         if spec is None or mesh.empty:
             return in_parts(leaf)
-        whole = PartitionSpec(None, *dims_of(spec))
-        shape = (n, size // n, *np.shape(leaf)[1:])
+        rows, rest = dims_of(spec)[:1] or (None,), dims_of(spec)[1:]
+        whole = PartitionSpec(*rows, None, *rest)
+        shape = (size // n, n, *np.shape(leaf)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if explicit_mesh(leaf) is not None:
             return without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
@@ -121,6 +120,11 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
 
     split_args: tuple[Any, ...] = treedef.unflatten(map(placed, all_leaves, specs))
     return split_args
+
+
+def microbatch(parts: Any, i: Any) -> Any:
+    """Return microbatch i of the result of `split`."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts)
 
 
 def _warn_of_small_microbatches(size: int, n: int, devices: int) -> None:

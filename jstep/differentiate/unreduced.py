@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.layouts import mesh_axes_of
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, spec_of
 from jstep.core.types import Array
+from jstep.differentiate.split_rows import microbatch
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
 _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "scan"})
@@ -29,7 +30,7 @@ def reduced_once(
     Args:
         run: Accumulates the gradients.
         params: The parameters.
-        parts: The batch, split into parts along a leading axis.
+        parts: The batch, as `split` returns it.
         loss: `loss(params, part)`, which is traced to see how it uses the parameters.
         indices: The indices of the parameters that are differentiated.
     """
@@ -37,7 +38,7 @@ def reduced_once(
     leaves, treedef = trees.flatten(params)
     able = [i for i in indices if axes and _is_able(leaves[i], axes)]
     if able:
-        first = jax.tree.map(lambda part: part[0], parts)
+        first = microbatch(parts, 0)
         jaxpr = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
             [leaves[i] for i in able]
         ).jaxpr
@@ -70,8 +71,8 @@ def _axes_of_rows(parts: Any) -> frozenset[str]:
     """Return the mesh axes over which the rows of each part are sharded."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves(parts):
-        if explicit_mesh(leaf) is not None and len(dims_of(spec_of(leaf))) > 1:
-            axes |= set(mesh_axes_of(dims_of(spec_of(leaf))[1]))
+        if explicit_mesh(leaf) is not None and dims_of(spec_of(leaf)):
+            axes |= set(mesh_axes_of(dims_of(spec_of(leaf))[0]))
     return frozenset(axes)
 
 

@@ -11,7 +11,7 @@ import jstep
 
 PARAMS = {"w": jnp.float32(2.0)}
 X = jnp.arange(4.0)
-WEIGHTS = jnp.array([1.0, 1.0, 3.0, 3.0])
+WEIGHTS = jnp.array([1.0, 3.0, 1.0, 3.0])
 
 
 def run(aux_of: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def test_inexact_leaves_are_weighted_means(weight_fn: Any) -> None:
         },
         weight_fn=weight_fn,
     )
-    want = 1.5 if weight_fn is None else (0.5 + 3 * 2.5) / 4
+    want = 1.5 if weight_fn is None else (1.0 + 3 * 2.0) / 4
     np.testing.assert_allclose(aux["mean"], want)
     np.testing.assert_allclose(aux["wave"], want - 1j * want)
     np.testing.assert_allclose(aux["half"].astype(jnp.float32), want)

@@ -1,4 +1,4 @@
-"""Rows of microbatches of a sharded batch: every n-th row, so that no row moves between devices."""
+"""Rows of microbatches: every n-th row, on one device as on a mesh, so that no row moves between devices."""
 
 import re
 
@@ -104,14 +104,64 @@ def test_all_leaves_are_split_equally(types):
     np.testing.assert_array_equal(microbatches_of([x, replicated], mesh), want)
 
 
-def test_unsharded_rows_are_split_into_blocks():
-    blocks = np.arange(32).reshape(4, 8)
-    np.testing.assert_array_equal(microbatches_of([ids(32)]), blocks)
+def test_rows_that_are_not_sharded_are_split_equally():
+    want = np.arange(32).reshape(8, 4).T
+    np.testing.assert_array_equal(microbatches_of([ids(32)]), want)
     single = jax.make_mesh((1,), ("data",))
-    np.testing.assert_array_equal(microbatches_of(jstep.shard_batch([ids(32)], single), single), blocks)
+    np.testing.assert_array_equal(microbatches_of(jstep.shard_batch([ids(32)], single), single), want)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     columns = jax.device_put(ids(32), NamedSharding(mesh, P(None, "model")))
-    np.testing.assert_array_equal(microbatches_of([columns], mesh), blocks)
+    np.testing.assert_array_equal(microbatches_of([columns], mesh), want)
+
+
+def test_one_device_copies_no_batch():
+    """A transposed batch would be a second one in memory, on one device and on several."""
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    step = jstep.minimize(loss, optimizer, num_microbatches=16)
+    x = np.ones((1024, 256), np.float32)
+    for mesh in (None, jax.make_mesh((4,), ("data",))):
+        state = jstep.TrainState.create({"w": jnp.ones((256, 2))}, optimizer, mesh=mesh)
+        batch = x if mesh is None else jstep.shard_batch(x, mesh)
+        assert jstep.cost(step, state, batch).temp_bytes < x.nbytes / (4 if mesh is None else 8)
+
+
+@pytest.mark.thorough(except_for=["AxisType.Auto"])
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_numbers_do_not_depend_on_the_devices(types):
+    """Random numbers, model state, weights and the noise scale depend on which rows are together."""
+
+    def loss(params, mean, x, mask, rng):
+        noise = jax.random.normal(rng)
+        value = jnp.sum(mask * (x @ params["w"] * noise) ** 2) / jnp.maximum(jnp.sum(mask), 1)
+        return value, (0.9 * mean + noise * jnp.mean(x), {"noisy": noise * jnp.mean(x)})
+
+    optimizer = jstep.with_noise_scale(jstep.adam(1e-2))
+    step = jstep.minimize(
+        loss,
+        optimizer,
+        has_aux=True,
+        has_model_state=True,
+        num_microbatches=4,
+        weight_fn=lambda x, mask: jnp.sum(mask),
+        rng=jax.random.key(1),
+        metrics=("noise_scale", "grad_norm"),
+    )
+    random = np.random.default_rng(0)
+    x, mask = random.normal(size=(64, 4)).astype(np.float32), (random.uniform(size=64) < 0.4).astype(np.float32)
+    runs = []
+    for devices in (None, 1, 4, 8):
+        mesh = devices and jax.make_mesh((devices,), ("data",), axis_types=(types,), devices=jax.devices()[:devices])
+        state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer, model_state=jnp.float32(0), mesh=mesh)
+        for n in range(3):
+            batch = (x + n, mask) if mesh is None else jstep.shard_batch((x + n, mask), mesh)
+            state, metrics = step(state, *batch)
+        runs.append(jax.device_get((state.params, state.slots, metrics)))
+    for other in runs[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), other, runs[0])
 
 
 def test_weights_do_not_depend_on_the_devices():

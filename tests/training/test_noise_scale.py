@@ -29,7 +29,7 @@ def draw_rows(seed: int, rows: int = ROWS) -> np.ndarray:
 
 def estimate(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, float]:
     """Compute both estimates in float64 from their definitions."""
-    parts = np.asarray(x, np.float64).reshape(n, -1, 3)
+    parts = np.asarray(x, np.float64).reshape(-1, n, 3).swapaxes(0, 1)
     g = np.concatenate([parts.mean(1), np.full((n, 1), 0.5)], axis=1)
     w = np.full(n, parts.shape[1], float) if weights is None else np.asarray(weights, float)
     g, w = g[w > 0], w[w > 0]
@@ -89,7 +89,7 @@ def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights: Any) -> 
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
     x = draw_rows(3)
-    per_row = np.repeat(np.float32(weights), ROWS // N)
+    per_row = np.tile(np.float32(weights), ROWS // N)
     expected = average([estimate(x, weights)])
     x[per_row == 0] = np.nan
     _, metrics = step(state, x, per_row)
@@ -103,7 +103,7 @@ def slots_of(state: Any) -> dict[str, float]:
 def test_fewer_than_two_weighted_microbatches_give_nan() -> None:
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
-    one, none = np.repeat(np.float32([0, 2, 0, 0]), ROWS // N), np.zeros(ROWS, np.float32)
+    one, none = np.tile(np.float32([0, 2, 0, 0]), ROWS // N), np.zeros(ROWS, np.float32)
     for per_row in (one, none):
         state, metrics = step(state, draw_rows(0), per_row)
         assert all(np.isnan(metrics[name]) for name in NAMES)
