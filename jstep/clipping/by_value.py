@@ -1,5 +1,6 @@
 """Clipping by value."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
             values = clip(rows.values.astype(jnp.result_type(x.values)), path)
-            return within(IndexedSlices(values, rows.indices, x.dense_shape))
+            return within(dataclasses.replace(rows, values=values))
         return clip(number(x, path, "clip_by_value"), path)
 
     return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)

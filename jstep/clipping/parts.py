@@ -1,5 +1,6 @@
 """Shared parts of the clipping functions: mapping over leaves, and validation."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
             clipped = function(rows.values).astype(jnp.result_type(x.values))
-            return within(IndexedSlices(clipped, rows.indices, x.dense_shape))
+            return within(dataclasses.replace(rows, values=clipped))
         return x if trees.is_none(x) else function(floating(x, path, name))
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)

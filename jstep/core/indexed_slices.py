@@ -1,6 +1,7 @@
 """Sparse gradients of tables, such as embeddings."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,6 +54,60 @@ class IndexedSlices:
         return dense.at[rows.indices].add(rows.values, mode="drop")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowsInOrder(IndexedSlices):
+    """Slices with one entry for each row of the table, in order, of which only some are named.
+
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that these are valid
+    slices for code that does not know them; code that does needs no sort, no gather and no scatter. Make them with
+    `rows_in_order`.
+    """
+
+    @property
+    def named(self) -> Array:
+        """Whether each row is named, a mask that broadcasts over values."""
+        return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
+
+    def to_dense(self) -> Array:
+        """Return the table as an array of shape `dense_shape`."""
+        return combined(self).values
+
+
+def rows_in_order(values: Array, named: Array) -> IndexedSlices:
+    """Return slices of a table of which only some rows are named.
+
+    Args:
+        values: The table; rows that are not named are ignored.
+        named: A mask of shape (rows,).
+    """
+    rows = values.shape[0]
+    known = trees.concrete(named)
+    if not rows or (known is not None and not known.any()):
+        return IndexedSlices(values[:0], jnp.zeros((0,), trees.default_int()), values.shape)
+    order = jnp.arange(rows, dtype=trees.default_int())
+    first = jnp.where(jnp.any(named), jnp.argmax(named), rows).astype(order.dtype)
+    values = jnp.where(_column(named, values.ndim), values, jnp.zeros_like(values))
+    return RowsInOrder(values, jnp.where(named, order, first), values.shape)
+
+
+def named_rows(slices: IndexedSlices) -> Array:
+    """Return a mask of shape (rows,) of the rows that slices name."""
+    none = jnp.zeros(slices.dense_shape[:1], bool)
+    return none.at[combined(slices).indices].set(True, mode="drop")
+
+
+def on_table(function: Callable[[Array], Array], gradient: Any) -> Any:
+    """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
+    if not isinstance(gradient, IndexedSlices):
+        return function(jnp.asarray(gradient))
+    return rows_in_order(function(gradient.to_dense()), named_rows(gradient))
+
+
+def _column(mask: Array, ndim: int) -> Array:
+    return mask.reshape(-1, *(1,) * (ndim - 1))
+
+
 def is_slices(x: Any) -> bool:
     """Whether a node of a tree is an `IndexedSlices`, for `is_leaf`."""
     return isinstance(x, IndexedSlices)
@@ -103,9 +158,10 @@ def within(rows: IndexedSlices) -> IndexedSlices:
     """
     if not rows.indices.shape[0]:
         return rows
+    if isinstance(rows, RowsInOrder):
+        return rows_in_order(rows.values, rows.named.reshape(-1))
     inside = rows.indices < rows.dense_shape[0]
-    shape = (-1,) + (1,) * (jnp.ndim(rows.values) - 1)
-    values = jnp.where(inside.reshape(shape), rows.values, jnp.zeros_like(rows.values))
+    values = jnp.where(_column(inside, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
     return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
 
 
@@ -123,6 +179,9 @@ def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     rows = slices.dense_shape[0]
     values, indices = jnp.asarray(slices.values), jnp.asarray(slices.indices)
     values = values.astype(trees.compute_dtype(values.dtype))
+    if isinstance(slices, RowsInOrder):
+        past = jnp.where(slices.named.reshape(-1), indices, rows)
+        return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)
     n = indices.shape[0]
     if n == 0:
         return IndexedSlices(values, indices.astype(trees.default_int()), slices.dense_shape)
@@ -136,6 +195,5 @@ def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     values = jax.ops.segment_sum(values[order], group, num_segments=n, indices_are_sorted=True)
     unique = jnp.full((n,), rows, indices.dtype).at[group].set(indices)
     # Indices out of range share one group at the end; their values must not enter a norm.
-    keep = (unique < rows).reshape((n,) + (1,) * (values.ndim - 1))
-    values = jnp.where(jnp.broadcast_to(keep, values.shape), values, jnp.zeros_like(values))
+    values = jnp.where(_column(unique < rows, values.ndim), values, jnp.zeros_like(values))
     return IndexedSlices(values, unique, slices.dense_shape)

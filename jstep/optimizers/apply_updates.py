@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
 from jstep.core.execution_order import after_parameter, ordered_after
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Params, Slots, Updates
 
@@ -91,6 +92,8 @@ def _add(leaf: Array, update: Any) -> Array:
     dtype = trees.compute_dtype(leaf.dtype)
     if not isinstance(update, IndexedSlices):
         return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
+    if isinstance(update, RowsInOrder):
+        return jnp.where(update.named, _add(leaf, update.values), leaf)
     if leaf.dtype == dtype:
         return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
     rows = combined(update)

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices, combined, within
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
@@ -283,13 +283,17 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
                 return result
             return result[0], {name: narrow(name, value) for name, value in result[1].items()}
         rows = combined(gradient)
+        if isinstance(rows, RowsInOrder):
+            update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
+            kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
+            return within(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = {name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()}
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
-        return within(IndexedSlices(update, rows.indices, gradient.dense_shape)), kept
+        return within(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     return jax.jit(on_leaf, static_argnums=4)

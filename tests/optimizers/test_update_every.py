@@ -132,6 +132,41 @@ def test_sparse_gradients_are_accumulated():
     np.testing.assert_allclose(plain[-1].params["t"].ravel(), [0.0, -1.0, 0.0, -0.5])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulated_rows_that_no_gradient_names_stay(compiled):
+    optimizer = jstep.update_every(
+        2, jstep.chain(jstep.clip_gradients(by_norm=1e6), jstep.momentum(1.0, 0.5)), accumulate=True
+    )
+    step = lambda state, grad: jstep.apply_gradients(state, {"t": grad}, optimizer)  # noqa: E731
+    step = jax.jit(step) if compiled else step
+    state, seen = jstep.TrainState.create({"t": jnp.zeros((4, 1))}, optimizer), []
+    for ids in ([0, 2], [2, 2], [], [], [3, 3], [0], [1, 1]):
+        state = step(state, jstep.IndexedSlices(jnp.ones((len(ids), 1)), jnp.array(ids, jnp.int32), (4, 1)))
+        seen.append(state.params["t"].ravel().tolist())
+    one = [-0.5, 0.0, -1.5, 0.0]  # means of two gradients; rows 0 and 2
+    assert seen == [[0.0] * 4, one, one, one, one, [-1.25, 0.0, -1.5, -1.0], [-1.25, 0.0, -1.5, -1.0]]
+    assert state.slots["gradient_rows"]["t"].ravel().tolist() == [False, True, False, False]
+    state = step(state, jnp.zeros((4, 1)))  # a dense gradient names all rows
+    assert state.params["t"].ravel().tolist() == [-1.625, -1.0, -2.25, -1.5]
+
+
+@pytest.mark.parametrize("types", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_rows_are_accumulated_on_a_mesh(types):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+    optimizer = jstep.update_every(2, jstep.momentum(1.0, 0.5), accumulate=True)
+    step = jstep.minimize(lambda p, ids: jnp.mean(jstep.lookup(p["t"], ids) ** 2), optimizer)
+    runs = []
+    for sharded in (False, True):
+        state = jstep.TrainState.create({"t": jnp.ones((16, 4))}, optimizer)
+        state = jstep.shard_state(state, mesh, {"t": jax.P("data")}) if sharded else state
+        for seed in range(4):
+            ids = np.random.default_rng(seed).integers(0, 16, 8)
+            state, _ = step(state, jstep.shard_batch(ids, mesh) if sharded else ids)
+        runs.append(jax.device_get((state.params, state.slots)))
+    assert state.slots["gradient_rows"]["t"].sharding.spec[0] == "data"
+    assert_close(*runs)
+
+
 def test_low_precision_is_accumulated_in_float32():
     optimizer = jstep.update_every(256, jstep.gradient_descent(1.0), accumulate=True)
     state = jstep.TrainState.create({"w": jnp.bfloat16(0.0)}, optimizer)

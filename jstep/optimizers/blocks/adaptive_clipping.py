@@ -1,12 +1,13 @@
 """Adaptive gradient clipping by the ratio of gradient norm to parameter norm, per unit."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import is_slices
+from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.types import Array, Params, Updates
 from jstep.optimizers.blocks.unit_axes import UnitAxes, axes_of
 from jstep.optimizers.masks import own_leaves
@@ -19,7 +20,7 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001).
 
     Args:
-        updates: The gradients; `IndexedSlices` become dense, None stays None.
+        updates: The gradients; `IndexedSlices` name the same rows afterwards, None stays None.
         params: The parameters.
         ratio: The largest ratio.
         axes: The axes that a unit spans; see `clip_gradients`.
@@ -28,7 +29,7 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
     clipped = [
         None
         if trees.is_none(g)
-        else _clip(g.to_dense() if is_slices(g) else jnp.asarray(g), p, ratio, axes_of(axes, path, like, _unit_axes))
+        else on_table(functools.partial(_clip, p=p, ratio=ratio, over=axes_of(axes, path, like, _unit_axes)), g)
         for g, p, (path, like) in zip(found, jax.tree.leaves(params), own_leaves(params), strict=True)
     ]
     return trees.structure(params).unflatten(clipped)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import is_slices
+from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.types import Array, Optimizer, Params, Step, Updates
 from jstep.optimizers.blocks.unit_axes import UnitAxes, axes_of, check_axes
 from jstep.optimizers.element import element
@@ -23,7 +25,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Returns:
         An `Optimizer` without slots and hyperparameters, to be chained before an optimizer. If axes is None, leaves
-        with fewer than two axes stay unchanged; sparse gradients become dense.
+        with fewer than two axes stay unchanged; averages over the first axis make sparse gradients dense.
 
     Raises:
         ValueError: A leaf has no such axis.
@@ -42,7 +44,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         new = [
-            None if trees.is_none(g) else _centred(g.to_dense() if is_slices(g) else jnp.asarray(g), path, p, axes)
+            None if trees.is_none(g) else _centred(g, axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape)))))
             for g, (path, p) in zip(found, own_leaves(params), strict=True)
         ]
         return trees.structure(params).unflatten(new)
@@ -50,7 +52,10 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     return element(centralize, {})
 
 
-def _centred(g: Array, path: str, p: Array, axes: UnitAxes) -> Array:
-    over = axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape))))
-    wide = g.astype(trees.compute_dtype(g.dtype))
-    return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
+def _centred(g: Any, over: tuple[int, ...]) -> Any:
+    def centred(g: Array) -> Array:
+        wide = g.astype(trees.compute_dtype(g.dtype))
+        return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
+
+    mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
+    return centred(g.to_dense()) if mixes else on_table(centred, g)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from jstep.clipping import global_norm
@@ -48,7 +50,7 @@ def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> A
     if isinstance(g, IndexedSlices):
         rows = combined(g)
         values = _normalized(rows.values, norm, scale)
-        return within(IndexedSlices(values, rows.indices, g.dense_shape))
+        return within(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
     by = scale / ((global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
     return g.astype(dtype) * by.astype(dtype)

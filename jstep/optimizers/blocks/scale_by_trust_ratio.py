@@ -1,7 +1,15 @@
 """LAMB's trust ratio as an element of a chain."""
 
-from jstep.core.types import Array, Optimizer
-from jstep.optimizers.leafwise import Hyper, leafwise
+import functools
+
+import jax
+
+from jstep.core import trees
+from jstep.core.indexed_slices import on_table
+from jstep.core.types import Array, Optimizer, Params, Step, Updates
+from jstep.optimizers.element import element
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.trust_ratio import trust_ratio
 
 
@@ -24,9 +32,18 @@ def scale_by_trust_ratio() -> Optimizer:
 
     Source: You et al. (2019); `optax.scale_by_trust_ratio`.
     """
-    return leafwise(scale_by_trust_ratio_rule, hyper={}, sparse=False)
+    return element(_scaled_updates, {})
 
 
-def scale_by_trust_ratio_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update."""
-    return trust_ratio(p, g) * g, {}
+def _scaled_updates(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+    found = match_gradients(updates, params)
+    scaled = [
+        None if u is None else on_table(functools.partial(_scaled, p), u)
+        for u, p in zip(found, jax.tree.leaves(params), strict=True)
+    ]
+    return trees.structure(params).unflatten(scaled)
+
+
+def _scaled(p: Array, u: Array) -> Array:
+    dtype = trees.compute_dtype(p.dtype)
+    return trust_ratio(p.astype(dtype), u.astype(dtype)) * u.astype(dtype)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import is_slices
+from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper
@@ -26,7 +25,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
             the mask is not meant for weight decay.
 
     Returns:
-        An `Optimizer` with the same slots and hyperparameters. Sparse gradients become dense.
+        An `Optimizer` with the same slots and hyperparameters.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -44,7 +43,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        gradients = jax.tree.map(lambda g: g.to_dense() if is_slices(g) else g, updates, is_leaf=is_slices)
+        gradients = updates
         updates, inner = call_update(optimizer, gradients, inner, params, step, context)
         found, given = (
             trees.flatten_like(params, tree, what, is_leaf=is_slices)
@@ -56,8 +55,11 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     return wrap_optimizer(optimizer, "cautious", update)
 
 
-def _masked(u: Any, g: Any) -> Array:
-    u = u.to_dense() if is_slices(u) else u
-    g = jnp.asarray(g)
-    agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
-    return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+def _masked(u: Any, g: Any) -> Any:
+    g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+
+    def masked(u: Array) -> Array:
+        agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
+        return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+
+    return on_table(masked, u)

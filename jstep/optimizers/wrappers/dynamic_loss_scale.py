@@ -1,5 +1,6 @@
 """Dynamic loss scaling, for float16."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -111,7 +112,7 @@ def unscaled(updates: Updates, scale: Any) -> Updates:
 
     def leaf(g: Any) -> Any:
         if isinstance(g, IndexedSlices):
-            return IndexedSlices(leaf(jnp.asarray(g.values)), g.indices, g.dense_shape)
+            return dataclasses.replace(g, values=leaf(jnp.asarray(g.values)))
         if not trees.is_array(g) or not trees.is_floating(g.dtype):
             return g
         dtype = trees.compute_dtype(g.dtype)
