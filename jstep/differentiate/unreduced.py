@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.layouts import mesh_axes_of
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, spec_of
+from jstep.core.scans import counts_of
 from jstep.core.types import Array
 from jstep.differentiate.split_rows import microbatch
 
@@ -109,8 +110,10 @@ def _is_product(jaxpr: Any, eqn: Any, i: int) -> bool:
         return _enters_by_products(jaxpr, eqn.outvars[0])
     if name not in _CALLS:
         return False
-    if name == "scan" and 0 <= i - eqn.params["num_consts"] < eqn.params["num_carry"]:
-        return False
+    if name == "scan":
+        consts, carried = counts_of(eqn.params)
+        if consts <= i < consts + carried:
+            return False
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     return inner is not None and len(inner.invars) == len(eqn.invars) and _enters_by_products(inner, inner.invars[i])
