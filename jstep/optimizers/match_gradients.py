@@ -1,7 +1,8 @@
 """Match gradients and slots to their parameters."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.indexed_slices import IndexedSlices, check, is_slices
+from jstep.core.notes import note
 from jstep.core.types import Params, Slots, Updates
 from jstep.optimizers.masks import own_leaves
 
@@ -19,6 +21,28 @@ class NoGradientsError(ValueError):
 
     def __init__(self, params: Params, why: str) -> None:
         super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
+
+
+@contextlib.contextmanager
+def explaining_missing_gradients(params: Params, gradients: Updates) -> Iterator[None]:
+    """Add a note to errors of custom optimizers that compute with a gradient that is None."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        if "None" in str(error) and not isinstance(error, NoGradientsError):
+            found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+            leaves = zip(trees.leaves_with_paths(params), found, strict=True)
+            missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
+            if missing:
+                note(error, _MISSING.format(missing[:5]))
+        raise
+
+
+_MISSING = (
+    "The gradients of {} are None, because the loss does not depend on them or var_list leaves them out. A custom "
+    "optimizer returns the update None for them and keeps their slots: test for None, write it with jstep.leafwise, or "
+    "use jstep.map_gradients and jstep.map_leaves, which pass over None."
+)
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:

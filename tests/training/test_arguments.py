@@ -81,3 +81,26 @@ def test_invalid_scans_and_states() -> None:
     for bad in ({"w": 1.0}, None, 3):
         with pytest.raises(TypeError, match="state: must be a TrainState"):
             step(bad, jnp.float32(1))
+
+
+def test_an_optimizer_that_computes_with_a_missing_gradient_gets_a_note() -> None:
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        return jax.tree.map(lambda p, g: -0.1 * g, params, updates), {}
+
+    naive = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+    step = jstep.minimize(lambda params: params["w"] ** 2, naive)
+    with pytest.raises(TypeError) as caught:
+        step(jstep.TrainState.create({"w": 1.0, "unused": 2.0}, naive))
+    assert any("gradients of ['unused'] are None" in line and "leafwise" in line for line in caught.value.__notes__)
+    state, _ = step(jstep.TrainState.create({"w": 1.0}, naive))
+    assert float(state.params["w"]) == pytest.approx(0.8)
+
+
+def test_errors_of_the_step_get_no_note_about_gradients_that_are_there() -> None:
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        raise TypeError("None of this works")
+
+    broken = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+    with pytest.raises(TypeError, match="None of this") as caught:
+        jstep.minimize(loss_fn, broken)(jstep.TrainState.create({"w": 1.0}, broken))
+    assert not any("gradients of" in line for line in getattr(caught.value, "__notes__", []))

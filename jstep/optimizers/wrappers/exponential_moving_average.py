@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.checks import as_int
+from jstep.core.checks import as_int, shown
 from jstep.core.meshes import on_any_mesh
-from jstep.core.types import Array, Number, Params, Step
+from jstep.core.types import Array, Held, Number, Params, Step
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked
 
@@ -55,8 +55,11 @@ class ExponentialMovingAverage:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if callable(self.decay):
-            raise TypeError(f"decay={self.decay!r}: must be a number; use num_updates=True for a decay that grows")
+        if callable(self.decay) or isinstance(self.decay, Held):
+            raise TypeError(
+                f"decay={shown(self.decay)}: must be a number, not a schedule or a held value; use num_updates=True "
+                "for a decay that grows"
+            )
         object.__setattr__(self, "decay", checked("decay", self.decay, low=0, high=1))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
