@@ -50,7 +50,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
                 )
         if listed is not None and len({axis % rank for axis in listed}) < len(listed):
             raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
-    return map_leaves(lambda x: scaled(x, norm_of([x], listed), clip_norm), t, "clip_by_norm")
+    return map_leaves(lambda x: scaled(x, norm_of([x], listed, clip_norm), clip_norm), t, "clip_by_norm")
 
 
 @on_any_mesh
@@ -82,7 +82,7 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
         size = max(1, int(np.prod(x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x))))
 
         def clip(a: Array) -> Array:
-            return scaled(a, norm_of([a]) / size, clip_norm)
+            return scaled(a, norm_of([a], limit=clip_norm * size) / size, clip_norm)
 
         return map_leaves(clip, x, f"clip_by_average_norm at {trees.quoted(trees.path_str(keys))}")
 

@@ -1,4 +1,4 @@
-"""Norms without intermediate overflow, and the scale factors for clipping."""
+"""Norms without intermediate overflow or underflow, and the scale factors for clipping."""
 
 import functools
 from collections.abc import Sequence
@@ -12,25 +12,31 @@ from jstep.core import trees
 from jstep.core.types import Array
 
 
-def norm_of(arrays: Sequence[Array], axes: Any = None) -> Array:
+def norm_of(arrays: Sequence[Array], axes: Any = None, limit: Any = 0.0) -> Array:
     """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
-    Finite if the result fits the dtype: if a square overflows, everything is scaled by a power of two and squared
-    again. The derivative is x / norm, and zero at zero.
+    Finite if the result fits the dtype: if squares overflow or underflow, everything is scaled by a power of two and
+    squared again. The derivative is x / norm, and zero at zero.
+
+    Args:
+        arrays: The arrays.
+        axes: The axes to sum over; None for all.
+        limit: What the norm is compared with. If it is not tiny itself, norms below it may underflow: a leaf or a row
+            of zeros then costs no second pass.
     """
-    return _norm(axes, list(arrays))
+    return _norm(axes, list(arrays), jnp.asarray(limit))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _norm(axes: Any, arrays: list[Array]) -> Array:
-    return _norm_of(arrays, axes)
+def _norm(axes: Any, arrays: list[Array], limit: Array) -> Array:
+    return _norm_of(arrays, limit, axes)
 
 
 @_norm.defjvp
 def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """Compute the derivative as x / norm: differentiating the root and the squares would overflow."""
-    ((arrays,), (moved,)) = primals, tangents
-    norm = _norm(axes, arrays)
+    ((arrays, limit), (moved, _)) = primals, tangents
+    norm = _norm(axes, arrays, limit)
     total = jnp.zeros_like(norm)
     for x, dx in zip(arrays, moved, strict=True):
         unit, dx = _unit(x, norm), dx.astype(trees.compute_dtype(dx.dtype))
@@ -57,33 +63,38 @@ def _shrinks(norm: Array) -> Array:
 
 
 # Outside of a compiled step JAX would recompile the cond at each call.
-@functools.partial(jax.jit, static_argnums=1)
-def _norm_of(arrays: list[Array], axes: Any) -> Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _norm_of(arrays: list[Array], limit: Array, axes: Any) -> Array:
     plain = jnp.sqrt(_squares(arrays, axes))
-    overflowed = jnp.any(jnp.isinf(plain))
-    shift = 100 if plain.dtype.itemsize == 4 else 600
-
     # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
-    # below 2²⁸, and numbers that underflow are negligible.
+    # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
+    # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
+    down, least, up = (-100, -32, 90) if plain.dtype.itemsize == 4 else (-600, -400, 600)
+    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(plain.dtype)
+    lost = jnp.isinf(plain) | (plain < floor)
+
     def again(arrays: Sequence[Array]) -> Array:
-        scaled = jnp.sqrt(_squares(arrays, axes, plain, shift)) * jnp.asarray(2.0**shift, plain.dtype)
-        return jnp.where(jnp.isinf(plain), scaled, plain)
+        factor, back = (
+            jnp.where(jnp.isinf(plain), *(jnp.asarray(2.0**power, plain.dtype) for power in powers))
+            for powers in ((down, up), (-down, -up))
+        )
+        return jnp.where(lost, jnp.sqrt(_squares(arrays, axes, plain, factor)) * back, plain)
 
-    return jax.lax.cond(overflowed, again, lambda arrays: plain, arrays)
+    return jax.lax.cond(jnp.any(lost), again, lambda arrays: plain, arrays)
 
 
-def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, shift: int = 0) -> Array:
-    """Compute Σ |x|², of x·2^−shift if a norm > 0 is given."""
+def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, factor: Any = None) -> Array:
+    """Compute Σ |x|², of x·factor if a norm ≥ 0 is given."""
     total: Array | None = None
     for i, x in enumerate(arrays):
         parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
             if norm is not None:
-                # Always 2^−shift, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store a
+                # Always the factor, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store a
                 # factor shared by leaves of the same shape as an array.
-                known = jnp.any(norm > jnp.asarray(-i, norm.dtype))
-                part = part * jnp.where(known, jnp.asarray(2.0**-shift, part.dtype), jnp.ones((), part.dtype))
+                known = jnp.any(norm > jnp.asarray(-i - 1, norm.dtype))
+                part = part * jnp.where(known, factor.astype(part.dtype), jnp.ones((), part.dtype))
             square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)
             if total is None:
                 total = square
