@@ -75,8 +75,8 @@ def _norm_of(arrays: list[Array], limit: Array, axes: Any) -> Array:
 
     def again(arrays: Sequence[Array]) -> Array:
         factor, back = (
-            jnp.where(jnp.isinf(plain), *(jnp.asarray(2.0**power, plain.dtype) for power in powers))
-            for powers in ((down, up), (-down, -up))
+            jnp.where(jnp.isinf(plain), jnp.asarray(2.0**huge, plain.dtype), jnp.asarray(2.0**tiny, plain.dtype))
+            for huge, tiny in ((down, up), (-down, -up))
         )
         return jnp.where(lost, jnp.sqrt(_squares(arrays, axes, plain, factor)) * back, plain)
 
@@ -91,8 +91,8 @@ def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, fact
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
             if norm is not None:
-                # Always the factor, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store a
-                # factor shared by leaves of the same shape as an array.
+                # Always the factor, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store
+                # a factor shared by leaves of the same shape as an array.
                 known = jnp.any(norm > jnp.asarray(-i - 1, norm.dtype))
                 part = part * jnp.where(known, factor.astype(part.dtype), jnp.ones((), part.dtype))
             square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)

@@ -188,5 +188,7 @@ def require_optimizer(name: str, value: Any) -> Optimizer:
         hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
         if hasattr(value, "init") and hasattr(value, "update"):
             hint = "; convert an Optax transformation with jstep.from_optax(transformation)"
+        elif type(value).__module__.startswith("flax.nnx"):
+            hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
         raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
     return value

@@ -108,3 +108,22 @@ def test_arguments_of_schedules_may_be_traced() -> None:
         together = jax.vmap(lambda lr, make=make: make(lr)(3))(rates)
         np.testing.assert_allclose(together, [float(make(float(lr))(3)) for lr in rates], rtol=2e-6)
         assert np.isfinite(jax.grad(lambda lr, make=make: make(lr)(3))(0.1))
+
+
+@pytest.mark.parametrize("bad", [0.5, 100.0, np.float32(10)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: jstep.cosine_decay(1.0, n),
+        lambda n: jstep.cosine_decay_restarts(1.0, n),
+        lambda n: jstep.linear_cosine_decay(1.0, n),
+        lambda n: jstep.exponential_decay(1.0, n, 0.5),
+        lambda n: jstep.natural_exp_decay(1.0, n, 0.5),
+        lambda n: jstep.inverse_time_decay(1.0, n, 0.5),
+        lambda n: jstep.polynomial_decay(1.0, n),
+    ],
+)
+def test_numbers_of_steps_are_integers(make, bad):
+    """So that a call in another library's order does not decay within one step."""
+    with pytest.raises(TypeError, match=r"decay_steps=.*must be an integer, a number of steps.*the arguments are"):
+        make(bad)
