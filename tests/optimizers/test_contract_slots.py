@@ -40,7 +40,7 @@ def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None
             assert "/" in slot or initial == "other"
             continue
         seen.add(path)
-        assert leaf.dtype in (jnp.float32, jnp.bool_)
+        assert leaf.dtype == jnp.float32
         if initial != "other":
             param = functools.reduce(lambda tree, key: tree[key], path.split("/"), mixed_params())
             first = param.astype(jnp.float32) if initial == "copy" else np.full(param.shape, np.float32(initial))
