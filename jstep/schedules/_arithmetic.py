@@ -91,6 +91,22 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
     return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 
+def duration(name: str, value: Any, schedule: Callable[..., Any]) -> Fraction:
+    """Convert the length of a decay in steps, at least one; less is a call in another library's order.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The length.
+        schedule: The schedule function it was passed to, for the error.
+
+    Raises:
+        TypeError: The value is not a number, is traced, or is a fraction of a step; shows the order of the arguments.
+        ValueError: The value is not positive and finite.
+    """
+    found = period(name, value)
+    return found if found >= 1 else count(name, value, schedule)
+
+
 def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
     """Validate a number of steps; a float, as from another library's argument order, is rejected.
 

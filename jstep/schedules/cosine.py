@@ -16,15 +16,15 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import count, half_cosine, period, power, scalar, split, steps
+from jstep.schedules._arithmetic import duration, half_cosine, period, power, scalar, split, steps
 
 
-def cosine_decay(learning_rate: Number, decay_steps: int, alpha: Number = 0.0) -> Schedule:
+def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
     """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The length of the decay in steps, > 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
         alpha: The value at the end, as a fraction of `learning_rate`.
 
     Returns:
@@ -43,7 +43,7 @@ def cosine_decay(learning_rate: Number, decay_steps: int, alpha: Number = 0.0) -
     """
     start, length, floor = (
         scalar("learning_rate", learning_rate),
-        count("decay_steps", decay_steps, cosine_decay),
+        duration("decay_steps", decay_steps, cosine_decay),
         scalar("alpha", alpha),
     )
 
@@ -58,7 +58,7 @@ def cosine_decay(learning_rate: Number, decay_steps: int, alpha: Number = 0.0) -
 
 def cosine_decay_restarts(
     learning_rate: Number,
-    first_decay_steps: int,
+    first_decay_steps: float,
     t_mul: float = 2.0,
     m_mul: float = 1.0,
     alpha: Number = 0.0,
@@ -70,7 +70,7 @@ def cosine_decay_restarts(
 
     Args:
         learning_rate: The value at step 0.
-        first_decay_steps: The length of the first period in steps, > 0.
+        first_decay_steps: The length of the first period in steps; ≥ 1, may be fractional.
         t_mul: The ratio of the length of each period to the previous one, ≥ 1.
         m_mul: The ratio of the initial value of each period to the previous one, ≥ 0.
         alpha: The value at the end of a period, as a fraction of `learning_rate`.
@@ -93,7 +93,7 @@ def cosine_decay_restarts(
     """
     start, length, floor = (
         scalar("learning_rate", learning_rate),
-        count("first_decay_steps", first_decay_steps, cosine_decay_restarts),
+        duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
         scalar("alpha", alpha),
     )
     stretch, height = period("t_mul", t_mul), scalar("m_mul", m_mul)
@@ -142,7 +142,7 @@ def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
 
 def linear_cosine_decay(
     learning_rate: Number,
-    decay_steps: int,
+    decay_steps: float,
     num_periods: Number = 0.5,
     alpha: Number = 0.0,
     beta: Number = 0.001,
@@ -153,7 +153,7 @@ def linear_cosine_decay(
 
     Args:
         learning_rate: The value at step 0 if `alpha` and `beta` are 0.
-        decay_steps: The length of the decay in steps, > 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
         num_periods: The number of cosine periods in the decay.
         alpha: Added to the linear factor.
         beta: Added to the product.
@@ -172,15 +172,15 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start, length = scalar("learning_rate", learning_rate), count("decay_steps", decay_steps, linear_cosine_decay)
-    waves, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
+    start, length = scalar("learning_rate", learning_rate), duration("decay_steps", decay_steps, linear_cosine_decay)
+    count, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
 
     def schedule(step: Step, /) -> Any:
         periods = split(steps(step), length)
         over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
         fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
         remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
-        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * waves * fraction))
+        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * fraction))
         return start * ((above + remaining) * cosine + floor)
 
     return schedule

@@ -9,7 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import Periods, between, count, exp, flag, power, scalar, split, straight
+from jstep.schedules._arithmetic import (
+    Periods,
+    between,
+    count,
+    duration,
+    exp,
+    flag,
+    period,
+    power,
+    scalar,
+    split,
+    straight,
+)
 from jstep.schedules._arithmetic import steps as exact
 
 
@@ -20,12 +32,14 @@ def _nonnegative(name: str, value: Any) -> Any:
     return number
 
 
-def exponential_decay(learning_rate: Number, decay_steps: int, decay_rate: Number, staircase: bool = False) -> Schedule:
+def exponential_decay(
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
+) -> Schedule:
     """Exponential decay: learning_rate · decay_rate^(step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The number of steps in which the value decays by the factor `decay_rate`, > 0.
+        decay_steps: The number of steps in which the value decays by the factor `decay_rate`; > 0, may be fractional.
         decay_rate: The factor, ≥ 0.
         staircase: Whether to round the exponent down, so that the value changes only at multiples of `decay_steps`.
 
@@ -33,7 +47,7 @@ def exponential_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool, or `decay_steps` is not an integer.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -47,7 +61,7 @@ def exponential_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
     """
     start, length, rate = (
         scalar("learning_rate", learning_rate),
-        count("decay_steps", decay_steps, exponential_decay),
+        period("decay_steps", decay_steps),
         _nonnegative("decay_rate", decay_rate),
     )
     staircase = flag("staircase", staircase)
@@ -58,12 +72,14 @@ def exponential_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
     return schedule
 
 
-def natural_exp_decay(learning_rate: Number, decay_steps: int, decay_rate: Number, staircase: bool = False) -> Schedule:
+def natural_exp_decay(
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
+) -> Schedule:
     """Natural exponential decay: learning_rate · exp(−decay_rate · step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The unit of time in steps, > 0.
+        decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time.
         staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
             `decay_steps`.
@@ -72,7 +88,7 @@ def natural_exp_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool, or `decay_steps` is not an integer.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -84,7 +100,7 @@ def natural_exp_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
     """
     start, length, rate = (
         scalar("learning_rate", learning_rate),
-        count("decay_steps", decay_steps, natural_exp_decay),
+        period("decay_steps", decay_steps),
         scalar("decay_rate", decay_rate),
     )
     staircase = flag("staircase", staircase)
@@ -97,13 +113,13 @@ def natural_exp_decay(learning_rate: Number, decay_steps: int, decay_rate: Numbe
 
 
 def inverse_time_decay(
-    learning_rate: Number, decay_steps: int, decay_rate: Number, staircase: bool = False
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
     """Inverse time decay: learning_rate / (1 + decay_rate · step / decay_steps).
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The unit of time in steps, > 0.
+        decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time, ≥ 0.
         staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
             `decay_steps`.
@@ -112,7 +128,7 @@ def inverse_time_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool, or `decay_steps` is not an integer.
+        TypeError: `staircase` is not a bool.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -124,7 +140,7 @@ def inverse_time_decay(
     """
     start, length, rate = (
         scalar("learning_rate", learning_rate),
-        count("decay_steps", decay_steps, inverse_time_decay),
+        period("decay_steps", decay_steps),
         _nonnegative("decay_rate", decay_rate),
     )
     staircase = flag("staircase", staircase)
@@ -138,7 +154,7 @@ def inverse_time_decay(
 
 def polynomial_decay(
     learning_rate: Number,
-    decay_steps: int,
+    decay_steps: float,
     end_learning_rate: Number = 0.0001,
     power: Number = 1.0,
     cycle: bool = False,
@@ -147,7 +163,7 @@ def polynomial_decay(
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The length of the decay in steps, > 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
         end_learning_rate: The value at the end.
         power: The exponent, ≥ 0; 1 is a linear decay.
         cycle: Whether to repeat the decay: decay_steps is extended to its smallest multiple ≥ step.
@@ -168,7 +184,7 @@ def polynomial_decay(
     """
     start, length, end, exponent = (
         scalar("learning_rate", learning_rate),
-        count("decay_steps", decay_steps, polynomial_decay),
+        duration("decay_steps", decay_steps, polynomial_decay),
         scalar("end_learning_rate", end_learning_rate),
         _nonnegative("power", power),
     )

@@ -157,7 +157,7 @@ WITH_DECAY_STEPS: dict[str, Callable[[Any], Any]] = {
     "first_decay_steps of cosine_decay_restarts": lambda d: jstep.cosine_decay_restarts(0.1, d),
     "decay_steps of linear_cosine_decay": lambda d: jstep.linear_cosine_decay(0.1, d),
 }
-BAD_PERIODS = [(0, ValueError), (-1, ValueError), (-0.5, TypeError), (np.nan, TypeError), (np.inf, TypeError)]
+BAD_PERIODS = [(0, ValueError), (-1, ValueError), (-0.5, ValueError), (np.nan, ValueError), (np.inf, ValueError)]
 BAD_PERIODS += [("10", TypeError), (None, TypeError), (True, TypeError), ([10], TypeError)]
 for label, make in WITH_DECAY_STEPS.items():
     for bad, kind in BAD_PERIODS:

@@ -136,10 +136,10 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
 
 @pytest.mark.thorough(
     except_for=[
-        "block by_global_norm-True",
-        "wrapper accumulating-True",
-        "wrapper cautious-True",
-        "wrapper nested-False",
+        "True-block by_global_norm",
+        "True-wrapper accumulating",
+        "True-wrapper cautious",
+        "False-wrapper nested",
     ]
 )
 @pytest.mark.parametrize("name", BY_ROWS)

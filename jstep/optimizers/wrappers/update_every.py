@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
-from jstep.core.indexed_slices import IndexedSlices, combined, named_rows, rows_in_order
+from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
 from jstep.core.slot_roles import Roles
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.conditional_update import conditional_update
@@ -16,7 +15,9 @@ from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
-GRADIENT_SUM, GRADIENT_COUNT, GRADIENT_ROWS = "gradient_sum", "gradient_count", "gradient_rows"
+GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
+NOTHING = -0.0
+"""The sum of no gradients, the identity of addition in floating point: −0 + x = x for every x."""
 
 
 def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
@@ -37,9 +38,9 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
             an optimizer with `takes_context` sees only the loss of its own step.
 
     Returns:
-        An `Optimizer` with the same hyperparameters and slots. With accumulate there are three more slots:
-        `gradient_sum`, in at least float32; `gradient_count`, the number of gradients in the sum of each leaf; and
-        `gradient_rows`, a bool for each row of a leaf, whether one of them named it.
+        An `Optimizer` with the same hyperparameters and slots. With accumulate there are two more slots:
+        `gradient_sum`, in at least float32, and `gradient_count`, the number of gradients in the sum of each leaf. A
+        row that none of them named is −0 in the sum.
 
     Raises:
         TypeError: k or phase is not an integer, or accumulate is not a bool.
@@ -79,26 +80,23 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         gradients = match_gradients(updates, params)
         sums = slot_leaves(own, GRADIENT_SUM, params)
         counts = slot_leaves(own, GRADIENT_COUNT, params, _scalar)
-        rows = slot_leaves(own, GRADIENT_ROWS, params, _rows)
         means: list[Any] = [None] * len(gradients)
         for i, g in enumerate(gradients):
             if g is not None:
-                sums[i], rows[i], counts[i] = _added(sums[i], g), _named(rows[i], g), counts[i] + 1
+                sums[i], counts[i] = _added(sums[i], g), counts[i] + 1
                 means[i] = sums[i] * (1 / counts[i])  # XLA would store a quotient in memory
                 if isinstance(g, IndexedSlices):
-                    means[i] = rows_in_order(means[i], rows[i].reshape(-1))
+                    means[i] = rows_in_order(means[i], _named(sums[i]))
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
         for i, g in enumerate(gradients):
             if g is not None:
-                sums[i], counts[i] = (jnp.where(due, jnp.zeros_like(x), x) for x in (sums[i], counts[i]))
-                rows[i] = None if rows[i] is None else rows[i] & ~due
-        kept = {GRADIENT_SUM: sums, GRADIENT_COUNT: counts, GRADIENT_ROWS: rows}
-        return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in kept.items()}
+                sums[i] = jnp.where(due, jnp.full_like(sums[i], NOTHING), sums[i])
+                counts[i] = jnp.where(due, jnp.zeros_like(counts[i]), counts[i])
+        return updates, inner, {GRADIENT_SUM: treedef.unflatten(sums), GRADIENT_COUNT: treedef.unflatten(counts)}
 
     added = {
-        GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(), params, step),
+        GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
-        GRADIENT_ROWS: lambda params, step: fresh_slot(GRADIENT_ROWS, Slot(shape=_rows, dtype=bool), params, step),
     }
     return wrap_optimizer(
         optimizer,
@@ -114,23 +112,19 @@ def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
     return ()
 
 
-def _rows(path: str, leaf: Any) -> tuple[int, ...] | None:
-    """The shape of a mask of rows, which is sharded as they are; a scalar has no rows."""
-    return (np.shape(leaf)[0], *(1,) * (np.ndim(leaf) - 1)) if np.ndim(leaf) else None
-
-
-def _named(rows: Array | None, gradient: Any) -> Array | None:
-    """Add the rows that a gradient names: all rows, if it is dense."""
-    if rows is None:
-        return None
-    if not isinstance(gradient, IndexedSlices):
-        return jnp.ones_like(rows)
-    return rows | named_rows(gradient).reshape(rows.shape)
+def _named(total: Array) -> Array:
+    """Whether any gradient in the sum named each row."""
+    return jnp.any(~(jnp.signbit(total) & (total == 0)), axis=tuple(range(1, total.ndim)))
 
 
 def _added(total: Array, gradient: Any) -> Array:
     """Add a gradient to the sum."""
     if not isinstance(gradient, IndexedSlices):
-        return total + gradient.astype(total.dtype)
+        return total + _named_zeros(gradient.astype(total.dtype))
     rows = combined(gradient)
-    return total.at[rows.indices].add(rows.values.astype(total.dtype), mode="drop")
+    return total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
+
+
+def _named_zeros(values: Array) -> Array:
+    """Values without −0, so that a sum with them is not −0 either."""
+    return jnp.where(values == 0, jnp.zeros_like(values), values)
