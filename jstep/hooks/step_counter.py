@@ -264,4 +264,4 @@ def _markers(metrics: Metrics) -> list[Any]:
     if isinstance(loss, jax.Array):
         return [loss]
     arrays = [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]
-    return [trees.key_data(value) for value in arrays]  # a PRNG key itself cannot be asked
+    return [trees.key_data(value) for value in arrays]  # a PRNG key itself has no is_ready

@@ -23,7 +23,6 @@ from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
-from jstep.optimizers.match_gradients import explaining_missing_gradients
 from jstep.optimizers.metrics import SKIPPED, shown_slots
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
@@ -202,8 +201,7 @@ def minimize(
             own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)
             context = Context(part.loss, _value_and_grad(plain, inputs), own_key)
         context = context._replace(noise=None if part.squares is None else estimated(part.squares))
-        with explaining_missing_gradients(state.params, part.gradients):
-            done = applied(state, part.gradients, optimizer, increment_global_step, context)
+        done = applied(state, part.gradients, optimizer, increment_global_step, context)
         new_state = done.state
         skipped = skip_metrics(done, state, part.gradients, optimizer)
         if has_model_state:

@@ -63,7 +63,7 @@ def test_mappings_and_populations() -> None:
     assert jax.vmap(jstep.increment_global_step)(population).global_step.tolist() == [3, 3, 3]
 
 
-def test_a_step_that_is_no_scalar() -> None:
+def test_a_step_that_is_not_a_scalar() -> None:
     """As in TensorFlow: 'Existing "global_step" is not scalar'."""
     for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
         with pytest.raises(TypeError, match=r"must be an integer scalar, got an array of int32 and shape \(1,\)"):

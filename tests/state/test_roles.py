@@ -69,7 +69,7 @@ def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
         assert len(one.roles) == 3, name
 
 
-def test_roles_are_no_leaf_and_no_field() -> None:
+def test_roles_are_neither_leaf_nor_field() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
     assert [field.name for field in dataclasses.fields(state)] == ["params", "slots", "global_step"]
     assert len(jax.tree.leaves(state)) == 5
@@ -102,7 +102,7 @@ def test_slots_of_square_matrices_lie_by_what_they_keep(axis_type: AxisType) -> 
 
 
 def by_hand(state: jstep.TrainState, x: Any) -> Any:
-    """A step of one's own that makes its state by the constructor."""
+    """A user-defined step that creates its state with the constructor."""
     new = jstep.apply_gradients(state, {"w": x}, jstep.adam())
     return jstep.TrainState(new.params, new.slots, new.global_step), {}
 
