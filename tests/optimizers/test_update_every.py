@@ -319,5 +319,5 @@ def test_rows_whose_gradients_are_zero_are_named(compiled, zero):
     ):
         grad = jstep.IndexedSlices(jnp.array(values)[:, None], jnp.array(ids, jnp.int32), (3, 1))
         state = step(state, grad)
-    # Row 0 has zero gradients, row 1 gradients that add up to zero: momentum goes on in both.
+    # Row 0 has zero gradients, row 1 gradients that add up to zero: momentum continues in both.
     assert state.params["t"].ravel().tolist() == [-1.5, -1.5, 0.0]
