@@ -1,11 +1,15 @@
 """States that hold typed PRNG keys: they are saved, restored, staged and compiled ahead like any other array."""
 
 import json
+import os
+import pathlib
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import IMPORTS, start
 
 import jstep
 
@@ -35,31 +39,55 @@ def numbers(state):
     return jax.tree.map(lambda leaf: np.asarray(plain(leaf)), state)
 
 
+def run(last_step, directory, mesh, steps_per_call, stages, kill_at=None):
+    axes = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
+    mesh = mesh and jax.make_mesh((2,), ("data",), axis_types=(axes[mesh],))
+
+    def kill(step, state, metrics):
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps = {0: make_step(), 4: make_step(0.05)} if stages else make_step()
+    fingerprints = jstep.FingerprintHook(f"{directory}.jsonl", every_n_steps=2)
+    return jstep.train(
+        steps,
+        make_state(mesh),
+        lambda n: X * n,
+        last_step,
+        hooks=[jstep.NanLossHook(), fingerprints, jstep.every(1, kill)],
+        checkpoint_dir=directory,
+        save_checkpoint_steps=3,
+        steps_per_call=steps_per_call,
+        progress=False,
+    )
+
+
 @pytest.mark.parametrize("mesh", [None, "auto", "explicit"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.thorough(except_for="each value once")
 def test_a_run_resumes_bitwise(tmp_path, mesh, steps_per_call, stages):
-    axes = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
-    mesh = mesh and jax.make_mesh((2,), ("data",), axis_types=(axes[mesh],))
-
-    def run(last_step, directory):
-        steps = {0: make_step(), 4: make_step(0.05)} if stages else make_step()
-        hooks = [jstep.NanLossHook(), jstep.FingerprintHook(tmp_path / f"{directory}.jsonl", every_n_steps=2)]
-        return jstep.train(
-            steps,
-            make_state(mesh),
-            lambda n: X * n,
-            last_step,
-            hooks=hooks,
-            checkpoint_dir=tmp_path / directory,
-            steps_per_call=steps_per_call,
-            progress=False,
-        )
-
-    whole = run(7, "whole")
-    run(3, "parts")
-    resumed = run(7, "parts")
+    case = (mesh, steps_per_call, stages)
+    whole = run(7, tmp_path / "whole", *case)
+    run(3, tmp_path / "parts", *case)
+    resumed = run(7, tmp_path / "parts", *case)
     jax.tree.map(np.testing.assert_array_equal, numbers(resumed), numbers(whole))
     events = [json.loads(line) for line in (tmp_path / "parts" / "timeline.jsonl").read_text().splitlines()]
     assert sum("card" in json.dumps(event) for event in events) >= 1
+
+
+@pytest.mark.parametrize("case", [(None, 1, False), ("auto", 3, True), ("explicit", 1, True), (None, 3, True)], ids=str)
+@pytest.mark.thorough(except_for={"case": ["('auto', 3, True)"]})
+def test_a_killed_run_resumes_bitwise(tmp_path, case):
+    script = f"""
+import sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+jax.config.update("jax_num_cpu_devices", 8)
+from test_typed_keys import run
+run(7, directory + "/parts", *{case!r}, kill_at=5)
+"""
+    program = start(script, tmp_path, prelude=IMPORTS)
+    program.communicate(timeout=150)
+    assert program.returncode == -signal.SIGKILL
+    resumed, whole = run(7, tmp_path / "parts", *case), run(7, tmp_path / "whole", *case)
+    jax.tree.map(np.testing.assert_array_equal, numbers(resumed), numbers(whole))
