@@ -44,7 +44,7 @@ def test_exceptions_are_quick(except_for: Any, quick: list[str]) -> None:
 @pytest.mark.parametrize("except_for", [["moved"], IDS])
 def test_exceptions_without_effect_are_errors(except_for: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thorough, "_is_default_run", True)
-    with pytest.raises(pytest.UsageError, match=r"test_a: .* excepts (all|none) of its cases"):
+    with pytest.raises(ValueError, match=r"test_a: .* excepts (all|none) of its cases"):
         thorough.mark_cases(cases("test_a", IDS, COMBINATIONS, except_for))
 
 

@@ -82,7 +82,7 @@ class RunInfo:
     """Information about a run, passed to stock hooks.
 
     Attributes:
-        last_step: The step at which the run ends.
+        last_step: The step at which the run ends; None if the batches or a hook end it.
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
         steps_per_call: The number of steps per call.
@@ -100,7 +100,7 @@ class RunInfo:
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
     """
 
-    last_step: int
+    last_step: int | None
     sums: Any
     transfers: Any
     steps_per_call: int = 1

@@ -22,7 +22,7 @@ class ProgressHook(RunHook):
     If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
 
     Args:
-        last_step: The step at which the run ends.
+        last_step: The step at which the run ends, or None.
         every_n_secs: Interval between updates of the line, in seconds.
         file: The file to write to; standard error by default.
         clock: Returns seconds; replaced in tests.
@@ -32,13 +32,14 @@ class ProgressHook(RunHook):
     """
 
     def __init__(
-        self, *, last_step: int, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
+        self, *, last_step: int | None, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
     ) -> None:
         try:
             import tqdm
         except ImportError as error:
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
-        self._tqdm, self._last_step, self._file = tqdm.tqdm, as_int(last_step, "last_step", 0), file
+        self._tqdm, self._file = tqdm.tqdm, file
+        self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         self._secs, self._clock = as_number(every_n_secs, "every_n_secs", low=0), clock
         self._then = clock()
         self._bar: Any = None

@@ -10,13 +10,13 @@ from jstep.loop.run_steps import LoopState
 _logger = logging.getLogger("jstep")
 
 
-def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> None:
+def report_early_end(loop: LoopState, run_start: RunStart, options: Options) -> None:
     """Log that the batches ended before the run did.
 
     Raises:
         ValueError: There is no batch at all, and the run was not restored.
     """
-    start = run_start.step
+    start, last_step = run_start.step, None if options.is_endless else options.last_step
     if loop.step == start and run_start.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -26,6 +26,9 @@ def report_early_end(loop: LoopState, run_start: RunStart, last_step: int) -> No
             "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
             "step 0), or a lower last_step"
         )
+    if options.is_endless:
+        _logger.info("the batches ended after step %d, and so does the run", loop.step)
+        return
     _logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
         "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.core.loops import as_unroll
@@ -14,6 +16,7 @@ from jstep.hooks.cadence import cadence
 from jstep.loop.checks import list_of_hooks
 from jstep.loop.compile_cache import cache_directory
 
+LARGEST_STEP = int(np.iinfo(np.int32).max)
 _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
 
 
@@ -21,7 +24,7 @@ _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_st
 class Options:
     """The arguments of `train`, without the step, the state and the batches; validated when created."""
 
-    last_step: int
+    last_step: Any
     hooks: Sequence[Any]
     checkpoint_dir: str | os.PathLike[str] | Saver | None
     checkpoint_prefix: str
@@ -37,6 +40,11 @@ class Options:
     compile_cache: str | os.PathLike[str] | bool | None
 
     @property
+    def is_endless(self) -> bool:
+        """Whether the batches, a hook or a signal end the run."""
+        return bool(self.last_step == LARGEST_STEP)
+
+    @property
     def cache_directory(self) -> str | None:
         """The directory of the compilation cache."""
         return cache_directory(self.compile_cache, self.checkpoint_dir)
@@ -44,7 +52,7 @@ class Options:
     def __post_init__(self) -> None:
         checked = {
             "hooks": list_of_hooks(self.hooks),
-            "last_step": as_int(self.last_step, "last_step", 0),
+            "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0),
             "steps_per_call": as_int(self.steps_per_call, "steps_per_call", 1),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
             "unroll": as_unroll(self.unroll),

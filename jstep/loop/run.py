@@ -198,7 +198,7 @@ class Run:
             interrupted = interrupted or runner.interrupted
             self._signals.on_first = _do_nothing
             if loop.step < last_step and not (interrupted or runner.stopped_by is not None):
-                report_early_end(loop, start, last_step)
+                report_early_end(loop, start, self._options)
         else:
             self._signals.on_first = _do_nothing
         runner.last(loop)

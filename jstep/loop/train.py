@@ -25,7 +25,7 @@ def train(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
     batches: Any,
-    last_step: int,
+    last_step: int | None,
     *,
     hooks: Sequence[Any] = (),
     checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
@@ -67,6 +67,7 @@ def train(
             fetched, so a loader may reuse its buffers. If the batches end before last_step, also by the
             `OutOfRangeError` of a closed queue, the run ends with a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
+            None if the batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
             stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
             replaces the stock one.

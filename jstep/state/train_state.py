@@ -142,19 +142,37 @@ class TrainState:
         run_checks(waiting, state.params)
         return state
 
+    @property
+    def model_state(self) -> Any:
+        """The non-trained variables, `slots["model_state"]`; None if there are none."""
+        return self.slots.get(MODEL_STATE)
+
     def replace(self, **changes: Any) -> "TrainState":
-        """Return a new state with some of the fields `params`, `slots` and `global_step` replaced.
+        """Return a new state with some of `params`, `slots`, `global_step` and `model_state` replaced.
+
+        Args:
+            **changes: The new values. `model_state=None` removes it.
 
         Raises:
             TypeError: There is no such field.
+
+        Example:
+            >>> import jstep
+            >>> state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1), model_state={"seen": 0})
+            >>> state.replace(model_state={"seen": 1}).model_state
+            {'seen': 1}
         """
         for name in changes:
-            if name not in _FIELDS:
+            if name not in (*_FIELDS, MODEL_STATE):
                 raise TypeError(
                     f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
                     f"{trees.nearest(name, _FIELDS)}; optimizer state is in slots, non-trained variables are in "
                     "slots['model_state']"
                 )
+        if MODEL_STATE in changes:
+            slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
+            slots.pop(MODEL_STATE, None)
+            changes["slots"] = slots if made is None else {**slots, MODEL_STATE: made}
         return dataclasses.replace(self, **changes)
 
     def __eq__(self, other: object) -> bool:

@@ -252,3 +252,15 @@ def test_summary_sorts_slots_by_name() -> None:
     after, _ = jstep.minimize(lambda p: p["w"].sum(), optimizer)(state)
     for value in (state, after, state.replace(slots=dict(reversed(state.slots.items())))):
         assert re.findall(r"(\w+) \(", str(value).partition("slots")[2]) == ["m", "start_step", "v"]
+
+
+def test_model_state_is_read_and_replaced() -> None:
+    state = create()
+    assert state.model_state is None
+    with_some = state.replace(model_state={"seen": 3})
+    assert with_some.model_state == {"seen": 3}
+    assert with_some.slots["model_state"] == {"seen": 3}
+    assert with_some.replace(model_state=None).slots.keys() == state.slots.keys()
+    both = with_some.replace(slots={}, model_state={"seen": 4})
+    assert both.slots == {"model_state": {"seen": 4}}
+    assert with_some.roles == state.roles

@@ -1,0 +1,81 @@
+"""`train(last_step=None)`: the batches, a hook or a signal end the run."""
+
+import io
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.1)
+X = np.ones(3, np.float32)
+STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x.reshape(3)) ** 2), OPTIMIZER)
+
+
+def run(batches: Any, **options: Any) -> jstep.TrainState:
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+    return jstep.train(STEP, state, batches, None, **options)
+
+
+def ended_queue() -> Any:
+    queue = jstep.FIFOQueue(10)
+    for _ in range(5):
+        queue.enqueue(X)
+    queue.close()
+    while True:
+        yield queue.dequeue()
+
+
+SOURCES: dict[str, Any] = {
+    "list": lambda: [X] * 5,
+    "generator": lambda: (X for _ in range(5)),
+    "queue": ended_queue,
+    "batches": lambda: jstep.batches(np.ones((5, 3), np.float32), 1, num_epochs=1),
+}
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_the_batches_end_the_run(source: str, steps_per_call: int, tmp_path: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "jstep"):
+        state = run(SOURCES[source](), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    assert int(state.global_step) == 5
+    assert jstep.Saver(tmp_path).latest_step() == 5
+    assert not [record.getMessage() for record in caplog.records if "ended" in record.getMessage()]
+
+
+def test_a_finished_run_stays_finished_and_more_batches_continue_it(tmp_path: Any) -> None:
+    for number, expected in ((5, 5), (5, 5), (8, 8)):
+        assert int(run([X] * number, checkpoint_dir=tmp_path).global_step) == expected
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_hook_ends_the_run(steps_per_call: int) -> None:
+    class Stop(jstep.Hook):
+        def after_step(self, step: int, state: Any, metrics: Any) -> bool:
+            return step >= 8
+
+    hooks = [Stop(), jstep.AuditHook(every_n_steps=3), jstep.NanLossHook(), jstep.LoggingHook(every_n_steps=4)]
+    assert int(run(lambda step: X, hooks=hooks, steps_per_call=steps_per_call).global_step) == 8
+
+
+def test_stages_follow_one_another_without_an_end() -> None:
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+    end = [jstep.StopAtStepHook(last_step=6)]
+    assert int(jstep.train({0: STEP, 4: STEP}, state, lambda step: X, None, hooks=end).global_step) == 6
+
+
+def test_the_progress_bar_has_no_total(capsys: Any) -> None:
+    pytest.importorskip("tqdm")
+    file = io.StringIO()
+    run([X] * 5, hooks=[jstep.ProgressHook(last_step=None, file=file)], progress=False)
+    assert "5step" in file.getvalue().replace(" ", "")
+    assert "%" not in file.getvalue()
+
+
+def test_no_batch_at_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)"):
+        run([])
