@@ -128,6 +128,8 @@ def _is_tagged(value: dict[Any, Any]) -> bool:
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    if array.size and not array.itemsize:
+        raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
     return {"dtype": _dtype_parts(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
 
 
@@ -145,7 +147,9 @@ def _dtype_parts(dtype: np.dtype[Any]) -> Any:
 
 def _array(parts: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
-    if dtype.hasobject or len(data) != math.prod(shape) * dtype.itemsize:
+    # Elements without bytes would need no data, and NumPy would still give memory to some of them.
+    elements = math.prod(shape)
+    if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
         raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
     return np.ndarray(shape, dtype, bytearray(data)).copy()
 
