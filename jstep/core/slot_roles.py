@@ -6,6 +6,7 @@ A `TrainState` carries the roles of its slots as static metadata, so that functi
 import contextvars
 import dataclasses
 import enum
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -71,7 +72,9 @@ class Roles(Mapping[str, Role | None]):
         return hash(frozenset(self._roles))
 
     def __repr__(self) -> str:
-        return f"Roles({', '.join(self._roles)})"
+        # JAX's error shows it where the structure of a state made by hand differs from that of another.
+        by_hand = not self._roles and not self.complete
+        return f"Roles({'none: made by hand; state.replace(…) keeps them' if by_hand else ', '.join(self._roles)})"
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""
@@ -155,10 +158,11 @@ _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvar
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     """The slots of an optimizer for some parameters, and their roles. Uses no device."""
-    init = optimizer.init
+    # The slots that a compiled function returns are not the objects that were made inside it.
+    init = inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
     if isinstance(init, Init):
         return init.roles(params)
-    ages: dict[str, Role | None] = dict.fromkeys(getattr(init, "ages", ()), Role.AGE)
+    ages: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values; its slots are then known only once it has run

@@ -125,3 +125,24 @@ def test_a_compiled_step_gives_its_state_the_roles() -> None:
     assert after.roles == state.roles
     made = jstep.TrainState(state.params, state.slots, state.global_step)
     assert not jstep.TrainStep(by_hand)(made, np.ones(4, np.float32))[0].roles
+
+
+def test_an_init_that_is_compiled_keeps_the_roles() -> None:
+    made = jstep.adam()
+    optimizer = jstep.Optimizer(jax.jit(made.init), jax.jit(made.update), made.hyperparameters)
+    params = {"w": jnp.ones(4)}
+    state = jstep.TrainState.create(params, optimizer)
+    assert state.roles == jstep.TrainState.create(params, made).roles
+    assert int(jstep.increment_global_step(state, 3).slots["start_step"]) == 3
+
+
+def test_errors_about_a_state_made_by_hand_say_what_to_do() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+
+    def body(state: jstep.TrainState, x: Any) -> Any:
+        return jstep.TrainState(state.params, state.slots, state.global_step + 1), x
+
+    with pytest.raises(TypeError, match=r"state\.replace\(…\) keeps them"):
+        jax.lax.scan(body, state, jnp.ones(2))
+    axes = state.replace(params=0, slots=None, global_step=None)
+    assert jax.vmap(lambda one: one.params["w"], in_axes=(axes,))(state).shape == (4,)
