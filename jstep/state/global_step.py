@@ -196,7 +196,10 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
     if not counts:
         return state.replace(global_step=later)
     by = later - before
-    waiting = {name: state.slots[name] + by.astype(state.slots[name].dtype) for name in counts}
+    # A slot that was replaced by hand may be a Python number, or None.
+    waiting = {
+        name: jax.tree.map(lambda slot: slot + by.astype(jnp.result_type(slot)), state.slots[name]) for name in counts
+    }
     return state.replace(slots={**state.slots, **waiting}, global_step=later)
 
 

@@ -124,3 +124,10 @@ def test_steps_under_x64(x64: None) -> None:
 def test_invalid_increments(amount: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="amount="):
         jstep.increment_global_step(state(), amount)
+
+
+@pytest.mark.parametrize(("age", "later"), [(2, 5), (np.int32(2), 5), (None, None)])
+def test_an_age_that_was_replaced_by_hand(age: Any, later: Any) -> None:
+    made = jstep.TrainState.create({"w": 1.0}, jstep.adam())
+    made = made.replace(slots={**made.slots, "start_step": age})
+    assert jstep.increment_global_step(made, 3).slots["start_step"] == later
