@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jstep
 from jstep.checkpoint.format.left_out import left_out_indices
+from jstep.core.slot_roles import NO_ROLES
 
 NAMES = ["d", "mine", "beta1", "start_step", "held/x", "model"]
 
@@ -146,3 +147,21 @@ def test_errors_about_a_state_made_by_hand_say_what_to_do() -> None:
         jax.lax.scan(body, state, jnp.ones(2))
     axes = state.replace(params=0, slots=None, global_step=None)
     assert jax.vmap(lambda one: one.params["w"], in_axes=(axes,))(state).shape == (4,)
+
+
+@pytest.mark.parametrize("method", ["after_step", "end"])
+@pytest.mark.parametrize("start_by_hand", [False, True])
+def test_a_hook_returns_a_state_made_by_hand_or_created(method: str, start_by_hand: bool) -> None:
+    made = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    by_hand = jstep.TrainState(made.params, made.slots, made.global_step)
+
+    def returned(hook: Any, step: int, state: jstep.TrainState, *metrics: Any) -> jstep.TrainState:
+        return jstep.TrainState(state.params, state.slots, state.global_step, roles=NO_ROLES if roles else made.roles)
+
+    start = by_hand if start_by_hand else made
+    roles = start.roles
+    hook = type("Returning", (jstep.Hook,), {method: returned})()
+    step = jstep.minimize(lambda p, x: jnp.sum(p["w"] * x), jstep.adam())
+    after = jstep.train(step, start, lambda step: np.ones(4, np.float32), 2, hooks=[hook])
+    assert after.roles == roles
+    assert int(after.global_step) == 2
