@@ -11,6 +11,7 @@ venv=.launchers
 if [ ! -x "$venv/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-"$venv/bin/pip" install -q -e '.[test]' 'ray[train]' kubernetes pyyaml
+# Not the extra `test`: what moto and Kubernetes need cannot be installed together.
+"$venv/bin/pip" install -q -e . pytest pytest-xdist hypothesis 'ray[train]' kubernetes pyyaml
 
 exec "$venv/bin/python" -m pytest tests/examples/test_launchers.py -m "" -rs "$@"
