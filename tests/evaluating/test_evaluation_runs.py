@@ -243,8 +243,11 @@ def test_results_of_an_earlier_step_are_logged_with_that_step(caplog):
     assert "(step 6)" not in at_6
 
 
-def test_results_and_held_hyperparameters_are_in_the_progress_bar(capsys):
+def test_results_and_held_hyperparameters_are_in_the_progress_bar(capsys, monkeypatch):
     pytest.importorskip("tqdm")
+    # tqdm shortens lines that are longer than the terminal.
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("LINES", "24")
     train(6, [jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4)], progress=True)
     last = capsys.readouterr().err.split("\r")[-1]
     assert "eval/accuracy 0.5" in last
