@@ -45,7 +45,8 @@ def message_of(code: str, caplog: pytest.LogCaptureFixture) -> str:
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         notes[:] = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
-        return "".join(traceback.format_exception_only(error))
+        # JAX 0.10.0 and 0.10.1 add this to errors of asynchronous operations.
+        return "".join(traceback.format_exception_only(error)).replace("Buffer Definition Event: ", "")
     finally:
         for value in names.values():
             if hasattr(value, "close"):
