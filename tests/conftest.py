@@ -78,6 +78,13 @@ def x64():
 
 
 @pytest.fixture
+def host_memory() -> None:
+    """Skip a test with arrays in host memory, sharded over several CPU devices, if XLA refuses such programs."""
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("jaxlib before 0.10.2 refuses arrays in host memory in programs for several CPU devices")
+
+
+@pytest.fixture
 def no_cached_programs() -> Iterator[None]:
     """Compile all programs of one test, for example because it reads their metadata."""
     was_enabled = jax.config.jax_enable_compilation_cache

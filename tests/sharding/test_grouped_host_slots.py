@@ -18,7 +18,7 @@ MESHES = {
 
 
 @pytest.fixture
-def in_groups(monkeypatch):
+def in_groups(monkeypatch, host_memory):
     """Update in groups on a CPU as on TPUs; a CPU needs no groups, since its memory is host memory."""
     monkeypatch.setattr(apply, "is_worth_a_sequence", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
 

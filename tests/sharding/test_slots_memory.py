@@ -43,7 +43,7 @@ def memories(tree):
 @pytest.mark.thorough(except_for=["explicit-guards", "auto-labels"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_slots_memory_does_not_change_results(name, kind):
+def test_slots_memory_does_not_change_results(name, kind, host_memory):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS[name]()
     batch = jstep.shard_batch(data(), mesh)
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
@@ -65,7 +65,7 @@ def test_slots_memory_does_not_change_results(name, kind):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_readers_of_host_slots(kind, tmp_path):
+def test_readers_of_host_slots(kind, tmp_path, host_memory):
     mesh, optimizer = mesh_of(kind), OPTIMIZERS["averages"]()
     batches = jstep.batches(data(), 32, seed=2)
     step = jstep.minimize(loss_fn, optimizer)
@@ -105,8 +105,10 @@ def test_readers_of_host_slots(kind, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("memory", [None, "pinned_host"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_eager_updates_keep_shardings(kind, memory):
+def test_eager_updates_keep_shardings(kind, memory, request):
     """This includes shardings over Auto axes of a mixed mesh, which array types do not show."""
+    if memory:
+        request.getfixturevalue("host_memory")
     optimizer = OPTIMIZERS["labels"]()
     state = jstep.TrainState.create(
         init, optimizer, mesh=mesh_of(kind), param_specs=COLUMNS_AND_ROWS, slot_axis="data", slots_memory=memory

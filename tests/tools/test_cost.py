@@ -122,7 +122,7 @@ def test_invalid_arguments():
         jstep.cost(STEP, {}, BATCH)
 
 
-def test_host_slots_are_counted_separately():
+def test_host_slots_are_counted_separately(host_memory):
     mesh = jax.make_mesh((8,), ("data",))
     batch = jstep.shard_batch(BATCH, mesh)
 
