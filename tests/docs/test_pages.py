@@ -26,7 +26,11 @@ QUICK = """
 
 @pytest.mark.thorough(except_for=QUICK)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
-def test_the_code_of_a_page_runs_in_order(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_code_of_a_page_runs_in_order(
+    page: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> None:
+    if any("pinned_host" in block.code for block in blocks_of(page)):
+        request.getfixturevalue("host_memory")
     for needed in NEEDS.findall(text_of(page)):
         for module in needed.split(","):
             pytest.importorskip(module.strip())
