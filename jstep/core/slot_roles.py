@@ -46,6 +46,8 @@ _HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE,
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
+    Equality is that of metadata: unknown roles fit all others. `dict(roles)` compares the roles themselves.
+
     Attributes:
         complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
     """
@@ -66,15 +68,20 @@ class Roles(Mapping[str, Role | None]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
             return NotImplemented
-        return self is other or (self._roles == other._roles and self.complete == other.complete)
+        same = self._roles == other._roles and self.complete == other.complete
+        # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
+        # may be written with the constructor.
+        return same or self._are_unknown or other._are_unknown
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._roles))
+        return hash(Roles)
 
     def __repr__(self) -> str:
-        # JAX's error shows it where the structure of a state made by hand differs from that of another.
-        by_hand = not self._roles and not self.complete
-        return f"Roles({'none: made by hand; state.replace(…) keeps them' if by_hand else ', '.join(self._roles)})"
+        return f"Roles({', '.join(self._roles)})"
+
+    @property
+    def _are_unknown(self) -> bool:
+        return not self._roles and not self.complete
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""

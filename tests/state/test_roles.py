@@ -66,7 +66,7 @@ def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
         "vmap": jax.vmap(lambda w: jstep.TrainState.create({"w": w}, jstep.adam()))(jnp.ones((2, 4))),
     }
     for name, one in made.items():
-        assert one.roles == state.roles, name
+        assert dict(one.roles) == dict(state.roles), name
         assert len(one.roles) == 3, name
 
 
@@ -110,20 +110,18 @@ def by_hand(state: jstep.TrainState, x: Any) -> Any:
 
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit: bool, steps_per_call: int, compilations: Any) -> None:
+def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit: bool, steps_per_call: int) -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
     step = jax.jit(by_hand) if jit else by_hand
-    with compilations() as seen:
-        after = jstep.train(step, state, lambda step: np.ones(4, np.float32), 4, steps_per_call=steps_per_call)
-    assert after.roles == state.roles
+    after = jstep.train(step, state, lambda step: np.ones(4, np.float32), 4, steps_per_call=steps_per_call)
+    assert dict(after.roles) == dict(state.roles)
     assert int(after.global_step) == 4
-    assert sum("by_hand" in name for name in seen) <= 1
 
 
 def test_a_compiled_step_gives_its_state_the_roles() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
     after, _ = jstep.TrainStep(by_hand, donate=False)(state, np.ones(4, np.float32))
-    assert after.roles == state.roles
+    assert dict(after.roles) == dict(state.roles)
     made = jstep.TrainState(state.params, state.slots, state.global_step)
     assert not jstep.TrainStep(by_hand)(made, np.ones(4, np.float32))[0].roles
 
@@ -133,20 +131,38 @@ def test_an_init_that_is_compiled_keeps_the_roles() -> None:
     optimizer = jstep.Optimizer(jax.jit(made.init), jax.jit(made.update), made.hyperparameters)
     params = {"w": jnp.ones(4)}
     state = jstep.TrainState.create(params, optimizer)
-    assert state.roles == jstep.TrainState.create(params, made).roles
+    assert dict(state.roles) == dict(jstep.TrainState.create(params, made).roles)
     assert int(jstep.increment_global_step(state, 3).slots["start_step"]) == 3
 
 
-def test_errors_about_a_state_made_by_hand_say_what_to_do() -> None:
+def test_a_state_made_by_hand_has_the_structure_of_one_that_was_created() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    assert len(state.roles) == 3
 
     def body(state: jstep.TrainState, x: Any) -> Any:
         return jstep.TrainState(state.params, state.slots, state.global_step + 1), x
 
-    with pytest.raises(TypeError, match=r"state\.replace\(…\) keeps them"):
-        jax.lax.scan(body, state, jnp.ones(2))
-    axes = state.replace(params=0, slots=None, global_step=None)
+    assert int(jax.lax.scan(body, state, jnp.ones(2))[0].global_step) == 2
+    branches = (lambda state: state, lambda state: body(state, 0.0)[0])
+    assert int(jax.lax.cond(state.global_step > 0, *branches, state).global_step) == 1
+    axes = jstep.TrainState({"w": 0}, None, None)
     assert jax.vmap(lambda one: one.params["w"], in_axes=(axes,))(state).shape == (4,)
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    places = jstep.TrainState(there, there, there)
+    placed = jax.device_put(state, places)
+    assert placed.params["w"].sharding == there
+    assert dict(jax.jit(lambda state: state, in_shardings=(places,))(placed).roles) == dict(state.roles)
+    assert jax.tree.map(jnp.add, state, body(state, 0.0)[0]).roles
+
+
+def test_steps_of_a_custom_loop_compile_once(compilations: Any) -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    step = jax.jit(lambda state, x: by_hand(state, x)[0])
+    state = step(state, np.ones(4, np.float32))
+    with compilations() as seen:
+        for _ in range(3):
+            state = step(state, np.ones(4, np.float32))
+    assert seen == []
 
 
 @pytest.mark.parametrize("method", ["after_step", "end"])
@@ -163,5 +179,5 @@ def test_a_hook_returns_a_state_made_by_hand_or_created(method: str, start_by_ha
     hook = type("Returning", (jstep.Hook,), {method: returned})()
     step = jstep.minimize(lambda p, x: jnp.sum(p["w"] * x), jstep.adam())
     after = jstep.train(step, start, lambda step: np.ones(4, np.float32), 2, hooks=[hook])
-    assert after.roles == roles
+    assert dict(after.roles) == dict(roles)
     assert int(after.global_step) == 2

@@ -263,4 +263,4 @@ def test_model_state_is_read_and_replaced() -> None:
     assert with_some.replace(model_state=None).slots.keys() == state.slots.keys()
     both = with_some.replace(slots={}, model_state={"seen": 4})
     assert both.slots == {"model_state": {"seen": 4}}
-    assert with_some.roles == state.roles
+    assert dict(with_some.roles) == dict(state.roles)
