@@ -49,8 +49,9 @@ def from_optax(
         An `Optimizer`.
 
     Raises:
-        TypeError: `transformation` has no `init` and `update`; it requires parameters that are not a tree of arrays (as
-            `optax.lookahead` does), or extra arguments that the step does not have.
+        TypeError: `transformation` has no `init` and `update`. From `TrainState.create`: it contains `optax.lookahead`
+            or `optax.contrib.differentially_private_aggregate` (`dpsgd`), which need other parameters and gradients
+            than those of a step. From the step: it needs extra arguments that the step does not have.
         ValueError: The name cannot be a prefix.
 
     Example:
@@ -81,6 +82,7 @@ def from_optax(
                 state = transformation.init(_seen(params))
             except (AttributeError, TypeError) as error:
                 raise _other_params("init", error) from error
+        _refuse_impossible(state)
         slots = _StateSlots(name, state, params).slots
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
@@ -138,10 +140,36 @@ def from_optax(
 
 def _other_params(function: str, error: Exception) -> TypeError:
     return TypeError(
-        f"transformation: its {function} does not take a plain tree of parameters ({error}). optax.lookahead, for one, "
-        "requires LookaheadParams, two copies of them: use jstep.lookahead(jstep.from_optax(...)), which keeps the "
-        "slow copy in a slot"
+        f"transformation: its {function} does not take a plain tree of parameters ({error}): from_optax gives it the "
+        "tree of the trainable leaves of params, and gradients of the same structure"
     )
+
+
+_IMPOSSIBLE = {
+    "LookaheadState": "optax.lookahead needs LookaheadParams, two copies of the parameters; give plain parameters and "
+    "use jstep.lookahead(jstep.from_optax(fast_optimizer), sync_period, slow_step_size), which keeps the slow copy in "
+    "a slot",
+    "DifferentiallyPrivateAggregateState": "optax.contrib.differentially_private_aggregate (dpsgd) needs the gradient "
+    "of each example, and a step has those of the mean, whose first axis it would take for the examples; call its "
+    "update on jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)) in a step of your own, and give the result to "
+    "jstep.apply_gradients with an optimizer for what follows it, such as jstep.sgd",
+}
+"""Optax states, by class name, of transformations that no step can serve, and what to do instead."""
+
+
+def _refuse_impossible(state: Any) -> None:
+    """Raise an error for a transformation that would fail in the step, or return wrong numbers there.
+
+    Raises:
+        TypeError: The state contains that of such a transformation.
+    """
+
+    def reason(node: Any) -> str | None:
+        return _IMPOSSIBLE.get(type(node).__name__) if type(node).__module__.startswith("optax.") else None
+
+    for node in jax.tree.leaves(state, is_leaf=lambda node: reason(node) is not None):
+        if found := reason(node):
+            raise TypeError(f"transformation: {found}")
 
 
 @contextlib.contextmanager
