@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
@@ -20,7 +21,8 @@ def is_object(name: str, value: Any) -> bool:
     """Return whether a metric is an object with `merge` and `compute`; works while tracing.
 
     Raises:
-        TypeError: The metric has only one of the two methods, or is not a pytree. The message contains its name.
+        TypeError: The metric has only one of the two methods, or is not a pytree of arrays. The message contains its
+            name.
     """
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
@@ -38,7 +40,22 @@ def is_object(name: str, value: Any) -> bool:
             f"metric_fn: the metric {name!r} is {kind(value)}, which is not a pytree: register its class, for example "
             "a dataclass by jax.tree_util.register_dataclass"
         )
+    _check_leaves(value, f"the metric {name!r} is {kind(value)} that holds")
     return True
+
+
+def _check_leaves(value: Any, what: str) -> None:
+    """Raise an error for a leaf that is not an array or a number; JAX's own error does not name the metric.
+
+    Raises:
+        TypeError: There is such a leaf. The message contains its path.
+    """
+    for path, leaf in trees.leaves_with_paths(value):
+        if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+            raise TypeError(
+                f"metric_fn: {what} {kind(leaf)} at {trees.quoted(path)}: each leaf must be an array or a number; "
+                "register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
+            )
 
 
 class Merger:
@@ -87,7 +104,7 @@ def _merged(name: str, total: Any, one: Any) -> Any:
     try:
         merged = total.merge(one)
     except Exception as error:
-        note(error, f"metric_fn: in merge of the metric {name!r}")
+        note(error, f"metric_fn: in merge of the metric {name!r}{_merge_advice(total, one)}")
         raise
     after = trees.structure(merged)
     if type(merged) is not type(total) or after != before:
@@ -95,7 +112,20 @@ def _merged(name: str, total: Any, one: Any) -> Any:
             f"metric_fn: the metric {name!r}: merge of {kind(total)} returned {kind(merged)} of another structure: "
             f"must return {before}, got {after}"
         )
+    _check_leaves(merged, f"the metric {name!r}: merge of {kind(total)} returned")
     return merged
+
+
+def _merge_advice(total: Any, one: Any) -> str:
+    pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
+    differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
+    advice = ", which is compiled: use jax.numpy on the leaves"
+    if differ:
+        advice += (
+            f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may have "
+            "fewer rows: sum over the rows, or concatenate them"
+        )
+    return advice
 
 
 def numbers_of_objects(totals: Mapping[str, Any]) -> dict[str, dict[str, float]]:

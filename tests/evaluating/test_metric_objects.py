@@ -235,7 +235,34 @@ def test_an_error_in_an_object_names_the_metric(method):
     cls = make(**{"merge": first, "compute": x_of, method: fails})
     with pytest.raises(ZeroDivisionError) as caught:
         jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(make_state())
-    assert f"metric_fn: in {method} of the metric 'm'" in caught.value.__notes__
+    assert any(note.startswith(f"metric_fn: in {method} of the metric 'm'") for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_shapes_that_cannot_be_merged_are_explained(count):
+    cls = make(lambda self, other: type(self)(self.x + other.x), x_of)
+    mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+    batches = jstep.batches(X[:10], 4, shuffle=False, num_epochs=1, drop_remainder=False)
+    evaluate = jstep.evaluator(
+        lambda params, x: {"m": cls(x[:, 0])},
+        batches,
+        batch_sharding=NamedSharding(mesh, PartitionSpec("data")),
+    )
+    with pytest.raises(TypeError, match="broadcast") as caught:
+        evaluate(jstep.shard_state(make_state(), mesh))
+    assert any(
+        "in merge of the metric 'm'" in note and "(4,) and (2,); the last batch may have fewer rows" in note
+        for note in caught.value.__notes__
+    )
+
+
+def test_leaves_that_are_not_arrays_are_named():
+    cls = make(lambda self, other: type(self)("text"), x_of)
+    state = make_state()
+    with pytest.raises(TypeError, match=r"the metric 'm' is a Mine that holds a str at .*register other fields as st"):
+        jstep.evaluator(lambda params, x: {"m": cls("text")}, in_batches(5, X))(state)
+    with pytest.raises(TypeError, match=r"the metric 'm': merge of a Mine returned a str at .*register other fields"):
+        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(state)
 
 
 def test_a_structure_that_differs_between_batches():
