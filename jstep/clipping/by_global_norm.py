@@ -26,6 +26,9 @@ def global_norm(tree: Any) -> Array:
         A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Intermediate values do not
         overflow if the result is finite. Complex leaves enter with their absolute values.
 
+    Raises:
+        TypeError: A leaf is not an array of numbers, for example a PRNG key (names its path).
+
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> print(jstep.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": None}))
@@ -33,12 +36,16 @@ def global_norm(tree: Any) -> Array:
 
     Source: `tf.global_norm`.
     """
+    return _global_norm(tree, "global_norm")
+
+
+def _global_norm(tree: Any, name: str) -> Array:
     arrays: list[Array] = []
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
         path = trees.path_str(keys)
-        array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, "global_norm")
+        array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
         arrays += compute_first(array)
@@ -72,9 +79,9 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     `tf.clip_by_global_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
-    norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
+    norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
     by = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
+    return map_leaves(lambda x, shape: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
 
 
 def _known_norm(norm: Any) -> Array:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jstep.clipping.norms import norm_of, scaled
-from jstep.clipping.parts import check_clip_norm, map_leaves, refuse_numbers_in_a_row
+from jstep.clipping.parts import check_clip_norm, map_leaves
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import IndexedSlices, is_slices
@@ -50,7 +50,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
                 )
         if listed is not None and len({axis % rank for axis in listed}) < len(listed):
             raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
-    return map_leaves(lambda x: scaled(x, norm_of([x], listed, clip_norm), clip_norm), t, "clip_by_norm")
+    return map_leaves(lambda x, shape: scaled(x, norm_of([x], listed, clip_norm), clip_norm), t, "clip_by_norm")
 
 
 @on_any_mesh
@@ -76,17 +76,12 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     Source: `tf.clip_by_average_norm`.
     """
     check_clip_norm("clip_norm", clip_norm)
-    refuse_numbers_in_a_row(t, "clip_by_average_norm")
 
-    def leaf(keys: Any, x: Any) -> Any:
-        size = max(1, int(np.prod(x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x))))
+    def clip(x: Array, shape: tuple[int, ...]) -> Array:
+        size = max(1, int(np.prod(shape)))
+        return scaled(x, norm_of([x], limit=clip_norm * size) / size, clip_norm)
 
-        def clip(a: Array) -> Array:
-            return scaled(a, norm_of([a], limit=clip_norm * size) / size, clip_norm)
-
-        return map_leaves(clip, x, f"clip_by_average_norm at {trees.quoted(trees.path_str(keys))}")
-
-    return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)
+    return map_leaves(clip, t, "clip_by_average_norm")
 
 
 def _axes_of(axes: Any) -> tuple[int, ...]:

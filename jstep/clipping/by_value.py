@@ -27,6 +27,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
         The clipped tree, with the same shapes and dtypes. NaNs are preserved.
 
     Raises:
+        TypeError: A leaf is not an array of real numbers, for example a PRNG key (names its path).
         ValueError: `min` > `max`.
 
     Example:

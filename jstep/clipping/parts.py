@@ -13,17 +13,23 @@ from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.types import Array
 
 
-def map_leaves(function: Callable[[Array], Array], tree: Any, name: str) -> Any:
-    """Map a function over the floating-point leaves of a tree; over the combined rows of an `IndexedSlices`."""
+def map_leaves(function: Callable[[Array, tuple[int, ...]], Array], tree: Any, name: str) -> Any:
+    """Map a function of an array and its dense shape over the floating-point leaves of a tree.
+
+    The array of an `IndexedSlices` is its combined rows; its dense shape is that of its table.
+    """
     refuse_numbers_in_a_row(tree, name)
 
     def leaf(keys: Any, x: Any) -> Any:
         path = trees.path_str(keys)
         if isinstance(x, IndexedSlices):
             rows = combined(x, path)
-            clipped = function(rows.values).astype(jnp.result_type(x.values))
+            clipped = function(rows.values, x.dense_shape).astype(jnp.result_type(x.values))
             return within(dataclasses.replace(rows, values=clipped))
-        return x if trees.is_none(x) else function(floating(x, path, name))
+        if trees.is_none(x):
+            return x
+        array = floating(x, path, name)
+        return function(array, array.shape)
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
 
@@ -33,7 +39,7 @@ def floating(x: Any, path: str, name: str) -> Array:
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
-            f"{name}: the leaf at {trees.quoted(path)} has dtype {array.dtype}; only floating-point arrays can be "
+            f"{name}: {trees.leaf_at(path)} has dtype {array.dtype}; only floating-point arrays can be "
             "scaled. Replace it by None, or cast it."
         )
     return array
@@ -57,9 +63,11 @@ def check_clip_norm(name: str, clip_norm: Any) -> Any:
 
 
 def number(x: Any, path: str, name: str) -> Array:
-    """Return a leaf as an array; raise an error with its path otherwise."""
+    """Return a leaf as an array of numbers; raise an error with its path otherwise."""
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        raise TypeError(f"{name}: the leaf at {trees.quoted(path)} is {type(x).__name__}, which is not an array")
+        raise TypeError(f"{name}: {trees.leaf_at(path)} is {type(x).__name__}, which is not an array")
+    if trees.is_key(x):
+        raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
     return jnp.asarray(x)
 
 

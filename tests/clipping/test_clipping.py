@@ -312,3 +312,27 @@ def test_repeated_rows_are_added_before_the_norm() -> None:
         assert isinstance(clip(sparse), jstep.IndexedSlices)
         clipped = jax.jit(lambda x, clip=clip: clip(x).to_dense())(sparse)
         np.testing.assert_allclose(clipped, clip(sparse.to_dense()), rtol=1e-6)
+
+
+FUNCTIONS = {
+    "global_norm": jstep.global_norm,
+    "clip_by_global_norm": lambda tree: jstep.clip_by_global_norm(tree, 1.0),
+    "clip_by_norm": lambda tree: jstep.clip_by_norm(tree, 1.0),
+    "clip_by_average_norm": lambda tree: jstep.clip_by_average_norm(tree, 1.0),
+    "clip_by_value": lambda tree: jstep.clip_by_value(tree, -1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n/key' has dtype key<fry>, a PRNG key\. Replace it"):
+        FUNCTIONS[name]({"n": {"key": key}, "w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=rf"^{name}: the array has dtype key<fry>, a PRNG key\. Replace it by None"):
+        jax.jit(FUNCTIONS[name])(key)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("global_norm", "clip_by_value")])
+def test_integers_are_rejected_with_one_path(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n' has dtype int32; only floating-point arrays"):
+        FUNCTIONS[name]({"n": jnp.arange(3)})
