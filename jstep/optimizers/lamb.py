@@ -7,7 +7,7 @@ from jstep.core.var_list import VarList
 from jstep.optimizers.adam import corrections, direction, moments
 from jstep.optimizers.arguments import adam_hyper, decay_flags, decay_hyper, with_decay
 from jstep.optimizers.leafwise import Hyper, leafwise
-from jstep.optimizers.trust_ratio import trust_ratio
+from jstep.optimizers.trust_ratio import scale_by_ratio
 
 
 def lamb(
@@ -62,4 +62,4 @@ def lamb_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     """A leaf's update and moments."""
     m, v = moments(g, slots, h)
     r = with_decay(direction(m, v, h), p, h)
-    return -h["learning_rate"] * trust_ratio(p, r) * r, {"m": m, "v": v}
+    return scale_by_ratio(p, r, -h["learning_rate"]), {"m": m, "v": v}

@@ -9,7 +9,7 @@ from jstep.optimizers.arguments import decay_flags, decay_hyper, rate, with_deca
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
 from jstep.optimizers.masks import mask
-from jstep.optimizers.trust_ratio import trust_ratio
+from jstep.optimizers.trust_ratio import scale_by_ratio
 
 
 def lars(
@@ -71,8 +71,9 @@ def lars(
 def scaled(g: Array, p: Array, h: Hyper) -> Array:
     """The gradient with weight decay, multiplied by the trust ratio and the learning rate."""
     g = with_decay(g, p, h)
-    ratio = trust_ratio(p, g, h["trust_coefficient"], h["epsilon"]) if h["trusts"] else 1.0
-    return h["learning_rate"] * ratio * g
+    if not h["trusts"]:
+        return h["learning_rate"] * g
+    return scale_by_ratio(p, g, h["learning_rate"], h["trust_coefficient"], h["epsilon"])
 
 
 def lars_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:

@@ -2,19 +2,26 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jstep.clipping.norms import norm_of
 from jstep.core.types import Array
 
 
-def trust_ratio(p: Array, u: Array, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
-    """The ratio coefficient·‖p‖ / (‖u‖ + epsilon) of a leaf; 1 if either norm is 0."""
-    of_p, of_u = norm(p), norm(u)
+def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
+    """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0.
+
+    It does not overflow or underflow if the result does not, even where the ratio does.
+    """
+    of_p, of_u = norm_of([p]), norm_of([u])
     neither = (of_p > 0) & (of_u > 0)
-    return jnp.where(neither, coefficient * of_p / jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u)), 1.0)
+    divisor = jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u))
+    unit = _power_of_two(divisor)
+    return rate * jnp.where(neither, coefficient * of_p / (divisor * unit), 1.0) * (u * unit)
 
 
-def norm(x: Array) -> Array:
-    """The L2 norm of all elements; its derivative at 0 is 0."""
-    square = jnp.sum(jnp.square(x))
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, jnp.ones_like(square))), square)
+def _power_of_two(norm: Array) -> Array:
+    """A power of two, whose product with the norm is between 1/2 and 4: multiplying by it is exact."""
+    _, exponent = jnp.frexp(jax.lax.stop_gradient(norm))
+    return jnp.ldexp(jnp.ones_like(norm), jnp.clip(-exponent, -126, 126))

@@ -10,7 +10,7 @@ from jstep.core.types import Array, Optimizer, Params, Step, Updates
 from jstep.optimizers.element import element
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.match_gradients import match_gradients
-from jstep.optimizers.trust_ratio import trust_ratio
+from jstep.optimizers.trust_ratio import scale_by_ratio
 
 
 def scale_by_trust_ratio() -> Optimizer:
@@ -46,4 +46,4 @@ def _scaled_updates(updates: Updates, params: Params, step: Step, h: Hyper) -> U
 
 def _scaled(p: Array, u: Array) -> Array:
     dtype = trees.compute_dtype(p.dtype)
-    return trust_ratio(p.astype(dtype), u.astype(dtype)) * u.astype(dtype)
+    return scale_by_ratio(p.astype(dtype), u.astype(dtype))
