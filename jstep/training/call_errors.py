@@ -1,5 +1,6 @@
 """Explanations of JAX errors in calls of a training step, derived from its arguments."""
 
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,15 @@ _ON_ONE_MESH = (
     " all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
 )
 
+_CAPTURED = (
+    "The state and the batch are on the same devices, so the loss probably closes over an array that is on others, "
+    "such as one sharded over a mesh, or uses another mesh. Pass the array to the step as an argument, or keep it in "
+    "the state (TrainState.create(..., model_state=...), has_model_state=True), and place both on one mesh: "
+    "jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+)
+_OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
+"""What JAX's errors about devices and meshes have in common."""
+
 
 def is_spent(state: Any) -> bool:
     """Return whether a state was donated to an earlier step."""
@@ -25,7 +35,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
 
     Args:
-        error: The error that JAX raised.
+        error: The error that JAX or the loss raised.
         state: The state passed to the step.
         args: The batch.
         was_spent: Whether the state was donated before the call; a call that fails while it runs also donates it.
@@ -36,6 +46,10 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
         RuntimeError: A leaf was donated to an earlier step.
         ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
     """
+    if not isinstance(error, RuntimeError | ValueError):
+        if type(error).__name__ == "ShardingTypeError" and _is_on_one_device((state, args)):
+            note(error, _CAPTURED)
+        return
     if was_spent or not is_spent(state):
         require_alive(state, error)
         if donates:
@@ -48,6 +62,8 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
         ) from error
     if len(_placements((state, args))) > 1:
         note(error, _ON_ONE_MESH)
+    elif _OF_DEVICES.search(str(error)):
+        note(error, _CAPTURED)
 
 
 def _is_of_a_nan(error: BaseException | None) -> bool:
@@ -107,6 +123,12 @@ def _buffer(leaf: Any) -> Any:
         return next(iter(part.devices())), part.unsafe_buffer_pointer()
     except Exception:  # a backend without buffer pointers
         return id(leaf)
+
+
+def _is_on_one_device(tree: Any) -> bool:
+    """Return whether no array is on several devices; then none of them can raise an error about shardings."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not trees.is_traced(x)]
+    return all(len(array.sharding.device_set) == 1 for array in arrays)
 
 
 def _placements(tree: Any) -> set[Any]:

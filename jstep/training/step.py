@@ -201,7 +201,7 @@ class TrainStep:
             program.trace(state, *args)
             with transfers:
                 return program(state, *args)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             explain(error, state, args, was_spent=was_spent, donates=self.donate)
             raise
 

@@ -75,3 +75,27 @@ def test_step_inside_other_transformations() -> None:
     states, metrics = jax.vmap(step, in_axes=(0, None, None))(several, X, Y)
     np.testing.assert_array_equal(states.global_step, [1, 1, 1])
     assert metrics["loss"].shape == (3,)
+
+
+@pytest.mark.parametrize(("words", "rows"), [("device assignment", False), ("illegally sharded", True)])
+def test_a_loss_that_closes_over_a_sharded_array_is_explained(words: str, rows: bool) -> None:
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    captured = jax.device_put(np.ones((4, 2) if rows else 2), jax.NamedSharding(mesh, jax.P("data")))
+    optimizer = jstep.sgd(0.1)
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        w = params["w"] * x
+        return jnp.sum(captured @ captured.T @ jnp.sum(w)[None].repeat(4)) if rows else jnp.sum(captured * w)
+
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    with pytest.raises(Exception, match=words) as caught:
+        jstep.minimize(loss_fn, optimizer)(state, np.ones(2, np.float32))
+    assert any("closes over an array that is on others" in note for note in caught.value.__notes__)
+
+
+def test_other_errors_of_a_loss_have_no_note_on_devices() -> None:
+    optimizer = jstep.sgd(0.1)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        jstep.minimize(lambda params, x: jnp.sum(params["w"] + x), optimizer)(state, np.ones(3, np.float32))
+    assert not any("closes over" in note for note in getattr(caught.value, "__notes__", ()))
