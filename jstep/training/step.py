@@ -186,6 +186,7 @@ class TrainStep:
         if constants.values:
             metrics.update(constants.arrays())
         self._constants = constants
+        new = keep_roles(state, new)  # the step may have been compiled for a state made by hand
         if isinstance(new, TrainState):
             mesh = mesh_of(new.global_step) if mesh is None and not is_latest else mesh
             self._latest = weakref.ref(new), program, mesh

@@ -126,6 +126,13 @@ def test_a_compiled_step_gives_its_state_the_roles() -> None:
     assert not jstep.TrainStep(by_hand)(made, np.ones(4, np.float32))[0].roles
 
 
+def test_a_step_that_was_compiled_for_a_state_made_by_hand_keeps_the_roles_of_others() -> None:
+    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
+    step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), jstep.adam(), donate=False)
+    assert len(step(jstep.TrainState(state.params, state.slots, state.global_step))[0].roles) == 0
+    assert dict(step(state)[0].roles) == dict(state.roles)
+
+
 def test_an_init_that_is_compiled_keeps_the_roles() -> None:
     made = jstep.adam()
     optimizer = jstep.Optimizer(jax.jit(made.init), jax.jit(made.update), made.hyperparameters)
