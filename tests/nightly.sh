@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything, quick and thorough: with the newest and the lowest versions, with XLA's default optimization level,
+# Runs everything, quick and thorough: with the newest and the lowest versions, much of it with XLA's default optimization level,
 # 20 000 steps with all features, XLA's compilers for TPUs and GPUs, Ray, and SLURM if it is installed.
 #
 #   tests/nightly.sh [pytest arguments]
@@ -37,9 +37,16 @@ step() { # name, command …
         "$(grep -aE '(passed|failed|error).* in [0-9]' "$logs/$name.log" | tail -n 1)")")
 }
 
+# Compiling with optimizations takes more than twice as long: of the thorough tests, those whose numbers XLA could change.
+optimized() { # pytest arguments
+    env XLA_FLAGS= "$python" -m pytest -n 2 --costs="$logs/costs.json" "$@" &&
+        env XLA_FLAGS= "$python" -m pytest -n 2 -m thorough tests/core tests/differentiate tests/optimizers \
+            tests/training "$@"
+}
+
 step newest env PYTHON="${newest:-python3}" tests/versions.sh newest -m "" "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
-step optimized env XLA_FLAGS= "$python" -m pytest -n 2 -m "" --costs="$logs/costs.json" "$@"
+step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 step compilers tests/compilers.sh "$@"
 step launchers env PYTHON="$python" tests/launchers.sh "$@"
