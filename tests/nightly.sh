@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs everything, quick and thorough: with the newest and the lowest versions, much of it with XLA's default optimization level,
-# 20 000 steps with all features, XLA's compilers for TPUs and GPUs, Ray, and SLURM if it is installed.
+# Runs everything, quick and thorough: with the newest and the lowest versions, much of it with XLA's default
+# optimization level, 20 000 steps with all features, XLA's compilers for TPUs and GPUs, Ray, and SLURM if it is
+# installed.
 #
 #   tests/nightly.sh [pytest arguments]
 #   STEPS="lowest soak" tests/nightly.sh      only these of: newest lowest optimized soak compilers launchers slurm
@@ -37,7 +38,7 @@ step() { # name, command …
         "$(grep -aE '(passed|failed|error).* in [0-9]' "$logs/$name.log" | tail -n 1)")")
 }
 
-# Compiling with optimizations takes more than twice as long: of the thorough tests, those whose numbers XLA could change.
+# Compiling with optimizations takes more than twice as long: of the thorough tests, those whose numbers it may change.
 optimized() { # pytest arguments
     env XLA_FLAGS= "$python" -m pytest -n 2 --costs="$logs/costs.json" "$@" &&
         env XLA_FLAGS= "$python" -m pytest -n 2 -m thorough tests/core tests/differentiate tests/optimizers \

@@ -51,7 +51,9 @@ def conditional_update(
         role, old = roles.get(name), slots[name]
         if role and role in slot_rules:
             return slot_rules[role](old, new)
-        return jnp.where(condition, new, old + 1) if role in AGES else _selected_slot(condition, old, new, moved)
+        if role in AGES:
+            return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
+        return _selected_slot(condition, old, new, moved)
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 

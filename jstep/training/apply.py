@@ -158,7 +158,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
-        own |= {name: own[name] - 1 for name in roles.of(*COUNTS)}
+        own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guards}
     params = apply_updates(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})

@@ -262,6 +262,21 @@ def test_an_age_is_declared_and_never_spelled() -> None:
     assert (float(state.slots["a/b/start_step"]), int(state.slots["a/b/born"])) == (3.0, 3)
 
 
+def test_an_age_may_be_a_tree() -> None:
+    def init(params: Any, step: Any) -> dict[str, Any]:
+        return {"born": jax.tree.map(lambda leaf: jnp.asarray(step, jnp.int32), params)}
+
+    init.ages = ("born",)  # type: ignore[attr-defined]
+    plain = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+    parted = jstep.partition({"a": plain, "b": jstep.adam()}, lambda path, leaf: "a" if path == "w" else "b")
+    for optimizer, slot in ((jstep.skip_nonfinite(plain), "born"), (jstep.scope("s", parted), "s/a/born")):
+        state = at_the_same_step(start(optimizer), GRADS[0], optimizer)
+        assert int(state.slots[slot]["w"]) == -1
+        assert int(jstep.increment_global_step(state, 4).slots[slot]["w"]) == 3
+        idle = {"w": np.nan * GRADS[0] if slot == "born" else None, "b": GRADS[0][0]}
+        assert int(jstep.apply_gradients(state, idle, optimizer).slots[slot]["w"]) == 0
+
+
 def test_a_state_made_by_hand_has_no_roles() -> None:
     made = start(jstep.adam(0.1))
     state = jstep.TrainState(made.params, made.slots, made.global_step)

@@ -107,7 +107,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
                 except NoGradientsError:
                     idle += 1
                     ages = known[label].of(*AGES)
-                    new |= {name: tree + 1 if name in ages else tree for name, tree in mine.items()}
+                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
+                    new |= mine | later
                     continue
                 new |= own
                 for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_slices)):
