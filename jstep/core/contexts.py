@@ -1,4 +1,4 @@
-"""Propagation of JAX contexts to threads, exemption of internal transfers from `transfer_guard`, and `scoped`.
+"""Propagation of JAX contexts to threads, and exemption of internal transfers from `transfer_guard`.
 
 JAX's context managers set thread-local values, not context variables: a new thread has JAX's defaults. A thread of
 jstep therefore copies from the thread that starts it the context variables, and all JAX settings that have a context
@@ -13,10 +13,12 @@ import contextvars
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+
+from jstep.core.scoped import scoped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,37 +36,6 @@ _SETTINGS = tuple(
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
 _NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-
-
-def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
-    """Make a context manager of a generator that yields once, like `contextlib.contextmanager`.
-
-    An exception that leaves the context is not thrown into the generator, which is closed: only its `finally` runs.
-    `contextlib` sets `__traceback__` of the exception, so that one of a class that refuses attributes, such as a frozen
-    dataclass, would be replaced by another error. Use it around the user's code.
-    """
-
-    @functools.wraps(make)
-    def scope(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
-        return _Scope(make(*args, **kwargs))
-
-    return scope
-
-
-class _Scope(contextlib.AbstractContextManager[_T], Generic[_T]):
-    __slots__ = ("_body",)
-
-    def __init__(self, body: Any) -> None:
-        self._body: Generator[_T] = body
-
-    def __enter__(self) -> _T:
-        return next(self._body)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            next(self._body, None)
-        else:
-            self._body.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.contexts import scoped
+from jstep.core.scoped import scoped
 
 _logger = logging.getLogger("jstep")
 

@@ -14,6 +14,8 @@ from jstep.loop import tagged_json
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
 _PROCESSES = "processes"
+_BYTES = "base64"
+"""The key of a position that is nothing but bytes."""
 
 
 class SavedPosition(NamedTuple):
@@ -40,6 +42,8 @@ def encode_position(position: Any, owner: str) -> Any:
     Raises:
         TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
     """
+    if isinstance(position, bytes):
+        return {_BYTES: base64.b64encode(position).decode()}
     try:
         return {"value": tagged_json.encode(position)}
     except tagged_json.UnsupportedError as error:
@@ -68,8 +72,8 @@ def decode_position(kept: Any, owner: str) -> Any:
             "checkpoint_dir=new_directory)"
         )
     try:
-        if "base64" in kept:  # bytes, in checkpoints of older versions
-            return base64.b64decode(kept["base64"], validate=True)
+        if _BYTES in kept:
+            return base64.b64decode(kept[_BYTES], validate=True)
         return tagged_json.decode(kept["value"])
     except KeyError as error:
         raise ValueError(f"{what} is not a position (it has no {error})") from None

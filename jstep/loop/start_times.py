@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jstep.core.contexts import Thread, scoped
+from jstep.core.contexts import Thread
+from jstep.core.scoped import scoped
 from jstep.hooks.cadence import CadencedHook
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here

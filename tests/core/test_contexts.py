@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jstep.core import contexts
+from jstep.core.scoped import scoped
 
 SECS = 60
 
@@ -184,7 +185,7 @@ def test_internal_transfers_without_a_guard_do_nothing():
 def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():
     events = []
 
-    @contexts.scoped
+    @scoped
     def scope(name):
         events.append(name)
         try:
