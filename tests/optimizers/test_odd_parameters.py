@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from contract import avals, for_each
+from contract import avals
 from optimizer_table import TABLE
 
 import jstep
@@ -43,7 +43,8 @@ def created(params: Any, optimizer: jstep.Optimizer) -> jstep.TrainState | str:
         return str(error)
 
 
-@for_each(TABLE)
+@pytest.mark.thorough(except_for={"name": ["adam", "muon", "soap", "from_optax"]})
+@pytest.mark.parametrize("name", list(TABLE))
 def test_odd_leaves(name: str) -> None:
     for kind, make in ODD.items():
         optimizer = TABLE[name].make(0.1)
