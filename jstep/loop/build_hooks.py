@@ -96,7 +96,7 @@ def build_hooks(
         )
         hooks.append(saving)
     run = RunInfo(
-        last_step=None if options.is_endless else options.last_step,
+        last_step=options.end,
         sums=MetricSums(lambda: programs.skip_metric, constants),
         transfers=TransferQueue(),
         steps_per_call=options.steps_per_call,
@@ -143,7 +143,7 @@ def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> li
         return []
     terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
     if options.progress or terminal:
-        return [ProgressHook(last_step=None if options.is_endless else options.last_step)]
+        return [ProgressHook(last_step=options.end)]
     return (
         [LoggingHook(every_n_steps=options.log_steps, counter=counter, leave_out=constants)]
         if options.log_steps

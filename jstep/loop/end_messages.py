@@ -16,7 +16,7 @@ def report_early_end(loop: LoopState, run_start: RunStart, options: Options) -> 
     Raises:
         ValueError: There is no batch at all, and the run was not restored.
     """
-    start, last_step = run_start.step, None if options.is_endless else options.last_step
+    start, last_step = run_start.step, options.end
     if loop.step == start and run_start.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -26,7 +26,7 @@ def report_early_end(loop: LoopState, run_start: RunStart, options: Options) -> 
             "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
             "step 0), or a lower last_step"
         )
-    if options.is_endless:
+    if last_step is None:
         _logger.info("the batches ended after step %d, and so does the run", loop.step)
         return
     _logger.warning(

@@ -40,9 +40,9 @@ class Options:
     compile_cache: str | os.PathLike[str] | bool | None
 
     @property
-    def is_endless(self) -> bool:
-        """Whether the batches, a hook or a signal end the run."""
-        return bool(self.last_step == LARGEST_STEP)
+    def end(self) -> int | None:
+        """The step at which the run ends; None if the batches, a hook or a signal end it."""
+        return None if self.last_step == LARGEST_STEP else int(self.last_step)
 
     @property
     def cache_directory(self) -> str | None:

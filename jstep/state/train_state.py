@@ -219,8 +219,8 @@ def _fresh(
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
-    slots = _unshared(params, dict(_slots_of(params, optimizer, step)))
     roles = roles_of(optimizer, params).of_state()
+    slots = _unshared(params, dict(_slots_of(params, optimizer, step, roles)))
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(
@@ -232,7 +232,7 @@ def _fresh(
     return cls(params, slots, jnp.array(step, copy=True), roles=roles)
 
 
-def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
+def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -> Slots:
     mesh = explicit_mesh(params)
     if mesh is None:
         return optimizer.init(params, step)
@@ -240,7 +240,6 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array) -> Slots:
     specs = jax.tree.map(lambda leaf: spec_of(leaf) if explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
-        roles = roles_of(optimizer, params)
         return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1])
 
     return without_explicit_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
