@@ -22,7 +22,6 @@ from jstep.core.scoped import scoped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
 """The first belongs to one thread; the second is an alias of three settings, which are propagated."""
