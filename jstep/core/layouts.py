@@ -1,6 +1,5 @@
 """Shardings of leaves by path, available during tracing: tracers on Auto axes do not know their sharding."""
 
-import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Mapping
@@ -9,13 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jstep.core.scoped import scoped
+
 Layouts = Mapping[str, NamedSharding]
 """Path → sharding, for leaves on a mesh."""
 
 _LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
 
 
-@contextlib.contextmanager
+@scoped
 def using_layouts(layouts: Layouts) -> Iterator[None]:
     """Context manager that makes the shardings of leaves known to `layout_of`."""
     token = _LAYOUTS.set(layouts)

@@ -1,6 +1,5 @@
 """Memory kinds of arrays: offloading to host memory and back."""
 
-import contextlib
 import contextvars
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_text, shown
+from jstep.core.scoped import scoped
 
 DEVICE = "device"
 
@@ -68,7 +68,7 @@ def _on_device(leaf: Any) -> Any:
 _SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
 
 
-@contextlib.contextmanager
+@scoped
 def sharded(shardings: Any) -> Iterator[None]:
     """Context manager that makes the shardings of a traced state known: tracers on Auto axes do not know them."""
     token = _SHARDINGS.set(shardings)

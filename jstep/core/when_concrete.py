@@ -1,12 +1,12 @@
 """Deferred checks of values that are still traced, such as parameters during a compiled creation of slots."""
 
-import contextlib
 import contextvars
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
+from jstep.core.scoped import scoped
 
 Check: TypeAlias = Callable[..., None]
 Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
@@ -27,7 +27,7 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
         waiting[path, check, args] = None
 
 
-@contextlib.contextmanager
+@scoped
 def collecting_checks() -> Iterator[Waiting]:
     """Context manager in which `when_concrete` collects checks for `run_checks`."""
     waiting: Waiting = {}

@@ -1,6 +1,5 @@
 """Embedding lookup with sparse gradients."""
 
-import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.layouts import mesh_axes_of
 from jstep.core.meshes import dims_of, explicit_mesh, sharded_like, spec_of, without_explicit_axes
+from jstep.core.scoped import scoped
 from jstep.core.types import Array
 
 
@@ -84,7 +84,7 @@ def _rows(table: Array, ids: Array) -> Array:
 _active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
 
 
-@contextlib.contextmanager
+@scoped
 def tables(leaves: list[Array]) -> Iterator[Tables]:
     """Make the differentiated leaves available to `lookup` while a loss is traced."""
     made = Tables(leaves)

@@ -1,6 +1,5 @@
 """Adding updates to parameters."""
 
-import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from jstep.core import trees
 from jstep.core.execution_order import after_parameter, ordered_after
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.scoped import scoped
 from jstep.core.types import Array, Params, Slots, Updates
 
 
@@ -42,7 +42,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 _OUTSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_ordered_outside", default=False)
 
 
-@contextlib.contextmanager
+@scoped
 def ordered_outside() -> Iterator[None]:
     """Make `written_late` return slots unchanged: the caller knows the final updates and orders the slots itself."""
     token = _OUTSIDE.set(True)

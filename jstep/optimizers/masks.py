@@ -1,6 +1,5 @@
 """Static values per leaf (masks, axes, factors), computed from paths, shapes and dtypes."""
 
-import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -8,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jstep.core import paths, trees
+from jstep.core.scoped import scoped
 from jstep.core.types import Params
 from jstep.core.var_list import VarList, check_form, flags
 
@@ -17,7 +17,7 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
 
 
-@contextlib.contextmanager
+@scoped
 def partial_params(params: Params) -> Iterator[None]:
     """Make masks see `params` in this context, even if inner optimizers get None or another dtype for some leaves."""
     token = _WHOLE.set(params if _WHOLE.get() is None else _WHOLE.get())

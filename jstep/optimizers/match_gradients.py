@@ -1,8 +1,7 @@
 """Match gradients and slots to their parameters."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,19 +22,15 @@ class NoGradientsError(ValueError):
         super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
 
 
-@contextlib.contextmanager
-def explaining_missing_gradients(params: Params, gradients: Updates) -> Iterator[None]:
-    """Add a note to errors of custom optimizers that compute with a gradient that is None."""
-    try:
-        yield
-    except (AttributeError, TypeError, ValueError) as error:
-        if "None" in str(error) and not isinstance(error, NoGradientsError):
-            found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
-            leaves = zip(trees.leaves_with_paths(params), found, strict=True)
-            missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
-            if missing:
-                note(error, _MISSING.format(missing[:5]))
-        raise
+def explain_missing_gradients(error: Exception, params: Params, gradients: Updates) -> None:
+    """Add a note to the error of a custom optimizer that computes with a gradient that is None."""
+    if "None" not in str(error) or isinstance(error, NoGradientsError):
+        return
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+    leaves = zip(trees.leaves_with_paths(params), found, strict=True)
+    missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
+    if missing:
+        note(error, _MISSING.format(missing[:5]))
 
 
 _MISSING = (

@@ -23,7 +23,7 @@ from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
-from jstep.optimizers.match_gradients import explaining_missing_gradients, match_gradients
+from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED
@@ -151,8 +151,11 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     noise_slots(roles)
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], NOT_REACHED) for name in guards}
-    with explaining_missing_gradients(state.params, grads):
+    try:
         updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context)
+    except (AttributeError, TypeError, ValueError) as error:
+        explain_missing_gradients(error, state.params, grads)
+        raise
     _check_slots(held, own)
     left_out = {name: own[name] == LEFT_OUT for name in guards}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}

@@ -1,6 +1,5 @@
 """Use Optax transformations as jstep optimizers."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
+from jstep.core.scoped import scoped
 from jstep.core.slot_roles import Init, Roles, of_slots
 from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.call_update import EMPTY_CONTEXT
@@ -172,7 +172,7 @@ def _refuse_impossible(state: Any) -> None:
             raise TypeError(f"transformation: {found}")
 
 
-@contextlib.contextmanager
+@scoped
 def _standard_promotion() -> Iterator[None]:
     """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
