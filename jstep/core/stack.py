@@ -1,4 +1,4 @@
-"""Stacking of trees leaf by leaf on a new leading axis, as for batches."""
+"""Stacking of trees leaf by leaf on a new leading axis, as for batches, and its inverse."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.trees import flatten, path_str, quoted
+from jstep.core.trees import flatten, leaf_at, path_str, paths_of, quoted
 
 
 def stack_trees(trees: Sequence[Any], what: str) -> Any:
@@ -49,6 +49,38 @@ def no_rows(tree: Any) -> Any:
         return np.empty((0, *array.shape), array.dtype)
 
     return jax.tree.map(leaf_of, tree)
+
+
+def rows_of(tree: Any, what: str) -> list[Any]:
+    """Return the rows of stacked trees, the inverse of `stack_trees`: copies, so that the arrays can be reused.
+
+    Args:
+        tree: A tree of arrays whose leading axes have the same size.
+        what: The name of the tree, for the error.
+
+    Raises:
+        ValueError: A leaf has no leading axis, sizes differ, or there is no leaf; names the paths.
+    """
+    leaves, treedef = flatten(tree)
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    sizes: dict[int, str] = {}
+    for path, array in zip(paths_of(tree), arrays, strict=True):
+        if not array.ndim:
+            raise ValueError(
+                f"{what}: {leaf_at(path)} has shape (): must have a leading axis, of the elements; stack them, for "
+                "example with np.stack"
+            )
+        sizes.setdefault(array.shape[0], path)
+    if len(sizes) != 1:
+        each = ", ".join(f"{size} at {quoted(path)}" for size, path in sizes.items())
+        found = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
+        raise ValueError(f"{what}: {found}: must have arrays with a leading axis of one size, the number of elements")
+    return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
+
+
+def _rows(array: Any) -> list[Any]:
+    """Return copies of the rows: a view would keep the whole array alive, and follow its changes."""
+    return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 
 
 def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:

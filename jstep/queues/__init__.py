@@ -3,9 +3,8 @@
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError
-from jstep.queues.queue_runner import QueueRunner
+from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
 from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
-from jstep.queues.runner_collections import add_queue_runner, start_queue_runners
 
 __all__ = [
     "CancelledError",

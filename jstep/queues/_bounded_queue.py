@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
-from jstep.core.stack import no_rows, stack_trees
+from jstep.core.scoped import scoped
+from jstep.core.stack import no_rows, rows_of, stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
 # Threads of a QueueRunner set `feeding` here: their waits end with the main thread, so that they do
@@ -75,14 +77,16 @@ class BoundedQueue:
         self._for_room = _WaitingThreads(self._mutex)
         self._for_elements = _WaitingThreads(self._mutex)  # or for the end of another thread's dequeue_many
         self._for_batch = _WaitingThreads(self._mutex)  # the dequeue_many in progress
+        self._for_space = _WaitingThreads(self._mutex)  # the enqueue_many in progress
         self._collecting = 0  # elements that the dequeue_many in progress waits for
+        self._adding = 0  # elements that the enqueue_many in progress waits to add
         self._pending = 0  # enqueues that wait for room
         self._room = self._capacity  # waiting enqueues keep waiting from this size on
         self._closed: bool = False
         self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
         # The fast paths compare only with these two.
-        self._limit = self._room  # new enqueues wait from this size on; 0 if closed
+        self._limit = self._room  # new enqueues wait from this size on; 0 if closed or `_adding`
         self._needed = 1 + min_after_dequeue  # dequeues wait below this size
 
     def __repr__(self) -> str:
@@ -122,6 +126,45 @@ class BoundedQueue:
             if self._for_elements.count or self._collecting:
                 self._wake_consumer()
 
+    def enqueue_many(self, elements: Any) -> None:
+        """Add the rows of stacked elements, in order; wait until there is room for all of them.
+
+        The inverse of `dequeue_many`. Either all rows are added, with no element of another thread between them, or
+        none. Later enqueues wait until this one returns. If no dequeue can make that room, because it waits for more
+        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added at once, and the queue meanwhile holds
+        more than its capacity.
+
+        Differs from TensorFlow, which adds rows one by one as room becomes available, so that it also accepts more of
+        them than the capacity.
+
+        Args:
+            elements: A tree of arrays whose leading axes have the same size, the number of elements. With size 0 the
+                call returns at once. The queue stores copies of the rows.
+
+        Raises:
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. No
+                element was added.
+            ValueError: There are more rows than the capacity; or leading axes are missing, or differ in size.
+        """
+        with internal_transfers():
+            rows = rows_of(elements, "elements")
+        n = len(rows)
+        if n > self._capacity:
+            raise ValueError(
+                f"elements has {n} rows: must be at most {self._capacity}, the capacity of the queue; add them in "
+                "parts, or make a queue of a larger capacity"
+            )
+        if not n:
+            return
+        with self._mutex:
+            if self._closed or self._adding or self.size() > self._most_before(n):
+                self._await_space(n)
+            if self._empty_batch is None:
+                self._empty_batch = _empty_batch_of(rows[0])
+            self._items.extend(rows)
+            self._for_elements.notify_all()
+            self._for_batch.notify_all()
+
     def dequeue(self) -> Any:
         """Remove and return one element; wait while the queue is empty.
 
@@ -135,8 +178,8 @@ class BoundedQueue:
             if len(self._items) + self._held < self._needed or self._collecting:
                 self._await_element()
             element = self._take()
-            if self._for_room.count:
-                self._for_room.notify_one()
+            if self._pending:
+                self._wake_producer()
             return element
 
     def dequeue_many(self, n: int) -> Any:
@@ -161,16 +204,41 @@ class BoundedQueue:
             TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
+        return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
+
+    def dequeue_up_to(self, n: int) -> Any:
+        """Remove n consecutive elements, or those left in a closed queue, and return them stacked leaf by leaf.
+
+        As `dequeue_many`, but if the queue is closed and holds fewer than n elements, it returns all of them, so that
+        the last batch may be smaller. While the queue is open, it waits until there are n.
+
+        Args:
+            n: The maximum number of elements. With 0 the call returns an empty batch at once, as `dequeue_many(0)`.
+
+        Returns:
+            A tree with the structure of an element, whose leaves have a new leading axis of size n or less: JAX arrays
+            if all stacked leaves are JAX arrays, otherwise NumPy arrays.
+
+        Raises:
+            OutOfRangeError: The queue is closed and empty.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
+                or dtype, and stay in the queue.
+            TypeError: n is not an integer.
+        """
+        n = as_int(n, "n", 0, "the number of elements to stack")
+        return self._dequeue_batch(n, 1, f"dequeue_up_to(n={n})")
+
+    def _dequeue_batch(self, n: int, at_least: int, name: str) -> Any:
         if n == 0:
             return self._no_elements()
         with self._mutex:
             if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
-                self._await_batch(n)
+                n = self._await_batch(n, at_least)
             elements = [self._take() for _ in range(n)]
             self._wake_producers()
         try:
             with internal_transfers():
-                return stack_trees(elements, f"dequeue_many(n={n})")
+                return stack_trees(elements, name)
         except BaseException:
             with self._mutex:
                 self._put_back(elements)
@@ -197,6 +265,7 @@ class BoundedQueue:
             self._limit = 0
             self._check_ended()
             self._for_room.notify_all()
+            self._for_space.notify_all()
 
     def fail(self, exception: BaseException) -> None:
         """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
@@ -229,19 +298,43 @@ class BoundedQueue:
 
     # The slow paths; the mutex is held.
 
-    def _await_room(self) -> None:
+    @scoped
+    def _pending_enqueue(self) -> Iterator[None]:
         name = type(self).__name__
         if self._closed:
             raise CancelledError(f"{name} is closed: it accepts no more elements")
         self._pending += 1
         try:
-            while len(self._items) + self._held >= self._room and not self._cancelled:
-                self._for_room.wait()
+            yield
         finally:
             self._pending -= 1
             self._check_ended()
         if self._cancelled:
             raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
+
+    def _await_room(self) -> None:
+        with self._pending_enqueue():
+            while (self._adding or len(self._items) + self._held >= self._room) and not self._cancelled:
+                self._for_room.wait()
+
+    def _await_space(self, n: int) -> None:
+        """Wait for room for n elements at once."""
+        with self._pending_enqueue():
+            while self._adding and not self._cancelled:
+                self._for_room.wait()
+            self._adding = n
+            self._set_room(self._room)
+            try:
+                while self.size() > self._most_before(n) and not self._cancelled:
+                    self._for_space.wait()
+            finally:
+                self._adding = 0
+                self._set_room(self._room)
+                self._for_room.notify_all()
+
+    def _most_before(self, n: int) -> int:
+        """Return the size from which n elements may be added: the most with room for them, or without a dequeue."""
+        return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_element(self) -> None:
         while (size := len(self._items) + self._held) < self._needed or self._collecting:
@@ -249,15 +342,19 @@ class BoundedQueue:
                 self._check_enough(1, size)
             self._for_elements.wait()
 
-    def _await_batch(self, n: int) -> None:
+    def _await_batch(self, n: int, at_least: int) -> int:
+        """Wait for n elements, or the end of a queue with at least some; return the number to take."""
         while self._collecting:
             self._for_elements.wait()
         self._collecting = n
         self._set_room(max(self._capacity, n + self._min_after))
         try:
             while (size := len(self._items) + self._held) < self._needed - 1 + n:
+                if size >= at_least and self._has_ended():
+                    return size
                 self._check_enough(n, size)
                 self._for_batch.wait()
+            return n
         finally:
             self._collecting = 0
             self._set_room(self._capacity)
@@ -266,8 +363,9 @@ class BoundedQueue:
     def _set_room(self, room: int) -> None:
         if room > self._room:
             self._for_room.notify_all()
+        self._for_space.notify_all()
         self._room = room
-        self._limit = 0 if self._closed else room
+        self._limit = 0 if self._closed or self._adding else room
 
     def _has_ended(self) -> bool:
         """Return whether no further element can arrive."""
@@ -296,6 +394,13 @@ class BoundedQueue:
         elif size >= self._needed:
             self._for_elements.notify_one()
 
-    def _wake_producers(self) -> None:
-        for _ in range(min(self._for_room.count, max(self._room - self.size(), 0))):
+    def _wake_producer(self) -> None:
+        if self._adding:
+            if self._for_space.count and self.size() <= self._most_before(self._adding):
+                self._for_space.notify_one()
+        elif self._for_room.count:
             self._for_room.notify_one()
+
+    def _wake_producers(self) -> None:
+        for _ in range(min(self._pending, max(self._room - self.size(), 0))):
+            self._wake_producer()

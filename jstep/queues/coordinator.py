@@ -3,19 +3,23 @@
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, TypeAlias
 
-from jstep.core.checks import as_bool, as_function, as_number
-from jstep.queues._given import ExcInfo, as_exc_info, as_exception_types, as_thread, as_threads, check_joinable
-from jstep.queues.errors import CancelledError
+from jstep.core.checks import as_bool, as_function, as_number, kind, shown
+from jstep.queues.errors import CancelledError, OutOfRangeError
 
 _log = logging.getLogger(__name__)
 
 # Waits are split into slices, so that Ctrl-C works on every platform, and a stop that a signal handler
 # requests between a check and the wait is noticed one slice later.
 _SLICE_SECS = 0.05
+
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 class Coordinator:
@@ -53,7 +57,7 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        self._clean_stop_types = as_exception_types(clean_stop_exception_types)
+        self._clean_stop_types = _as_exception_types(clean_stop_exception_types)
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._stopped = False
@@ -83,9 +87,9 @@ class Coordinator:
         """
         wrong: TypeError | None = None
         try:
-            exc_info = as_exc_info(ex)
+            exc_info = _as_exc_info(ex)
         except TypeError as error:
-            wrong, exc_info = error, as_exc_info(error)
+            wrong, exc_info = error, _as_exc_info(error)
         if exc_info and isinstance(exc_info[1], self._clean_stop_types):
             exc_info = None
         with self._changed:
@@ -165,7 +169,7 @@ class Coordinator:
             TypeError: `thread` is not a `threading.Thread`.
         """
         with self._changed:
-            self._threads.add(as_thread(thread, "thread"))
+            self._threads.add(_as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback()` once when a stop is requested, or immediately if it was requested already.
@@ -213,7 +217,7 @@ class Coordinator:
             stop_grace_period_secs, "stop_grace_period_secs", low=0, finite=False, meaning="seconds, 0 for no grace"
         )
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
-        given = as_threads(threads)
+        given = _as_threads(threads)
         self._wait_for_end(given, grace_secs)
         with self._changed:
             waited_for = given | self._threads
@@ -239,7 +243,7 @@ class Coordinator:
             if self._exc_info:
                 threads -= {threading.current_thread()}  # raising the error matters more than reporting misuse
             else:
-                check_joinable(threads)
+                _check_joinable(threads)
             alive = next((t for t in threads if t.is_alive()), None)
             if alive is None:
                 return
@@ -261,3 +265,82 @@ class Coordinator:
         if exc_info:
             # The reported traceback: the exception's own traceback grows each time it is raised.
             raise exc_info[1].with_traceback(exc_info[2])
+
+
+def _as_exception_types(types: Any) -> tuple[type[BaseException], ...]:
+    """Return the exception types that end a run without an error.
+
+    Raises:
+        TypeError: They are not exception types.
+    """
+    if types is None:
+        return (OutOfRangeError,)
+    each = (types,) if isinstance(types, type) else tuple(types) if isinstance(types, Iterable) else None
+    if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
+        raise TypeError(
+            f"clean_stop_exception_types={shown(types)}: must be exception types, such as (jstep.OutOfRangeError,), "
+            f"got {kind(types)}"
+        )
+    return each
+
+
+def _as_exc_info(ex: Any) -> ExcInfo | None:
+    """Return an exception, or the `sys.exc_info()` of one, in the latter form; None for None.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if ex is None:
+        return None
+    if isinstance(ex, BaseException):
+        traceback = ex.__traceback__
+        if traceback is None and sys.exc_info()[1] is ex:
+            traceback = sys.exc_info()[2]
+        return type(ex), ex, traceback
+    if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
+        return type(ex[1]), ex[1], ex[2]
+    raise TypeError(
+        f"ex={shown(ex)}: must be an exception or the sys.exc_info() of one; pass the exception that was "
+        "caught: `except Exception as ex: coord.request_stop(ex)`"
+    )
+
+
+def _as_thread(thread: Any, argument: str) -> threading.Thread:
+    """Return the thread.
+
+    Raises:
+        TypeError: It is not a thread.
+    """
+    if not isinstance(thread, threading.Thread):
+        raise TypeError(f"{argument}={shown(thread)}: must be a threading.Thread, got {kind(thread)}")
+    return thread
+
+
+def _as_threads(threads: Any) -> set[threading.Thread]:
+    """Return the set of threads in a list; the empty set for None.
+
+    Raises:
+        TypeError: It is not a list of threads.
+    """
+    if threads is None:
+        return set()
+    if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable):
+        raise TypeError(f"threads={shown(threads)}: must be a list of threads, got {kind(threads)}")
+    return {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads)}
+
+
+def _check_joinable(threads: Iterable[threading.Thread]) -> None:
+    """Check that the current thread can join these threads.
+
+    Raises:
+        RuntimeError: A thread was never started, or is the current thread.
+    """
+    current = threading.current_thread()
+    idle = sorted(t.name for t in threads if t.ident is None)
+    if idle:
+        raise RuntimeError(
+            f"threads: {', '.join(idle)} never started, so there is nothing to wait for; call start() on each "
+            "before coord.join()"
+        )
+    if current in threads:
+        raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot join itself")

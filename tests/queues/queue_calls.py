@@ -32,10 +32,11 @@ class Call:
         return self.result
 
 
-def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0):
-    """Wait until these numbers of calls block inside the queue."""
-    expected = (enqueues, dequeues, batches)
-    wait_until(lambda: (queue._for_room.count, queue._for_elements.count, queue._for_batch.count) == expected)
+def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0, fills=0):
+    """Wait until these numbers of calls block inside the queue; `fills` is the `enqueue_many` in progress."""
+    expected = (enqueues, dequeues, batches, fills)
+    waiting = (queue._for_room, queue._for_elements, queue._for_batch, queue._for_space)
+    wait_until(lambda: tuple(one.count for one in waiting) == expected)
 
 
 def drain(queue):
