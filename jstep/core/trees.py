@@ -99,6 +99,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def is_array_or_number(x: Any) -> bool:
+    """Whether x is an array, traced or not, or a Python number, so that it can be a leaf of a compiled program."""
+    return is_array(x) or isinstance(x, bool | int | float | complex)
+
+
 def is_key(x: Any) -> bool:
     """Whether x is an array of typed PRNG keys, traced or not, or the shape of one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
@@ -173,9 +178,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
     Raises:
         TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
     """
-    if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)) or (
-        isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"
-    ):
+    if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
         raise TypeError(
             f"params: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is not an "
             "array or number. Keep only arrays in params and close over the rest, for instance: "

@@ -38,7 +38,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     as_function(fn, "fn", "of a tree of arrays")
     leaves, treedef = trees.flatten(xs)
     for path, leaf in trees.leaves_with_paths(xs):
-        if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+        if not trees.is_array_or_number(leaf):
             raise TypeError(f"xs: the leaf at {trees.quoted(path)} is {kind(leaf)}, which is not an array or number")
     indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     if not indices:
@@ -59,7 +59,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
 
 def _checked(ys: Any) -> Any:
     for path, y in trees.leaves_with_paths(ys):
-        if not (trees.is_array(y) or isinstance(y, bool | int | float | complex)):
+        if not trees.is_array_or_number(y):
             raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is not an array")
     return jax.tree.map(jnp.asarray, ys)
 

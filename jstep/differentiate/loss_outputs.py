@@ -53,7 +53,7 @@ def checked_aux(aux: Any) -> Any:
     """Convert the auxiliary values to arrays."""
 
     def leaf(keys: Any, x: Any) -> Array:
-        if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):
+        if not trees.is_array_or_number(x):
             raise TypeError(
                 f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is not an array or number and "
                 "cannot leave a compiled step"
