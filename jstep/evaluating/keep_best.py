@@ -12,7 +12,7 @@ from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList, check_form
-from jstep.evaluating.scores import checked_metric, is_better, score
+from jstep.evaluating.metric_callback import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.state import TrainState, global_step
@@ -130,7 +130,7 @@ class KeepBest:
             # The new checkpoint must be on disk before another is deleted.
             while len(self.values) > self._keep:
                 saver.wait()
-                worst = min(self.values, key=self._worse_first)
+                worst = self._worst()
                 saver.delete(worst)
                 del self.values[worst]
 
@@ -153,12 +153,14 @@ class KeepBest:
         )
 
     def _is_among_the_best(self, step: int, value: float) -> bool:
-        if step in self.values:  # the run was resumed from an earlier step
-            return is_better(value, self.values[step], self._mode)
-        if len(self.values) < self._keep:
+        if step not in self.values and len(self.values) < self._keep:
             return True
-        worst = min(self.values, key=self._worse_first)
-        return is_better(value, self.values[worst], self._mode)
+        # The step has a value if the run was resumed from an earlier step.
+        rival = self.values[step if step in self.values else self._worst()]
+        return is_better(value, rival, self._mode)
+
+    def _worst(self) -> int:
+        return min(self.values, key=self._worse_first)
 
     def _worse_first(self, step: int) -> tuple[float, int]:
         """Sort key, worst first; of equal values, the later one is worse."""

@@ -1,5 +1,6 @@
 """Reducing a hyperparameter when an evaluation metric stops improving."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -9,16 +10,7 @@ import jax
 
 from jstep.core.checks import as_int, as_number, as_text
 from jstep.core.contexts import internal_transfers
-from jstep.evaluating.scores import (
-    as_count,
-    checked_key,
-    checked_metric,
-    deserialized,
-    is_compatible_state,
-    score,
-    serialized,
-    warn_starts_fresh,
-)
+from jstep.evaluating.metric_callback import MetricCallback, Progress
 from jstep.optimizers import get_hyperparameter, set_hyperparameter
 from jstep.state import TrainState
 
@@ -28,7 +20,14 @@ _EPSILON = 1e-8
 """Smaller changes are not applied, as in torch."""
 
 
-class ReduceOnPlateau:
+@dataclasses.dataclass
+class _Progress(Progress):
+    """The state, with the number of evaluations that are left of the cooldown."""
+
+    cooling: int = 0
+
+
+class ReduceOnPlateau(MetricCallback):
     """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
     As in torch's ReduceLROnPlateau, an evaluation is good if the metric is better than the best by more than the
@@ -70,8 +69,7 @@ class ReduceOnPlateau:
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
 
-    on_cadence_only: bool = True
-    key: str | None = None
+    _progress: _Progress
 
     def __init__(
         self,
@@ -86,40 +84,20 @@ class ReduceOnPlateau:
         *,
         key: str | None = None,
     ) -> None:
-        self.metric, self._mode = checked_metric(metric, mode)
         self._name = as_text(name, "name", "the name of a held hyperparameter")
         self._factor = as_number(factor, "factor", low=0.0, above=True, high=1.0, below=True)
         self._patience = as_int(patience, "patience", 0, "a number of evaluations")
         self._threshold = as_number(threshold, "threshold", low=0.0)
         self._cooldown = as_int(cooldown, "cooldown", 0, "a number of evaluations")
         self._min_value = as_number(min_value, "min_value", low=0.0)
-        self.key = checked_key(key)
-        self._forget()
-
-    @property
-    def watches(self) -> str:
-        """The metric and the hyperparameter, which identify the callback among others of its class."""
-        return f"{self.metric}, {self._name}"
-
-    @property
-    def identifying_settings(self) -> dict[str, Any]:
-        """The settings, which identify the callback among others with the same metric and hyperparameter."""
-        return {
-            "mode": self._mode,
-            "factor": float(self._factor),
+        settings = {
+            "factor": self._factor,
             "patience": self._patience,
-            "threshold": float(self._threshold),
+            "threshold": self._threshold,
             "cooldown": self._cooldown,
-            "min_value": float(self._min_value),
+            "min_value": self._min_value,
         }
-
-    @property
-    def _watched(self) -> dict[str, str]:
-        return {"metric": self.metric, "name": self._name, "mode": self._mode}
-
-    def _forget(self) -> None:
-        self.best: float | None = None
-        self.bad = self._cooling = 0
+        super().__init__({"metric": metric, "name": self._name, "mode": mode}, settings, _Progress(), key)
 
     def begin(self, state: TrainState) -> None:
         """Reset the counters at the start of a run.
@@ -127,7 +105,7 @@ class ReduceOnPlateau:
         Raises:
             KeyError: The state holds no such hyperparameter. The message lists those it holds.
         """
-        self._forget()
+        super().begin(state)
         with internal_transfers():
             get_hyperparameter(state, self._name)
 
@@ -137,17 +115,17 @@ class ReduceOnPlateau:
         Raises:
             KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
         """
-        value = score(results, self.metric, "ReduceOnPlateau")
+        value, progress = self._score(results), self._progress
         if self._is_good(value):
-            self.best, self.bad = value, 0
+            progress.best, progress.bad = value, 0
         else:
-            self.bad += 1
-        if self._cooling > 0:
-            self._cooling -= 1
-            self.bad = 0
-        if self.bad <= self._patience:
+            progress.bad += 1
+        if progress.cooling > 0:
+            progress.cooling -= 1
+            progress.bad = 0
+        if progress.bad <= self._patience:
             return None
-        self.bad, self._cooling = 0, self._cooldown
+        progress.bad, progress.cooling = 0, self._cooldown
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
@@ -158,23 +136,9 @@ class ReduceOnPlateau:
             return set_hyperparameter(state, self._name, new)
 
     def _is_good(self, value: float) -> bool:
-        if self.best is None:
+        best = self._progress.best
+        if best is None:
             return value < math.inf if self._mode == "min" else value > -math.inf
         if self._mode == "min":
-            return value < self.best * (1.0 - self._threshold)
-        return value > self.best * (1.0 + self._threshold)
-
-    def get_state(self) -> Any:
-        """Return the metric, hyperparameter, mode, best value and counters."""
-        return {**self._watched, "best": serialized(self.best), "bad": self.bad, "cooling": self._cooling}
-
-    def set_state(self, value: Any) -> None:
-        """Restore the counters; an incompatible state is logged and ignored."""
-        if not is_compatible_state(self, value, self._watched):
-            return
-        try:
-            best, bad, cooling = deserialized(value["best"]), as_count(value["bad"]), as_count(value["cooling"])
-        except (KeyError, TypeError, ValueError) as error:
-            warn_starts_fresh(self, f"cannot be read ({type(error).__name__}: {error})")
-            return
-        self.best, self.bad, self._cooling = best, bad, cooling
+            return value < best * (1.0 - self._threshold)
+        return value > best * (1.0 + self._threshold)
