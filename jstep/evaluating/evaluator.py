@@ -1,8 +1,7 @@
 """Exact evaluation of metrics over a data set."""
 
 import contextlib
-import math
-from collections import deque
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,18 +14,15 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
-from jstep.evaluating.batch_placement import make_placer
-from jstep.evaluating.evaluation_loop import EvaluationBatches
-from jstep.evaluating.metric_objects import Merger, numbers_of_objects
-from jstep.evaluating.num_examples import num_examples
-from jstep.evaluating.totals import OBJECT, Totals, kinds_of
+from jstep.evaluating.evaluation_batches import EvaluationBatches
+from jstep.evaluating.metric_objects import merge_objects
+from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, metrics_of
+from jstep.evaluating.placed_batches import num_examples, placed, shardings_of
 from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
-
-_AHEAD = 2
-"""Number of batches dispatched to the device before the metrics of the first one are read."""
+from jstep.training.call_errors import explain_a_list
 
 
 def evaluator(
@@ -95,8 +91,8 @@ def evaluator(
     if not isinstance(use_averages, str):
         use_averages = as_bool(use_averages, "use_averages")
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes, placed = EvaluationBatches(batches), make_placer(batch_sharding)
-    compute, merge = _Compute(metric_fn), Merger()
+    passes, shardings = EvaluationBatches(batches), shardings_of(batch_sharding)
+    measure, merge = _measuring(metric_fn), _replicated(merge_objects)
 
     def evaluate(state: TrainState) -> dict[str, float]:
         require_alive(require_state(state))
@@ -107,93 +103,69 @@ def evaluator(
                 "one global batch, as in train"
             )
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
-        totals, objects = Totals(), dict[str, Any]()
-        pending: deque[tuple[Any, Any, int | str]] = deque()
-        for args, rows in placed(passes):
-            mesh = None if agreement.is_single_process() else _mesh_of((params, args))
+        totals = Totals(merge)
+        for args in placed(passes, shardings):
+            mesh = mesh_of((params, args))
+            spread = mesh if _is_on_several_processes(mesh) else None
             # Otherwise the processes may have different numbers of batches.
-            if mesh is not None or agreement.is_single_process():
+            if spread is not None or agreement.is_single_process():
                 raise_if_stop_requested()
-            with using_mesh(mesh_of((params, args))):
-                values, kinds = compute(params, args, rows, mesh)
-                found = {name: value for name, value in values.items() if kinds[name] == OBJECT}
-                objects = merge(objects, found, mesh)
-            pending.append((values, kinds, rows))
-            if len(pending) > _AHEAD:
-                totals.add(*pending.popleft())
-        while pending:
-            totals.add(*pending.popleft())
-        with using_mesh(mesh_of(objects)):
-            computed = numbers_of_objects(objects)
-        return _in_order(totals.means(), computed, compute.names)
+            with using_mesh(mesh):
+                totals.add(measure(params, args, spread), spread)
+        return totals.results()
 
     return evaluate
 
 
-class _Compute:
-    """The compiled metric function, whose values are available on every process.
+def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
+    """Return `measure(params, args, mesh) -> metrics`, the compiled metric function."""
+    name = getattr(metric_fn, "__name__", "metric_fn")
+    attempts = Attempts(name)
 
-    Attributes:
-        names: The names of its metrics in the order of the function; JAX returns them sorted.
-    """
+    def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
+        def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
+            return metrics_of(metric_fn(*params, *args), num_examples(args))
 
-    def __init__(self, metric_fn: Callable[..., Any]) -> None:
-        self.names: tuple[str, ...] = ()
+        return attempts(metrics, params, args)
 
-        def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
-            def checked(params: tuple[Any, ...], args: tuple[Any, ...]) -> dict[str, Any]:
-                found = metric_fn(*params, *args)
-                self.names = tuple(kinds_of(found, num_examples(args)))
-                return dict(found)
+    compute.__name__ = name
+    computed = _replicated(compute)
 
-            return attempts(checked, params, args)
-
-        attempts = Attempts(getattr(metric_fn, "__name__", "metric_fn"))
-        compute.__name__ = getattr(metric_fn, "__name__", "metric_fn")
-        self._compute = compute
-        self._jitted: dict[Any, Any] = {}
-
-    def __call__(
-        self, params: tuple[Any, ...], args: tuple[Any, ...], rows: int | str, mesh: Any
-    ) -> tuple[Any, dict[str, str]]:
-        if mesh not in self._jitted:
-            everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-            self._jitted[mesh] = jax.jit(self._compute, out_shardings=everywhere)
+    def measure(params: tuple[Any, ...], args: tuple[Any, ...], mesh: Any) -> list[Metric]:
         # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
-        with contextlib.nullcontext() if mesh is None else internal_transfers():
-            values = self._jitted[mesh](params, args)
-        kinds = kinds_of(values, rows)
+        try:
+            with contextlib.nullcontext() if mesh is None else internal_transfers():
+                metrics: list[Metric] = computed(params, args, mesh)
+        except Exception as error:
+            explain_a_list(error, args)
+            raise
         with internal_transfers():
-            for leaf in jax.tree.leaves({name: value for name, value in values.items() if kinds[name] != OBJECT}):
-                if isinstance(leaf, jax.Array):
-                    leaf.copy_to_host_async()
-        return values, kinds
+            for leaf in jax.tree.leaves([metric for metric in metrics if metric.kind != OBJECT]):
+                leaf.copy_to_host_async()
+        return metrics
+
+    return measure
 
 
-def _in_order(
-    means: dict[str, float], computed: dict[str, dict[str, float]], names: tuple[str, ...]
-) -> dict[str, float]:
-    """Return all results in the order of the metric function.
+def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` compiled, with a further argument: the mesh over several processes, or None.
 
-    Raises:
-        ValueError: A number computed by an object has the name of another metric.
+    Its results are available on every process.
     """
-    results: dict[str, float] = {}
-    for name in sorted({**means, **computed}, key=names.index):
-        for full, number in computed.get(name, {name: means.get(name, math.nan)}).items():
-            if full in results:
-                raise ValueError(f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other")
-            results[full] = number
-    return results
+
+    @functools.wraps(fn)
+    def own(*args: Any) -> Any:  # of each evaluator, because JAX confuses classes with the same fields
+        return fn(*args)
+
+    @functools.cache
+    def compiled(mesh: Any) -> Any:
+        return jax.jit(own, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+    return lambda *args: compiled(args[-1])(*args[:-1])
 
 
-def _mesh_of(tree: Any) -> Any:
-    """Return the mesh over several processes that an array is sharded over, if any."""
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable:
-            return sharding.mesh
-    return None
+def _is_on_several_processes(mesh: Any) -> bool:
+    return mesh is not None and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable
 
 
 def _params_of(state: TrainState, use_averages: bool | str) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jstep.core.notes import note
 from jstep.hooks.dispatched_steps import DispatchedSteps
 from jstep.hooks.skipped_updates import skip_metric_of
 from jstep.loop.background_compiler import BackgroundCompiler
@@ -22,13 +21,9 @@ from jstep.state import keep_roles
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
 from jstep.training import TrainStep, scanned_step
+from jstep.training.call_errors import explain_a_list
 
 _logger = logging.getLogger("jstep")
-
-_A_LIST = (
-    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
-    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
-)
 
 
 def is_compiled(step: Any) -> bool:
@@ -134,9 +129,8 @@ class Programs:
                 with self._first_call():
                     result = step(state, *call.args)
                 self._first_call = None
-        except TypeError as error:
-            if len(call.args) == 1 and isinstance(call.args[0], list):
-                note(error, _A_LIST)
+        except Exception as error:
+            explain_a_list(error, call.args)
             raise
         if isinstance(result, tuple) and len(result) == 2:
             result = keep_roles(state, result[0]), result[1]

@@ -1,6 +1,7 @@
 """Explanations of JAX errors in calls of a training step, derived from its arguments."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,22 @@ _CAPTURED = (
 )
 _OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
 """What JAX's errors about devices and meshes have in common."""
+
+_A_LIST = (
+    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
+    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
+)
+
+
+def explain_a_list(error: BaseException, args: Sequence[Any]) -> None:
+    """Add a note to an error of a function of the batch if the batch is a list, such as torch's loader gives.
+
+    Args:
+        error: The error that the call raised.
+        args: The arguments that the batch stands for.
+    """
+    if isinstance(error, TypeError | AttributeError) and len(args) == 1 and isinstance(args[0], list):
+        note(error, _A_LIST)
 
 
 def is_spent(state: Any) -> bool:

@@ -235,7 +235,7 @@ def test_endless_batches_are_rejected(batches):
 
 
 def test_an_endless_generator_is_rejected(monkeypatch):
-    monkeypatch.setattr("jstep.evaluating.evaluation_loop.MOST", 20)
+    monkeypatch.setattr("jstep.evaluating.evaluation_batches.MOST", 20)
     with pytest.raises(ValueError, match="no end after 20"):
         jstep.evaluator(metrics, (X for _ in itertools.count()))(make_state())
     assert jstep.evaluator(metrics, itertools.repeat(X, 2))(make_state()) == pytest.approx(EXPECTED, rel=1e-6)

@@ -89,6 +89,24 @@ def test_batches_are_accepted_as_in_train():
         jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(make_state())
 
 
+@pytest.mark.parametrize(
+    ("metric_fn", "error"),
+    [
+        (lambda params, x, y: {"m": x}, TypeError),
+        (lambda params, x: {"m": x.mean()}, AttributeError),
+        (lambda params, x: {"m": 1 / 0}, ZeroDivisionError),
+    ],
+)
+def test_a_batch_that_is_a_list_is_explained_as_in_train(metric_fn, error):
+    with pytest.raises(error) as caught:
+        jstep.evaluator(metric_fn, [[ROWS, ROWS[:, 0]]])(make_state())
+    notes = [note for note in getattr(caught.value, "__notes__", []) if "the batch is a list, which is one arg" in note]
+    assert len(notes) == (error is not ZeroDivisionError)
+    with pytest.raises(error) as caught:
+        jstep.evaluator(metric_fn, [(ROWS,)] if error is TypeError else [{"x": ROWS}])(make_state())
+    assert not any("is a list" in note for note in getattr(caught.value, "__notes__", []))
+
+
 def test_an_out_of_range_error_ends_the_batches():
     class Closed:
         def __iter__(self):

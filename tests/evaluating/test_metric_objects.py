@@ -273,3 +273,14 @@ def test_a_structure_that_differs_between_batches():
 
     with pytest.raises(TypeError, match="'m': merge of a Mine was given a Mine of another structure"):
         jstep.evaluator(metrics, in_batches(5, X))(make_state())
+
+
+def test_a_metric_is_an_object_in_all_batches_or_in_none():
+    def metrics(params, x):
+        return {"m": Extremes.of(x) if len(x) == 3 else x[:, 0]}
+
+    for size in (5, 20):  # the last batch has 3 rows
+        batches = in_batches(size, X)
+        for order in (batches, batches[::-1]):
+            with pytest.raises(TypeError, match="the metric 'm' is an object in some batches: must be in all"):
+                jstep.evaluator(metrics, order)(make_state())

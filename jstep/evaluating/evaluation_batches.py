@@ -3,7 +3,8 @@
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import shown
@@ -15,8 +16,10 @@ _logger = logging.getLogger("jstep")
 MOST = 1_000_000
 """A source without a length that gives more batches than this counts as endless."""
 
-_ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, "
-_ENDLESS += "shuffle=False, drop_remainder=False)"
+_ENDLESS = (
+    "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, shuffle=False, "
+    "drop_remainder=False)"
+)
 
 
 class EvaluationBatches:
@@ -32,17 +35,7 @@ class EvaluationBatches:
     """
 
     def __init__(self, batches: Any) -> None:
-        if isinstance(batches, Mapping | str | bytes):
-            raise TypeError(
-                f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
-            )
-        iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__") or hasattr(batches, "__getitem__")
-        if not iterable and callable(batches) and not isinstance(batches, type):
-            raise ValueError(f"batches={shown(batches)}: a function of the step has no end; {_ENDLESS}")
-        if not iterable or isinstance(batches, type):
-            raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
-        if _is_endless(batches):
-            raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
+        _check(batches)
         _warn_of_dropped_rows(batches)
         self._batches = batches
         self._is_iterator = hasattr(batches, "__next__")
@@ -64,19 +57,35 @@ class EvaluationBatches:
                 "that can be iterated over again, such as a list or jstep.batches"
             )
         self._used = True
-        empty = True
-        for batch in _limited(until_end(self._items())):
-            empty = False
+        number = 0
+        for number, batch in enumerate(until_end(self._items()), 1):
+            if number > MOST:
+                raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
             yield batch
-        if empty:
+        if number == 0:
             raise ValueError(f"batches={shown(self._batches)}: empty, there is nothing to evaluate")
 
     def _items(self) -> Iterator[Any]:
-        if hasattr(self._batches, "__iter__"):
-            return iter(self._batches)
-        if self._is_iterator:  # some have __next__ without __iter__
-            return _next_items(self._batches)
-        return _indexed(self._batches)
+        if self._is_iterator and not hasattr(self._batches, "__iter__"):  # some have __next__ alone
+            return map(next, itertools.repeat(self._batches))
+        return iter(self._batches)  # also by __getitem__, until IndexError
+
+
+def _check(batches: Any) -> None:
+    """Refuse a value that cannot be a source of batches, or that has no end."""
+    if isinstance(batches, Mapping | str | bytes):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
+        )
+    is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
+    if isinstance(batches, type) or not (is_iterable or callable(batches)):
+        raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
+    if not is_iterable:
+        raise ValueError(f"batches={shown(batches)}: a function of the step has no end; {_ENDLESS}")
+    whole = _whole(batches)
+    has_length_if_finite = isinstance(whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence)
+    if has_length_if_finite and operator.length_hint(whole, -1) < 0:
+        raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
 
 
 def _whole(batches: Any) -> Any:
@@ -101,47 +110,3 @@ def _warn_of_dropped_rows(batches: Any) -> None:
             dropped,
             whole.num_rows,
         )
-
-
-def _is_endless(batches: Any) -> bool:
-    if isinstance(batches, itertools.count | itertools.cycle):
-        return True
-    if isinstance(batches, itertools.repeat):
-        return not _has(batches.__length_hint__)
-    # jstep.batches, a slice of it, or an iterator over it.
-    whole = _whole(batches)
-    return isinstance(whole, BatchSequence) and not _has(
-        batches.__len__ if hasattr(batches, "__len__") else whole.__len__
-    )
-
-
-def _has(length: Callable[[], int]) -> bool:
-    try:
-        length()
-    except TypeError:
-        return False
-    return True
-
-
-def _limited(items: Iterator[Any]) -> Iterator[Any]:
-    for number, item in enumerate(items):
-        if number >= MOST:
-            raise ValueError(f"batches: no end after {MOST} of them; {_ENDLESS}")
-        yield item
-
-
-def _next_items(iterator: Any) -> Iterator[Any]:
-    while True:
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
-
-
-def _indexed(batches: Any) -> Iterator[Any]:
-    for number in itertools.count():
-        try:
-            item = batches[number]
-        except IndexError:
-            return
-        yield item

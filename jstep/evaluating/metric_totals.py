@@ -1,0 +1,202 @@
+"""Metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹."""
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core.checks import kind
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import mesh_of, using_mesh
+from jstep.evaluating.metric_objects import is_object, numbers_of
+from jstep.hooks.values import host, is_numeric
+
+PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
+
+_AHEAD = 2
+"""Number of batches dispatched to the device before the metrics of the first one are read."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A metric of one batch. All but the value is found while tracing and kept with the compiled program.
+
+    Attributes:
+        value: What the metric function returned.
+        name: Its name.
+        kind: What it is: a vector with a value for each example, a mean over them, a pair (sum, count), or an object.
+        rows: The number of examples, or a string that explains why it is unknown.
+    """
+
+    value: Any
+    name: str = dataclasses.field(metadata={"static": True})
+    kind: str = dataclasses.field(metadata={"static": True})
+    rows: int | str = dataclasses.field(metadata={"static": True})
+
+    def sum_and_count(self) -> tuple[int | float, int | float]:
+        """Return the sum and the count of a metric that is not an object, waiting for it."""
+        if self.kind == PAIR:
+            total, count = map(_number, self.value)
+            return total, count
+        if self.kind == MEAN:
+            return _number(self.value) * int(self.rows), int(self.rows)
+        vector = host(self.value)
+        return _sum(vector), vector.size
+
+
+def metrics_of(found: Any, rows: int | str) -> list[Metric]:
+    """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing.
+
+    Args:
+        found: The return value of the metric function.
+        rows: The number of examples; a string explains why it is unknown.
+
+    Raises:
+        TypeError: `found` is not a mapping, or a metric is not a number.
+        ValueError: A metric has another shape. The message contains its name.
+    """
+    if not isinstance(found, Mapping):
+        raise TypeError(f"metric_fn returned {kind(found)}: must be a mapping of names to metrics, such as a dict")
+    for name in found:
+        if not isinstance(name, str):
+            raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
+    return [Metric(value, name, _kind(name, value, rows), rows) for name, value in found.items()]
+
+
+def _kind(name: str, value: Any, rows: int | str) -> str:
+    if is_object(name, value):
+        return OBJECT
+    ways = (
+        "a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
+        "methods merge and compute"
+    )
+    several = isinstance(value, tuple | list)
+    if not all(map(is_numeric, value if several else (value,))):
+        raise TypeError(f"metric_fn: the metric {name!r} is {kind(value)}: must be {ways}")
+    if several:
+        shapes = [np.shape(part) for part in value]
+        if shapes == [(), ()]:
+            return PAIR
+        raise ValueError(
+            f"metric_fn: the metric {name!r} is a {type(value).__name__} of shapes {shapes}: must be {ways}"
+        )
+    shape = np.shape(value)
+    if isinstance(rows, str):
+        what = f"has shape {shape}" if shape else "is a scalar"
+        raise ValueError(
+            f"metric_fn: the metric {name!r} {what}, which counts by the number of examples, and {rows}: must be {ways}"
+        )
+    if shape not in ((), (rows,)):
+        raise ValueError(
+            f"metric_fn: the metric {name!r} has shape {shape} for a batch of {rows} examples: must be {ways}"
+        )
+    return PER_EXAMPLE if shape else MEAN
+
+
+class Mean:
+    """The total of a metric that is not an object: sums and counts of the batches, on the host."""
+
+    def __init__(self) -> None:
+        self._sums: list[int | float] = []
+        self._counts: list[int | float] = []
+
+    def add(self, metric: Metric) -> None:
+        """Add the metric of a batch, waiting for it."""
+        total, count = metric.sum_and_count()
+        self._sums.append(total)
+        self._counts.append(count)
+
+    def compute(self) -> float:
+        """Return sum / count; NaN if the count is 0."""
+        total, count = _total(self._sums), _total(self._counts)
+        try:
+            return total / count if count else math.nan
+        except OverflowError:
+            return math.inf
+
+
+class Totals:
+    """The totals of all metrics, by name in the order of the metric function: a `Mean`, or a merged object.
+
+    Args:
+        merge: `merge(totals, objects, mesh)` merges objects by name.
+    """
+
+    def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
+        self._merge = merge
+        self._totals: dict[str, Any] = {}
+        self._pending: deque[Sequence[Metric]] = deque()
+
+    def add(self, metrics: Sequence[Metric], mesh: Any) -> None:
+        """Add the metrics of a batch; wait for those of an earlier one.
+
+        Args:
+            metrics: The metrics.
+            mesh: The mesh over several processes that they are computed on, or None.
+
+        Raises:
+            TypeError: A metric is an object in one batch and not in another, or `merge` is wrong.
+        """
+        objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
+        before = {name: self._totals[name] for name in objects if name in self._totals}
+        for metric in metrics:
+            total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else Mean())
+            if isinstance(total, Mean) == (metric.kind == OBJECT):
+                raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
+        if before:
+            self._totals |= self._merge(before, {name: objects[name] for name in before}, mesh)
+        self._pending.append(metrics)
+        if len(self._pending) > _AHEAD:
+            self._read()
+
+    def results(self) -> dict[str, float]:
+        """Return all results.
+
+        Raises:
+            TypeError: `compute` of an object does not return a number or a dict of numbers.
+            ValueError: A number computed by an object has the name of another metric.
+        """
+        while self._pending:
+            self._read()
+        results: dict[str, float] = {}
+        with using_mesh(mesh_of(self._totals)):
+            for name, total in self._totals.items():
+                for full, number in numbers_of(name, total).items():
+                    if full in results:
+                        raise ValueError(f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other")
+                    results[full] = number
+        return results
+
+    def _read(self) -> None:
+        with internal_transfers():
+            for metric in self._pending.popleft():
+                if metric.kind == OBJECT:
+                    jax.block_until_ready(metric.value)
+                else:
+                    self._totals[metric.name].add(metric)
+
+
+def _number(value: Any) -> int | float:
+    number = host(value)
+    return int(number) if number.dtype.kind in "biu" else float(number.astype(np.float64))
+
+
+def _sum(vector: np.ndarray[Any, Any]) -> int | float:
+    if vector.dtype.kind in "biu":
+        return int(vector.sum(dtype=np.uint64 if vector.dtype.kind == "u" else np.int64))
+    return _total(vector.astype(np.float64).tolist())
+
+
+def _total(numbers: list[Any]) -> int | float:
+    """Return the exact sum: an integer for integers, correctly rounded for floats, independent of their order."""
+    if all(isinstance(number, int) for number in numbers):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the range of floats
+        return float(np.sum(np.array(numbers, np.float64)))
