@@ -41,12 +41,10 @@ class Metric:
     def sum_and_count(self) -> tuple[int | float, int | float]:
         """Return the sum and the count of a metric that is not an object, waiting for it."""
         if self.kind == PAIR:
-            total, count = map(_number, self.value)
+            total, count = map(_sum, self.value)
             return total, count
-        if self.kind == MEAN:
-            return _number(self.value) * int(self.rows), int(self.rows)
-        vector = host(self.value)
-        return _sum(vector), vector.size
+        rows = int(self.rows)
+        return _sum(self.value) * (rows if self.kind == MEAN else 1), rows
 
 
 def metrics_of(found: Any, rows: int | str) -> list[Metric]:
@@ -99,21 +97,18 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
 
 
 class Mean:
-    """The total of a metric that is not an object: sums and counts of the batches, on the host."""
+    """The total of a metric that is not an object.
+
+    Attributes:
+        parts: The sum and the count of each batch, on the host.
+    """
 
     def __init__(self) -> None:
-        self._sums: list[int | float] = []
-        self._counts: list[int | float] = []
-
-    def add(self, metric: Metric) -> None:
-        """Add the metric of a batch, waiting for it."""
-        total, count = metric.sum_and_count()
-        self._sums.append(total)
-        self._counts.append(count)
+        self.parts: list[tuple[int | float, int | float]] = []
 
     def compute(self) -> float:
         """Return sum / count; NaN if the count is 0."""
-        total, count = _total(self._sums), _total(self._counts)
+        total, count = (_total(numbers) for numbers in zip(*self.parts, strict=True))
         try:
             return total / count if count else math.nan
         except OverflowError:
@@ -178,21 +173,17 @@ class Totals:
                 if metric.kind == OBJECT:
                     jax.block_until_ready(metric.value)
                 else:
-                    self._totals[metric.name].add(metric)
+                    self._totals[metric.name].parts.append(metric.sum_and_count())
 
 
-def _number(value: Any) -> int | float:
-    number = host(value)
-    return int(number) if number.dtype.kind in "biu" else float(number.astype(np.float64))
+def _sum(value: Any) -> int | float:
+    numbers = host(value).ravel()
+    if numbers.dtype.kind in "biu":
+        return int(numbers.sum(dtype=np.uint64 if numbers.dtype.kind == "u" else np.int64))
+    return _total(numbers.astype(np.float64).tolist())
 
 
-def _sum(vector: np.ndarray[Any, Any]) -> int | float:
-    if vector.dtype.kind in "biu":
-        return int(vector.sum(dtype=np.uint64 if vector.dtype.kind == "u" else np.int64))
-    return _total(vector.astype(np.float64).tolist())
-
-
-def _total(numbers: list[Any]) -> int | float:
+def _total(numbers: Sequence[Any]) -> int | float:
     """Return the exact sum: an integer for integers, correctly rounded for floats, independent of their order."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
