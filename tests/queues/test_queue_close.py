@@ -121,8 +121,10 @@ class TestInterrupts:
 
     def test_ctrl_c(self):
         program = """
+            import numpy as np
             from jstep.queues import FIFOQueue
             calls = [(0, lambda q: q.dequeue()), (1, lambda q: q.dequeue_many(3)), (2, lambda q: q.enqueue(9))]
+            calls.append((1, lambda q: q.enqueue_many(np.zeros(2))))
             for left, call in calls:
                 queue = FIFOQueue(2)
                 for i in range(left):
@@ -140,7 +142,7 @@ class TestInterrupts:
                     print("interrupted", flush=True)
         """
         with running_program(program) as process:
-            for _ in range(3):
+            for _ in range(4):
                 assert process.stdout.readline() == "ready\n"
                 time.sleep(0.1)  # so that the signal most likely arrives during the wait
                 process.send_signal(signal.SIGINT)
