@@ -123,10 +123,7 @@ def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
     attempts = Attempts(name)
 
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-            return metrics_of(metric_fn(*params, *args), num_examples(args))
-
-        return attempts(metrics, params, args)
+        return attempts(lambda params, args: metrics_of(metric_fn(*params, *args), num_examples(args)), params, args)
 
     compute.__name__ = name
     computed = _replicated(compute)
