@@ -24,7 +24,7 @@ class FIFOQueue(BoundedQueue):
         TypeError: `capacity` is not an integer.
 
     Example:
-        >>> import jstep
+        >>> import jstep, numpy as np
         >>> queue = jstep.FIFOQueue(capacity=10)
         >>> for i in range(4):
         ...     queue.enqueue({"x": float(i), "label": i})
@@ -32,9 +32,10 @@ class FIFOQueue(BoundedQueue):
         {'x': 0.0, 'label': 0}
         >>> print(queue.dequeue_many(2)["x"])
         [1. 2.]
+        >>> queue.enqueue_many({"x": np.array([4.0, 5.0]), "label": np.array([4, 5])})
         >>> queue.close()
-        >>> queue.size()
-        1
+        >>> print(queue.dequeue_up_to(10)["label"])
+        [3 4 5]
     """
 
     def __init__(self, capacity: int) -> None:
