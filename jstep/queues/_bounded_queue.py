@@ -262,7 +262,7 @@ class BoundedQueue:
         with self._mutex:
             self._closed = True
             self._cancelled = self._cancelled or cancel
-            self._limit = 0
+            self._update_limit()
             self._check_ended()
             self._for_room.notify_all()
             self._for_space.notify_all()
@@ -323,13 +323,13 @@ class BoundedQueue:
             while self._adding and not self._cancelled:
                 self._for_room.wait()
             self._adding = n
-            self._set_room(self._room)
+            self._update_limit()
             try:
                 while self.size() > self._most_before(n) and not self._cancelled:
                     self._for_space.wait()
             finally:
                 self._adding = 0
-                self._set_room(self._room)
+                self._update_limit()
                 self._for_room.notify_all()
 
     def _most_before(self, n: int) -> int:
@@ -365,7 +365,10 @@ class BoundedQueue:
             self._for_room.notify_all()
         self._for_space.notify_all()
         self._room = room
-        self._limit = 0 if self._closed or self._adding else room
+        self._update_limit()
+
+    def _update_limit(self) -> None:
+        self._limit = 0 if self._closed or self._adding else self._room
 
     def _has_ended(self) -> bool:
         """Return whether no further element can arrive."""

@@ -284,6 +284,15 @@ def test_the_rows_of_a_call_are_consecutive():
             assert out[place : place + n] == list(range(x, x + n))
 
 
+def test_shuffled_rows_come_in_the_order_of_single_elements():
+    single, many = shuffle(64, 31, 3), shuffle(64, 31, 3)
+    for i in range(64):
+        single.enqueue(i)
+    many.enqueue_many(rows(0, 40))
+    many.enqueue_many(rows(40, 64))
+    assert drain_closed(many) == drain_closed(single) != list(range(64))
+
+
 def test_a_runner_may_enqueue_batches():
     queue = jstep.FIFOQueue(capacity=8)
     batches = iter(np.arange(20).reshape(5, 4))
