@@ -198,7 +198,7 @@ class BoundedQueue:
 
         Raises:
             OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
-                them with `dequeue`, or all at once with `dequeue_many(queue.size())`.
+                them with `dequeue`, or all at once with `dequeue_up_to(n)`.
             ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in
                 structure, shape or dtype, and stay in the queue.
             TypeError: n is not an integer.
