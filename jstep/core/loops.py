@@ -52,8 +52,13 @@ def scan(
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
-        unroll = not SLOW_IN_LOOPS.isdisjoint(_primitives(traced.jaxpr)) or 1
+        unroll = is_slow_in_loops(traced.jaxpr) or 1
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
+
+
+def is_slow_in_loops(jaxpr: Any) -> bool:
+    """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
+    return jax.default_backend() == "cpu" and not SLOW_IN_LOOPS.isdisjoint(_primitives(jaxpr))
 
 
 def _first_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,6 @@ from jstep.fingerprints.fingerprint import named_leaves
 from jstep.hooks.audit_result import mismatch
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
-from jstep.training import TrainStep
 
 _logger = logging.getLogger("jstep")
 
@@ -136,7 +135,7 @@ def audited(
 
 def _preserved(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The state and arguments for the second computation, copied if the first one donates or may change them."""
-    if not isinstance(step, TrainStep):
+    if not hasattr(step, "donate"):
         return _copied((state, args))  # a plain function may modify or donate its arguments
     return (_copied(state) if step.donate else state), args
 

@@ -37,7 +37,7 @@ class StepWork:
 
 
 class DispatchedSteps:
-    """Counts of the steps of each program of a run, by stage, length of call and shapes of the batch.
+    """Counts of the steps of each program of a run, by stage and shapes of the batch.
 
     The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
     that call.
@@ -63,14 +63,14 @@ class DispatchedSteps:
             steps: The number of steps.
             state: The state that the call returned.
             args: The batch.
-            trace: Returns the trace of the call, or None.
+            trace: Returns the trace of one step, or None.
         """
         leaves = jax.tree.leaves(args)
         key = (program, *[getattr(x, "shape", None) for x in leaves], *[getattr(x, "dtype", None) for x in leaves])
         try:
             self._steps[key] += steps
         except KeyError:
-            self._work[key], self._steps[key] = self._of(steps, (state, args), trace), steps
+            self._work[key], self._steps[key] = self._of((state, args), trace), steps
 
     def steps(self) -> Steps:
         """The steps so far."""
@@ -80,7 +80,7 @@ class DispatchedSteps:
         """The operations of one step of a program."""
         return self._work[program]
 
-    def _of(self, steps: int, tree: Any, trace: Callable[[], Any]) -> StepWork:
+    def _of(self, tree: Any, trace: Callable[[], Any]) -> StepWork:
         known = StepWork(device_count(tree), device_of(tree).device_kind)
         if not self._is_traced:
             return known
@@ -93,5 +93,4 @@ class DispatchedSteps:
             _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
             return known
         work = work_of(body)
-        products = {product: flops / steps for product, flops in work.products.items()}
-        return dataclasses.replace(known, flops=work.all / steps, products=products, recomputes=recomputes(body))
+        return dataclasses.replace(known, flops=work.all, products=work.products, recomputes=recomputes(body))

@@ -1,18 +1,26 @@
-"""Sums of metrics over intervals of steps, accumulated on the device in a single array."""
+"""Sums of metrics over intervals of steps: pieces of them, which the host adds up for each hook."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.contexts import internal_transfers
+from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_layout import GRAD_NORM, LOSS, Layout, Part
-from jstep.hooks.metric_sums_program import BAD, GRADIENT, SKIPS, TOO_MANY, VALUE
-from jstep.hooks.skipped_updates import SKIPPED, SkipMetric
-from jstep.hooks.values import host, shown
+from jstep.hooks.metric_sums_program import BAD, GRAD_NORM, GRADIENT, LOSS, SKIPS, VALUE, WATCHED, Columns, Sums
+from jstep.hooks.skipped_updates import SKIPPED
+from jstep.hooks.values import host, is_number, shown
+
+_CALLS, _VALUES = 16, 128
+"""The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
+_MOST_PIECES = 32
+"""The number of pieces of an interval from which those that have arrived are merged."""
 
 
 class BadStep(NamedTuple):
@@ -22,138 +30,133 @@ class BadStep(NamedTuple):
     loss: float
 
 
-class MetricSums:
-    """Sums of the metrics of all steps for several hooks, each with its own intervals.
+class Totals(NamedTuple):
+    """The sums over some steps, on the host.
 
-    A mean is over the steps that have the metric. A value that is not finite is ignored if the update of its step was
-    skipped. Constant metrics, which no step computes, are not accumulated.
+    Attributes:
+        last: The last step.
+        sums: Name of a metric → sum and number of the steps that have it.
+        skips: The number of consecutive skipped updates at the end.
+        bad: The first step whose loss was not finite and whose update was applied, or None.
+        gradient: The first step whose `grad_norm` was not finite and whose update was applied, or None.
+        over: Limit of consecutive skipped updates → the step at which it was reached.
+    """
+
+    last: int
+    sums: Mapping[str, tuple[float, float]]
+    skips: int = 0
+    bad: BadStep | None = None
+    gradient: int | None = None
+    over: Mapping[int, int] = {}
+
+    def plus(self, later: "Totals") -> "Totals":
+        """The sums over these and later steps."""
+        sums = dict(self.sums)
+        for name, (total, count) in later.sums.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+        gradient = later.gradient if self.gradient is None else self.gradient
+        return Totals(later.last, sums, later.skips, self.bad or later.bad, gradient, {**later.over, **self.over})
+
+
+class Piece:
+    """The sums over consecutive steps that return the same metrics, being transferred to the host.
 
     Args:
-        skip_metric: Returns the name of the metric that is 1 if the whole update was skipped.
-        constants: Returns the names of the metrics that no step computes; known after the first step.
+        first: The step before the first one.
+        steps: The number of steps.
+        columns: What was accumulated.
+        array: The sums on the device; None if nothing was.
+        fixed: The sums of constant metrics.
     """
 
     def __init__(
-        self, skip_metric: SkipMetric = lambda: SKIPPED, constants: Callable[[], Collection[str]] = tuple
+        self, first: int, steps: int, columns: Columns, array: Any, fixed: Mapping[str, tuple[float, float]]
     ) -> None:
-        self._skip_metric, self._constants = skip_metric, constants
-        self._limits: list[float] = []
-        self._has_means = False
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
-        self._varying: set[str] = set()
-        """The names of constants that had another value for other shapes of the batches: they are accumulated."""
-        self._last: Layout | None = None
-
-    def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
-        """Register a hook, before the first step, and return its number for `take`.
-
-        Args:
-            max_skipped: The number of consecutive skipped updates to report; None for no limit.
-            means: Whether the hook needs means; if no hook does, only the loss is accumulated.
-        """
-        self._limits.append(math.inf if max_skipped is None else max_skipped)
-        self._has_means = self._has_means or means
-        return len(self._limits) - 1
+        self._first, self._steps, self._columns, self._array, self._fixed = first, steps, columns, array, fixed
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a hook is registered."""
-        return bool(self._limits)
+    def names(self) -> list[str]:
+        """The names of the metrics."""
+        return [*self._columns.names, *self._fixed]
 
-    def add(self, first: int, steps: int, metrics: Metrics, stacked: bool) -> None:
-        """Add the metrics of the steps after `first`; must be called before a hook can change the mapping."""
-        layout = self._layouts.get((stacked, *metrics))
-        if layout is None or (changed := layout.changed(metrics)):
-            self._varying.update(() if layout is None else changed)
-            layout = self._layout(metrics, stacked)
-        if layout is not self._last:
-            if self._last is not None:
-                self._last.flush()
-                if self._last.sums is not None:
-                    layout.resume_from(self._last.sums)
-            self._last = layout
-        layout.add(first, steps, metrics)
+    def is_ready(self) -> bool:
+        """Whether `totals` would not wait."""
+        return not isinstance(self._array, jax.Array) or self._array.is_ready()
 
-    def flush(self) -> None:
-        """Processes pending metrics, before they are passed to code that may donate them."""
-        if self._last is not None:
-            self._last.flush()
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """The sums; waits for the device."""
+        last = self._first + self._steps
+        if self._array is None:
+            return Totals(last, self._fixed)
+        with internal_transfers():
+            row = host(self._array)
+        names, m = self._columns.names, len(self._columns.names)
+        watched = row[3 * m :]
+        sums = dict(self._fixed)
+        for i, name in enumerate(names):
+            total, lost = float(row[i]), float(row[m + i])
+            sums[name] = total + lost if math.isfinite(total) else total, float(row[2 * m + i])
+        reached = zip(self._columns.limits, watched[WATCHED:], strict=True)
+        return Totals(
+            last,
+            sums,
+            int(watched[SKIPS]),
+            BadStep(self._step_of(watched[BAD]), float(watched[VALUE])) if watched[BAD] >= 0 else None,
+            self._step_of(watched[GRADIENT]) if watched[GRADIENT] >= 0 else None,
+            {limit: self._step_of(at) for limit, at in reached if at >= 0},
+        )
 
-    def take(self, number: int) -> "Interval":
-        """Return the sums since the last call with this number."""
-        return Interval([part for layout in self._layouts.values() if (part := layout.take(number)) is not None])
-
-    def _layout(self, metrics: Metrics, stacked: bool) -> "Layout":
-        """Create the layout of new metrics, or of metrics whose constants changed; the old layout is kept."""
-        key: tuple[Any, ...] = (stacked, *metrics)
-        if key in self._layouts:
-            old = self._layouts.pop(key)
-            self._layouts[(*key, len(self._layouts))] = old  # its sums have not been taken yet
-        skip = self._skip_metric()
-        if not self._has_means:
-            metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
-        constants = frozenset(self._constants()) - self._varying
-        layout = self._layouts[key] = Layout(metrics, stacked, self._limits, constants, skip)
-        return layout
+    def _step_of(self, index: Any) -> int:
+        return self._first + 1 + int(index)
 
 
 class Interval:
     """The sums over an interval."""
 
-    def __init__(self, parts: list[Part]) -> None:
-        self._parts = parts
-        for part in parts:
-            part.row.copy_to_host_async()
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self._merged: Totals | None = None
+        self._pieces = list(pieces)
+        self._names: dict[str, None] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Add the next steps; merge what has arrived if there are many pieces."""
+        self._pieces.append(piece)
+        self._names |= dict.fromkeys(piece.names)
+        while len(self._pieces) > _MOST_PIECES and self._pieces[0].is_ready():
+            self._merge()
+
+    def _merge(self) -> None:
+        later = self._pieces.pop(0).totals
+        self._merged = later if self._merged is None else self._merged.plus(later)
 
     def is_ready(self) -> bool:
-        """Whether reading the sums would not wait."""
-        return all(part.row.is_ready() for part in self._parts)
+        """Whether `totals` would not wait."""
+        return all(piece.is_ready() for piece in self._pieces)
 
     def names(self) -> list[str]:
         """The names of all metrics of the interval."""
-        return list(dict.fromkeys(name for part in self._parts for name in self._all(part)))
+        return list(self._names)
 
-    def _all(self, part: Part) -> list[str]:
-        return [*part.names, *(name for name, _ in part.fixed)]
+    @property
+    def totals(self) -> Totals | None:
+        """The sums; None without a step. Waits for the device."""
+        while self._pieces:
+            self._merge()
+        return self._merged
 
     def means(self, names: Collection[str]) -> dict[str, float]:
         """Wait for the means of these metrics and return them."""
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for part, row in self._rows:
-            m = len(part.names)
-            for i, name in enumerate(part.names):
-                if name in found:
-                    total, lost = float(row[i]), float(row[m + i])
-                    found[name].append((total + lost if math.isfinite(total) else total, float(row[2 * m + i])))
-            for name, value in part.fixed:
-                if name in found:
-                    found[name].append((float(np.mean(host(value), dtype=np.float64)) * part.steps, part.steps))
-        return {name: _mean(sums) for name, sums in found.items()}
-
-    def first_bad(self) -> BadStep | None:
-        """The first step whose loss was not finite and whose update was applied; waits for the device."""
-        bad = [BadStep(part.step_of(int(row[BAD])), float(row[VALUE])) for part, row in self._rows if row[BAD] >= 0]
-        return min(bad, default=None)
-
-    def first_bad_gradient(self) -> int | None:
-        """The first step whose `grad_norm` was not finite and whose update was applied; waits for the device."""
-        steps = [part.step_of(int(row[GRADIENT])) for part, row in self._rows if row[GRADIENT] >= 0]
-        return min(steps, default=None)
+        sums = {} if self.totals is None else self.totals.sums
+        found = {name: sums.get(name, (0.0, 0.0)) for name in names}
+        return {name: total / count if count else math.nan for name, (total, count) in found.items()}
 
     def skipped_since(self, start: int) -> bool:
         """Whether all updates after a step were skipped, up to the last step of the interval; waits for the device."""
-        last = [(part.step_of(part.steps - 1), int(row[SKIPS])) for part, row in self._rows]
-        return bool(last) and max(last)[1] >= max(last)[0] - start
-
-    def first_over_limit(self) -> int | None:
-        """The step at which the limit of consecutive skipped updates was reached; waits for the device."""
-        steps = [part.step_of(int(row[TOO_MANY])) for part, row in self._rows if row[TOO_MANY] >= 0]
-        return min(steps, default=None)
-
-    @functools.cached_property
-    def _rows(self) -> list[tuple[Part, Any]]:
-        with internal_transfers():
-            return [(part, host(part.row)) for part in self._parts]
+        return self.totals is not None and self.totals.skips >= self.totals.last - start
 
 
 class PendingMeans:
@@ -174,8 +177,263 @@ class PendingMeans:
         return dict(self._interval.means(self._names))
 
 
-def _mean(sums: list[tuple[float, float]]) -> float:
-    if len(sums) == 1 and sums[0][1]:
-        return sums[0][0] / sums[0][1]
-    count = sum(n for _, n in sums)
-    return sum(total for total, _ in sums) / count if count else math.nan
+class _Layout(NamedTuple):
+    """How the metrics of calls of one step are accumulated.
+
+    Attributes:
+        columns: What is accumulated.
+        computed: The names of the metrics on devices, with that of a loss of several numbers.
+        plain: The names of numbers of the host that are not constant.
+        fixed: The names of constant metrics.
+        room: The number of calls to add in one dispatch.
+        is_global: Whether other processes, which may not run this program, hold parts of the metrics.
+    """
+
+    columns: Columns
+    computed: tuple[str, ...]
+    plain: tuple[str, ...]
+    fixed: tuple[str, ...]
+    room: int
+    is_global: bool
+
+
+class MetricSums:
+    """Sums of the metrics of all steps for several hooks, each with its own intervals.
+
+    A mean is over the steps that have the metric. A value that is not finite is ignored if the update of its step was
+    skipped. Constant metrics, which no step computes, are added up on the host.
+
+    A program of several steps accumulates by itself: `begin` returns the sums that it continues, `ran` takes them back.
+    The metrics of other calls, of one step each, are added by a program of their own, many at once.
+
+    Args:
+        limits: The numbers of consecutive skipped updates that hooks report.
+    """
+
+    def __init__(self, limits: Iterable[int] = ()) -> None:
+        self.limits = tuple(sorted(set(limits)))
+        self._intervals: list[Interval] = []
+        self._has_means = False
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._pending: list[tuple[dict[str, Any], Any]] = []
+        self._layout: _Layout | None = None
+        self._columns: Columns | None = None
+        self._sums: Sums | None = None
+        self._skips: Any = None
+        self._empty: dict[Any, Any] = {}
+        self._first = self._stop = -1
+        self._constants: dict[str, tuple[Any, int]] = {}
+        self._fixed: dict[str, tuple[float, float]] = {}
+
+    def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
+        """Register a hook, before the first step, and return its number for `take`.
+
+        Args:
+            max_skipped: The number of consecutive skipped updates to report; None for no limit.
+            means: Whether the hook needs means; if no hook does, only the loss is accumulated.
+        """
+        if max_skipped is not None and max_skipped not in self.limits:
+            self.limits = tuple(sorted({*self.limits, max_skipped}))
+        self._intervals.append(Interval())
+        self._has_means = self._has_means or means
+        return len(self._intervals) - 1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a hook is registered."""
+        return bool(self._intervals)
+
+    # Calls that accumulate by themselves.
+
+    def begin(self, columns: Columns, like: Any) -> Sums:
+        """Return the sums that a call continues.
+
+        Args:
+            columns: What the call accumulates.
+            like: An array of the state, on whose devices the sums are.
+        """
+        if self._columns != columns:
+            self.cut()
+            self._columns, self._layout = columns, None
+        if self._sums is None:
+            self._sums = self._start(columns, like)
+        return self._sums
+
+    def empty(self, columns: Columns, like: Any) -> Sums:
+        """Sums of no step, as `begin` returns at first."""
+        sharding = _sharding_of(like)
+        key = columns, sharding
+        if key not in self._empty:
+            with internal_transfers():
+                self._empty[key] = Sums(_put(columns.empty(), sharding), _put(np.int32(0), sharding))
+        return self._empty[key]
+
+    def ran(self, first: int, steps: int, sums: Sums, constants: Mapping[str, Any]) -> None:
+        """Take the sums back from a call of some steps after `first`."""
+        self._follow(first, steps)
+        self._sums = sums
+        if constants:
+            self._add_constants(constants, constants, steps)
+
+    # Calls of one step.
+
+    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Collection[str] = ()) -> None:
+        """Add the metrics of the step after `first`; must be called before a hook can change the mapping.
+
+        Args:
+            first: The step before it.
+            metrics: Its metrics.
+            skip: The name of the metric that is 1 if the whole update was skipped.
+            constants: The names of metrics that no step computes.
+        """
+        key = (*metrics, skip, constants) if constants else (*metrics, skip)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._layout_of(metrics, skip, frozenset(constants))
+        if layout is not self._layout:
+            self.cut()
+            self._layout, self._columns = layout, layout.columns
+        self._follow(first, 1)
+        if layout.fixed:
+            self._add_constants(layout.fixed, metrics, 1)
+        if not layout.columns.names and layout.columns.loss is None:
+            return
+        values = {name: metrics[name] for name in layout.computed}
+        if layout.is_global:
+            values = {name: _local(value) for name, value in values.items()}
+        plain = _halves([metrics[name] for name in layout.plain], layout.columns.dtype) if layout.plain else None
+        self._pending.append((values, plain))
+        if len(self._pending) >= layout.room:
+            self.flush()
+
+    def flush(self) -> None:
+        """Process pending metrics, before they are passed to code that may donate them."""
+        if not self._pending or self._layout is None:
+            return
+        pending, self._pending = self._pending, []
+        columns, count = self._layout.columns, len(pending)
+        if self._sums is None:
+            like = next((x for x in pending[0][0].values() if getattr(x, "committed", False)), None)
+            self._sums = self._start(columns, like)
+        pending += pending[-1:] * (self._layout.room - count)  # padding, so that one program serves any number of calls
+        plain = np.concatenate([half for _, half in pending], axis=1) if self._layout.plain else None
+        with internal_transfers(), _without_nan_checks():
+            add = metric_sums_program.program(columns)
+            self._sums = add(self._sums, [values for values, _ in pending], plain, np.int32(count))
+
+    # Intervals.
+
+    def take(self, number: int) -> Interval:
+        """Return the sums since the last call with this number."""
+        self.cut()
+        interval, self._intervals[number] = self._intervals[number], Interval()
+        return interval
+
+    def cut(self) -> None:
+        """End the current piece: hand its sums to all hooks, and start from zero."""
+        if self._stop <= self._first:
+            return
+        self.flush()
+        assert self._columns is not None
+        for name in list(self._constants):
+            self._fold(name)
+        array = None if self._sums is None else self._sums.array
+        piece = Piece(self._first, self._stop - self._first, self._columns, array, self._fixed)
+        for interval in self._intervals:
+            interval.add(piece)
+        self._first, self._fixed = self._stop, {}
+        if self._sums is not None:
+            self._skips, self._sums = self._sums.skips, None
+
+    def latest(self) -> Totals | None:
+        """The sums since the last cut; None without a step. Waits for the device."""
+        if self._stop <= self._first or self._columns is None:
+            return None
+        self.flush()
+        array = None if self._sums is None else self._sums.array
+        return Piece(self._first, self._stop - self._first, self._columns, array, {}).totals
+
+    def _follow(self, first: int, steps: int) -> None:
+        if first != self._stop:  # in another run, or after steps that nobody reported
+            self.cut()
+            self._first = first
+        self._stop = first + steps
+
+    def _layout_of(self, metrics: Metrics, skip: str | None, constants: Collection[str]) -> _Layout:
+        if not self._has_means:
+            metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
+        computed = {n: x for n, x in metrics.items() if n not in constants and isinstance(x, jax.Array)}
+        numbers = [n for n, x in metrics.items() if n not in computed and is_number(x)]
+        plain = tuple(n for n in numbers if n not in constants)
+        columns = metric_sums_program.columns_of(computed, skip, self.limits, plain)
+        wanted = tuple(n for n in computed if n in columns.names or (n == LOSS and columns.loss is not None))
+        room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(wanted))))
+        is_global = any(not computed[n].is_fully_addressable for n in wanted)
+        return _Layout(columns, wanted, plain, tuple(n for n in numbers if n in constants), room, is_global)
+
+    def _add_constants(self, names: Iterable[str], metrics: Mapping[str, Any], steps: int) -> None:
+        for name in names:
+            value, before = metrics[name], self._constants.get(name)
+            if before is None:
+                if is_number(value):
+                    self._constants[name] = value, steps
+            elif before[0] is value:
+                self._constants[name] = value, before[1] + steps
+            else:
+                self._fold(name)
+                self._constants[name] = value, steps
+
+    def _fold(self, name: str) -> None:
+        value, steps = self._constants.pop(name)
+        total, count = self._fixed.get(name, (0.0, 0.0))
+        self._fixed[name] = total + float(host(value)) * steps, count + steps
+
+    def _start(self, columns: Columns, like: Any) -> Sums:
+        """Sums of no step that continue the count of skipped steps."""
+        empty, skips = self.empty(columns, like), self._skips
+        if skips is None:
+            return empty
+        sharding = _sharding_of(like)
+        if _sharding_of(skips) != sharding:  # another stage, on other devices
+            with internal_transfers():
+                skips = _put(host(skips), sharding)
+        return empty._replace(skips=skips)
+
+
+def _halves(values: list[Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Split numbers of the host into two floats each: [2, 1, metrics]."""
+    both = np.array([[float(host(value)) for value in values]])
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = both.astype(dtype)
+        low = np.where(np.isfinite(high), both - high, 0).astype(dtype)
+    return np.stack([high, low])
+
+
+def _local(value: Any) -> Any:
+    """This process's copy of a value that is replicated over all processes."""
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    return value.addressable_data(0) if is_global else value
+
+
+def _sharding_of(value: Any) -> Any:
+    """The sharding of sums that belong to an array or its shape; None for the default device."""
+    is_placed = value is not None and (not isinstance(value, jax.Array) or value.committed)
+    sharding = value.sharding if is_placed else None
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _put(value: Any, sharding: Any) -> Any:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(np.shape(value), sharding, lambda _: np.asarray(value))
+
+
+def _without_nan_checks() -> contextlib.AbstractContextManager[object]:
+    """Disable JAX's checks for NaN and infinity: here, such sums are results, not errors."""
+    flags: Any = jax.config
+    if not (flags.jax_debug_nans or flags.jax_debug_infs):
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(jax.debug_nans(False))
+    stack.enter_context(jax.debug_infs(False))
+    return stack

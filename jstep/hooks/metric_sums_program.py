@@ -1,138 +1,235 @@
-"""The compiled part of `metric_sums`: one call adds the metrics of some steps to the intervals of all subscribers.
+"""Sums of metrics over steps, accumulated on the device in one small array: the compiled part.
 
-Each row of the array belongs to one subscriber. For M metrics it holds M sums, M corrections (the rounding errors), M
-counts, and the watched columns. Each sum is stored in two floats, so that a mean is as accurate as one of float64.
+For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
+is stored in two floats, so that a mean is as accurate as one of float64.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.hooks.skipped_updates import is_bad
+from jstep.hooks.values import is_number, is_numeric
+from jstep.training import TracedStep
 
-WATCHED = 7
-SEEN, BAD, VALUE, GRADIENT, SKIPS, LIMIT, TOO_MANY = range(-WATCHED, 0)
-"""Columns from the end: the number of steps; the first bad step, counted from 0, or −1, and its loss; the first step
-that applied a gradient whose norm is not finite, or −1; the current number of consecutive skipped steps; its limit; the
-step at which the limit was reached, or −1."""
-_FIRSTS = (BAD, GRADIENT, TOO_MANY)
+LOSS, GRAD_NORM = "loss", "grad_norm"
+SEEN, BAD, VALUE, GRADIENT, SKIPS = range(5)
+"""The watched columns, after those of the metrics: the number of steps; the first bad step, counted from 0, or −1, and
+its loss; the first step that applied a gradient whose norm is not finite, or −1; the number of consecutive skipped
+steps at the end. After them, for each limit of skipped steps, the step at which it was reached, or −1."""
+WATCHED = 5
+_SEVERAL = -1
 
 
-def empty(num_metrics: int, limits: list[float], dtype: Any) -> np.ndarray[Any, Any]:
-    """The array before the first step, with a row for each limit of skipped steps."""
-    rows = np.zeros((len(limits), 3 * num_metrics + WATCHED), dtype)
-    rows[:, _FIRSTS] = -1
-    rows[:, LIMIT] = limits
-    return rows
+class Sums(NamedTuple):
+    """The accumulated numbers, on the device.
+
+    Attributes:
+        array: The sums since the last cut, in one array.
+        skips: The number of consecutive skipped steps, which a cut does not reset.
+    """
+
+    array: Any
+    skips: Any
+
+
+class Rows(NamedTuple):
+    """The numbers of some steps.
+
+    Attributes:
+        high: The values, [steps, metrics].
+        low: What the values exceed `high` by, because one float cannot represent a large integer; None for zeros.
+        known: Whether a step has the metric, as its shape may change; None for all.
+        finite: Whether a loss of several numbers is finite, [steps]; None for any other loss.
+        value: One of its numbers that is not, [steps], or None.
+    """
+
+    high: Any
+    low: Any = None
+    known: Any = None
+    finite: Any = None
+    value: Any = None
+
+
+class Columns(NamedTuple):
+    """What is accumulated of the metrics of a step.
+
+    Attributes:
+        names: The metrics, in order.
+        loss: The index of the loss; −1 for a loss of several numbers per step, which has no sum; None without a loss.
+        skip: The index of the metric that is 1 if an update was skipped, or None.
+        gradient: The index of the norm of the gradients, or None.
+        limits: The numbers of consecutive skipped steps to report.
+        dtype: The dtype of the sums.
+    """
+
+    names: tuple[str, ...]
+    loss: int | None
+    skip: int | None
+    gradient: int | None
+    limits: tuple[int, ...]
+    dtype: str
+
+    def empty(self) -> np.ndarray[Any, Any]:
+        """The array before the first step."""
+        array = np.zeros(3 * len(self.names) + WATCHED + len(self.limits), self.dtype)
+        watched = array[3 * len(self.names) :]
+        watched[[BAD, GRADIENT]], watched[WATCHED:] = -1, -1
+        return array
+
+    def row(self, metrics: Mapping[str, Any]) -> Rows:
+        """The numbers of one step."""
+        pairs = [_parts(metrics[name], self.dtype) for name in self.names]
+        high = jnp.stack([high for high, _ in pairs]) if pairs else jnp.zeros(0, self.dtype)
+        low = [low for _, low in pairs]
+        exact = None if all(x is None for x in low) else jnp.stack([high[0] * 0 if x is None else x for x in low])
+        return Rows(high, exact, None, *self._loss(metrics))
+
+    def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
+        if self.loss != _SEVERAL:
+            return None, None
+        loss = metrics[LOSS]
+        finite = jnp.isfinite(loss)
+        return finite.all(), jnp.real(jnp.where(finite, 0, loss).sum()).astype(self.dtype)
+
+    def add(self, sums: Sums, rows: Rows, count: Any) -> Sums:
+        """The sums after the first `count` rows."""
+        high, m = rows.high, len(self.names)
+        steps = len(high)
+        counts = jnp.arange(steps, dtype=np.int32) < count
+        known = jnp.ones(high.shape, bool) if rows.known is None else rows.known
+        skipped = high[:, self.skip] == 1 if self.skip is not None else jnp.zeros(steps, bool)
+        used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
+        x, error = _total(jnp.where(used, high, 0), 0 if rows.low is None else jnp.where(used, rows.low, 0))
+        total, lost = _two_sum(sums.array[:m], x)
+        finite, value = jnp.ones(steps, bool), jnp.zeros(steps, high.dtype)
+        if self.loss == _SEVERAL:
+            finite, value = rows.finite, rows.value
+        elif self.loss is not None:
+            finite, value = jnp.isfinite(high[:, self.loss]) | ~known[:, self.loss], high[:, self.loss]
+        bad_gradient = jnp.zeros(steps, bool)
+        if self.gradient is not None:
+            bad_gradient = is_bad(jnp.isfinite(high[:, self.gradient]) | ~known[:, self.gradient], skipped) & counts
+        watched, skips = self._watch(
+            sums.array[3 * m :], sums.skips, is_bad(finite, skipped) & counts, value, skipped, bad_gradient, count
+        )
+        array = [
+            total,
+            sums.array[m : 2 * m] + (lost + error),
+            sums.array[2 * m : 3 * m] + jnp.sum(used, axis=0).astype(high.dtype),
+            watched,
+        ]
+        return Sums(jnp.concatenate(array), skips)
+
+    def _watch(
+        self, watched: Any, before: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any
+    ) -> tuple[Any, Any]:
+        """The watched columns, and the number of consecutive skipped steps, after the first `count` steps."""
+        dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
+
+        def first(column: Any, where: Any) -> Any:
+            at = watched[SEEN] + jnp.argmax(where).astype(dtype)
+            return jnp.where((column < 0) & where.any(), at, column)
+
+        last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
+        in_a_row = jnp.where(last_made < 0, before + steps + 1, steps - last_made)
+        skips = in_a_row[count - 1]
+        is_first = (watched[BAD] < 0) & bad.any()
+        new = [
+            watched[SEEN] + count.astype(dtype),
+            first(watched[BAD], bad),
+            jnp.where(is_first, value[jnp.argmax(bad)], watched[VALUE]),
+            first(watched[GRADIENT], bad_gradient),
+            skips.astype(dtype),
+        ]
+        over = [
+            first(watched[WATCHED + i], (in_a_row >= limit) & (steps < count)) for i, limit in enumerate(self.limits)
+        ]
+        return jnp.stack([*new, *over]), skips
+
+
+class Accumulate(NamedTuple):
+    """Chooses what a program accumulates, from the trace of its step.
+
+    Attributes:
+        limits: As in `Columns`.
+    """
+
+    limits: tuple[int, ...] = ()
+
+    def __call__(self, one: TracedStep) -> Columns:
+        """What to accumulate."""
+        return columns_of(one.metrics, one.constants.skipped, self.limits)
+
+
+def columns_of(
+    metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = (), plain: tuple[str, ...] = ()
+) -> Columns:
+    """What to accumulate of metrics on the device, given as arrays or their types, and of numbers of the host.
+
+    Args:
+        metrics: The metrics that a step computes.
+        skip: The name of the metric that is 1 if an update was skipped, or None.
+        limits: As in `Columns`.
+        plain: The names of numbers of the host.
+    """
+    names = (*(name for name, value in metrics.items() if is_number(value)), *plain)
+    index = {name: i for i, name in enumerate(names)}
+    loss = index.get(LOSS)
+    if loss is None and LOSS in metrics and is_numeric(metrics[LOSS]):
+        loss = _SEVERAL
+    values = [value for name, value in metrics.items() if name in index or name == LOSS]
+    wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
+    gradient = index.get(GRAD_NORM)
+    return Columns(names, loss, index.get(skip or ""), gradient, limits, "float64" if wide else "float32")
 
 
 @functools.cache
-def program(loss: int | None, skip: int | None, gradient: int | None, stacked: bool) -> Callable[..., Any]:
-    """Compile `add(sums, calls, plain, count) -> sums`, which donates the sums.
+def program(columns: Columns) -> Callable[..., Any]:
+    """Compile `add(sums, calls, plain, count) -> sums`, for calls of one step that does not accumulate by itself.
 
-    `calls` are the values of some calls; `plain` are numbers of the host, as two floats, [2, steps, metrics], or None.
-    Only the first `count` steps count; the others are padding.
-
-    Args:
-        loss: The index of the loss among all values; −1 for a loss that is not accumulated and comes after the other
-            values of each call; None without a loss.
-        skip: The index of the metric that is 1 if an update was skipped, or None.
-        gradient: The index of the norm of the gradients, or None.
-        stacked: Whether the values have a leading axis of steps.
+    `calls` are the metrics of some calls by name; `plain` are numbers of the host, as two floats, [2, steps, metrics],
+    or None. Only the first `count` steps count; the others are padding.
     """
 
-    def add(sums: Any, calls: list[list[Any]], plain: Any, count: Any) -> Any:
-        high, low, known = _columns([call[:-1] for call in calls] if loss == -1 else calls, plain, sums.dtype, stacked)
-        steps, m = high.shape
-        counts = jnp.arange(steps, dtype=np.int32) < count
-        skipped = high[:, skip] == 1 if skip is not None else jnp.zeros(steps, bool)
-        used = known & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
-        x, error = _total(jnp.where(used, high, 0), jnp.where(used, low, 0))
-        total, lost = _two_sum(sums[:, :m], jnp.broadcast_to(x[None], (len(sums), m)))
-        finite, value = jnp.ones(steps, bool), jnp.zeros(steps, sums.dtype)
-        if loss == -1:
-            finite, value = _losses(calls, stacked)
-        elif loss is not None:
-            finite, value = jnp.isfinite(high[:, loss]) | ~known[:, loss], high[:, loss]
-        bad_gradient = jnp.zeros(steps, bool)
-        if gradient is not None:
-            bad_gradient = is_bad(jnp.isfinite(high[:, gradient]) | ~known[:, gradient], skipped)
-        watched = _watch(
-            sums[:, -WATCHED:],
-            is_bad(finite, skipped) & counts,
-            value.astype(sums.dtype),
-            skipped,
-            bad_gradient & counts,
-            count,
-        )
-        parts = [
-            total,
-            sums[:, m : 2 * m] + (lost + error[None]),
-            sums[:, 2 * m : 3 * m] + jnp.sum(used, axis=0).astype(sums.dtype)[None],
-            watched,
-        ]
-        return jnp.concatenate(parts, axis=1)
+    def add(sums: Sums, calls: list[dict[str, Any]], plain: Any, count: Any) -> Sums:
+        return columns.add(sums, _rows(columns, calls, plain), count)
 
-    return jax.jit(add, donate_argnums=0)
+    return jax.jit(add)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def take(sums: Any, number: Any) -> tuple[Any, Any]:
-    """Return one row, and the array with that row reset."""
-    watched = sums[:, -WATCHED:]
-    fresh = [jnp.full_like(watched[:, column], -1 if column in _FIRSTS else 0) for column in range(-WATCHED, 0)]
-    fresh[SKIPS], fresh[LIMIT] = watched[:, SKIPS], watched[:, LIMIT]
-    begun = jnp.concatenate([jnp.zeros_like(sums[:, :-WATCHED]), jnp.stack(fresh, axis=1)], axis=1)
-    here = jnp.arange(len(sums), dtype=np.int32) == number
-    return sums[number], jnp.where(here[:, None], begun, sums)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def with_skips(sums: Any, skips: Any) -> Any:
-    """Set the counts of consecutive skipped steps."""
-    return sums.at[:, SKIPS].set(skips.astype(sums.dtype))
-
-
-def _columns(calls: list[list[Any]], plain: Any, dtype: Any, stacked: bool) -> tuple[Any, Any, Any]:
-    """All values, [steps, metrics], as two floats each, and which ones are scalars: a metric may change its shape."""
-    steps = 1 if not stacked else max((len(value) for value in calls[0] if value.ndim), default=1)
-    columns = []
-    for call in zip(*calls, strict=True):
-        pairs = [_parts(value.reshape(steps), dtype) if value.size == steps else None for value in call]
-        nothing = (jnp.zeros(steps, dtype), jnp.zeros(steps, dtype))
-        known = [jnp.full(steps, pair is not None) for pair in pairs]
-        whole = [pair or nothing for pair in pairs]
-        columns.append((*(jnp.concatenate(half) for half in zip(*whole, strict=True)), jnp.concatenate(known)))
+def _rows(columns: Columns, calls: list[dict[str, Any]], plain: Any) -> Rows:
+    """The numbers of calls; a metric may change its shape from call to call."""
+    dtype, steps = columns.dtype, len(calls)
+    parts = []
+    for name in columns.names[: len(columns.names) - (0 if plain is None else plain.shape[2])]:
+        pairs = [_parts(jnp.reshape(call[name], ()), dtype) if call[name].size == 1 else None for call in calls]
+        nothing = jnp.zeros((), dtype)
+        high = jnp.stack([nothing if pair is None else pair[0] for pair in pairs])
+        low = jnp.stack([nothing if pair is None or pair[1] is None else pair[1] for pair in pairs])
+        parts.append((high, low, np.array([pair is not None for pair in pairs])))
     if plain is not None:
         halves = plain.astype(dtype)
-        columns += [(halves[0, :, i], halves[1, :, i], jnp.ones(halves.shape[1], bool)) for i in range(halves.shape[2])]
-    if not columns:
-        rows = steps * len(calls)
-        return jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), dtype), jnp.zeros((rows, 0), bool)
-    together = [jnp.stack(parts, axis=1) for parts in zip(*columns, strict=True)]
-    return together[0], together[1], together[2]
-
-
-def _losses(calls: list[list[Any]], stacked: bool) -> tuple[Any, Any]:
-    """For losses of several numbers per step: whether all are finite, and one that is not."""
-    finite, value = [], []
-    for call in calls:
-        rows = call[-1].reshape(len(call[-1]) if stacked else 1, -1)
-        finite.append(jnp.isfinite(rows).all(axis=1))
-        value.append(jnp.real(jnp.where(jnp.isfinite(rows), 0, rows).sum(axis=1)))
-    return jnp.concatenate(finite), jnp.concatenate(value)
+        parts += [(halves[0, :, i], halves[1, :, i], np.ones(steps, bool)) for i in range(halves.shape[2])]
+    finite, value = zip(*(columns._loss(call) for call in calls), strict=True)
+    several = (None, None) if columns.loss != _SEVERAL else (jnp.stack(finite), jnp.stack(value))
+    if not parts:
+        nothing = jnp.zeros((steps, 0), dtype)
+        return Rows(nothing, nothing, nothing.astype(bool), *several)
+    high, low, known = (jnp.stack(column, axis=1) for column in zip(*parts, strict=True))
+    return Rows(high, low, known, *several)
 
 
 def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """Split a value into a sum of two floats, because one cannot represent a large integer."""
-    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= jnp.dtype(dtype).itemsize:
+    """Split a value into a sum of two floats, because one cannot represent a large integer; the second may be None."""
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= np.dtype(dtype).itemsize:
         low = x & 0xFFF
         return (x - low).astype(dtype), low.astype(dtype)
-    return x.astype(dtype), jnp.zeros(x.shape, dtype)
+    return x.astype(dtype), None
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
@@ -143,7 +240,8 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _total(high: Any, low: Any) -> tuple[Any, Any]:
-    """The sum over the steps of a call, as two floats."""
+    """The sum over the steps, as two floats."""
+    low = jnp.broadcast_to(low, high.shape).astype(high.dtype)
     if len(high) == 1:
         return high[0], low[0]
 
@@ -154,27 +252,3 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     zero = jnp.zeros((), high.dtype)
     x, error = jax.lax.reduce((high, low), (zero, zero), both, (0,))
     return x, error
-
-
-def _watch(watched: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any) -> Any:
-    """The watched columns after the first `count` steps."""
-    dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
-    column = {name: watched[:, name] for name in range(-WATCHED, 0)}
-    first = column[SEEN] + jnp.argmax(bad_gradient).astype(dtype)
-    at = jnp.argmax(bad)
-    is_first = (column[BAD] < 0) & bad.any()
-    last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
-    since = (steps - last_made).astype(dtype)
-    in_a_row = jnp.where((last_made < 0)[None], column[SKIPS][:, None] + since[None], since[None])
-    over = (in_a_row >= column[LIMIT][:, None]) & (steps < count)[None]
-    is_over = (column[TOO_MANY] < 0) & over.any(axis=1)
-    new = {
-        SEEN: column[SEEN] + count.astype(dtype),
-        BAD: jnp.where(is_first, column[SEEN] + at.astype(dtype), column[BAD]),
-        VALUE: jnp.where(is_first, value[at], column[VALUE]),
-        GRADIENT: jnp.where((column[GRADIENT] < 0) & bad_gradient.any(), first, column[GRADIENT]),
-        SKIPS: jnp.take(in_a_row, count - 1, axis=1),
-        LIMIT: column[LIMIT],
-        TOO_MANY: jnp.where(is_over, column[SEEN] + jnp.argmax(over, axis=1).astype(dtype), column[TOO_MANY]),
-    }
-    return jnp.stack([new[name] for name in range(-WATCHED, 0)], axis=1)

@@ -7,7 +7,7 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
-from jstep.hooks.metric_sums_layout import GRAD_NORM, LOSS
+from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.state_contents import NAN, StateContents, listed
 from jstep.state import TrainState, global_step
@@ -53,6 +53,9 @@ class NanLossHook(RunHook):
         max_skipped_steps: The number of consecutive skipped updates that stops the run with the same error; None for no
             limit. The state is valid in that case, and is saved.
 
+    Attributes:
+        max_skipped_steps: The argument.
+
     Source: `tf.train.NanTensorHook`.
     """
 
@@ -63,12 +66,12 @@ class NanLossHook(RunHook):
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
             max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
-        self._max_skipped = max_skipped_steps
+        self.max_skipped_steps = max_skipped_steps
         self._forget()
 
     def _forget(self) -> None:
         self._sums = MetricSums()
-        self._number = self._sums.subscribe(self._max_skipped, means=False)
+        self._number = self._sums.subscribe(self.max_skipped_steps, means=False)
         self._held: Interval | None = None
         self._looked = 0
         self._bad = self._over = False
@@ -82,7 +85,7 @@ class NanLossHook(RunHook):
         """Use the sums of the run."""
         super().use_run(run)
         self._sums = run.sums
-        self._number = self._sums.subscribe(self._max_skipped, means=False)
+        self._number = self._sums.subscribe(self.max_skipped_steps, means=False)
 
     def begin(self, state: TrainState) -> None:
         """Reset the hook for a new run."""
@@ -110,7 +113,7 @@ class NanLossHook(RunHook):
         if LOSS not in metrics:
             raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
         if self.run is None:
-            self._sums.add(step - 1, 1, metrics, stacked=False)
+            self._sums.add(step - 1, metrics)
         if step // self._n == self._looked // self._n:
             return self._bad or self._over
         # All processes check the same steps, so that they stop together.
@@ -153,9 +156,12 @@ class NanLossHook(RunHook):
             return
         self._look_at_start()
         self._has_norm = GRAD_NORM in interval.names()
+        totals = interval.totals
+        if totals is None:
+            return
         if self._gradient is None:
-            self._gradient = interval.first_bad_gradient()
-        bad, over = interval.first_bad(), interval.first_over_limit()
+            self._gradient = totals.gradient
+        bad, over = totals.bad, totals.over.get(self.max_skipped_steps or 0)
         # NaN parameters show in the first loss, NaN slots in the second one.
         if self._nan_at_start and (interval.skipped_since(self._began) if bad is None else bad.step <= self._began + 2):
             self._bad = True
@@ -171,9 +177,9 @@ class NanLossHook(RunHook):
             self._over = True
             self._bad = bad is not None
             self._stop(
-                f"{self._max_skipped} updates in a row were skipped up to step {over} (max_skipped_steps="
-                f"{self._max_skipped}), because their losses or gradients were not finite. Look at batch {over - 1}, "
-                "lower the learning rate, or clip gradients.",
+                f"{self.max_skipped_steps} updates in a row were skipped up to step {over} (max_skipped_steps="
+                f"{self.max_skipped_steps}), because their losses or gradients were not finite. Look at batch "
+                f"{over - 1}, lower the learning rate, or clip gradients.",
                 over,
                 prevents_saving=self._bad,
             )

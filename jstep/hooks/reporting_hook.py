@@ -67,7 +67,7 @@ class ReportingHook(CadencedHook):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """When due, queues the metrics of this step and delivers what is ready."""
         if self._mean and self.run is None:
-            self._sums.add(step - 1, 1, metrics, stacked=False)
+            self._sums.add(step - 1, metrics)
         if self.is_due(step):
             self.has_happened()
             self._when_due(step, state, metrics)

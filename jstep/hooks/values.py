@@ -25,20 +25,19 @@ def _rank(name: str) -> tuple[int, str]:
     return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
 
 
-def is_number(value: Any, ndim: int = 0) -> bool:
-    """Whether a value is a real number or a bool, or an array of these with `ndim` axes."""
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return value.ndim == ndim and is_numeric(value)
-    return ndim == 0 and isinstance(value, int | float)
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of one without axes, or the type of such an array."""
+    return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is a real number or a bool, or an array of these with any shape."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    """Whether a value is a real number or a bool, or an array of these with any shape, or its type."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
-    if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
+    if getattr(dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
         return True
-    return bool(jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def names_of_arrays(metrics: Metrics) -> list[str]:

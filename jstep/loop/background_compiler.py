@@ -86,15 +86,15 @@ class BackgroundCompiler:
                         raise StopWaiting
             self._passed += 1
 
-    def after(self, state: Any, args: tuple[Any, ...], *, stacked: bool) -> None:
-        """Start the next compilations, after a step that returned this state."""
+    def after(self, state: Any, args: tuple[Any, ...]) -> None:
+        """Start the next compilations, after a step with these arguments that returned this state."""
         if self._begun == len(self._jobs) or self._begun >= self._passed + _MOST_AHEAD:
             return
         if self._thread is not None and self._thread.is_alive():
             return
         if self._state is None:
             self._state = shapes_of(state)
-        self._args = jax.tree.map(_unstacked, shapes_of(args)) if stacked else shapes_of(args)
+        self._args = shapes_of(args)
         self._start()
 
     def begin(self, state: Any) -> None:
@@ -182,10 +182,3 @@ def stacked_shapes(tree: Any, steps: int) -> Any:
         return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, tree)
-
-
-def _unstacked(one: Any) -> Any:
-    sharding = one.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
-    return jax.ShapeDtypeStruct(one.shape[1:], one.dtype, sharding=sharding)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,84 +20,93 @@ from jstep.sharding.of_batches import named
 from jstep.timeline import Stopwatch
 
 
-@jax.tree_util.register_dataclass
+class Plan(NamedTuple):
+    """How calls with batches of some shapes are made.
+
+    Attributes:
+        most: The most steps of a call.
+        looped: What runs calls of up to that many steps; None if each call is one call of the training step.
+    """
+
+    most: int = 1
+    looped: Any = None
+
+
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
 class Call:
     """The batches of one call.
 
     Attributes:
-        args: The arguments.
+        args: The arguments of one step; with `looped`, those of `most` steps, stacked, the last ones being padding.
         steps: The number of steps.
         first: The step at which the call begins.
-        stacked: Whether the arguments are stacked over steps.
         position: The position of the source after these batches, JSON-serializable; None if not known.
-        why: Why the call takes one step, if calls take several; "" if there is no special reason.
+        looped: As in `Plan`.
+        most: As in `Plan`.
     """
 
     args: tuple[Any, ...]
-    steps: int = dataclasses.field(metadata={"static": True})
-    first: int = dataclasses.field(metadata={"static": True})
-    stacked: bool = dataclasses.field(metadata={"static": True}, default=False)
-    position: Any = dataclasses.field(metadata={"static": True}, default=None)
-    why: str = dataclasses.field(metadata={"static": True}, default="")
+    steps: int
+    first: int
+    position: Any = None
+    looped: Any = None
+    most: int = 1
 
 
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""
+PlanOf = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Plan]
+"""`plan(step, shapes, args)`, as `Programs.plan`."""
 
 
 def make_calls(
     items: CopiedBatches,
     start: int,
-    lengths: Iterable[int] | None,
     sharding: Any = None,
     *,
     on_device: bool = False,
-    stack_one: bool = False,
-    single_step_reason: Callable[[], str] = str,
+    plan: PlanOf | None = None,
+    ends: Iterable[int] = (),
 ) -> Iterator[Call]:
-    """Yield batches as the arguments of calls, stacked if a call takes several steps.
+    """Yield batches as the arguments of calls.
 
-    Batches that cannot be stacked, because their shapes differ or the source ends, become calls of one step each.
+    A call of several steps ends where its plan, the shapes of the batches or `ends` require it.
 
     Args:
         items: The batches, from `copied_batches`.
         start: The step of the first batch.
-        lengths: The number of steps of each call; None if each call takes one step and nothing is stacked.
         sharding: The sharding of a batch, as in `prefetch_to_device`; None does not move it.
         on_device: Whether to put batches on the default device, for a step that is not compiled: such a step would
             see NumPy arrays or JAX arrays, depending on whether batches are prefetched.
-        stack_one: Whether to stack calls of one step too, for a step that is compiled only when scanned.
-        single_step_reason: Returns why a call takes one step, if others take several.
+        plan: Returns how calls are made; None if each takes one step.
+        ends: The steps at which calls must end, in order; the last one ends the run.
     """
-    one = many = placement(None) if on_device else None
-    if sharding is not None:
-        one, many = (placement(named(sharding, stacked=stacked)) for stacked in (False, True))
-
-    def call(batch: Any, first: int, steps: int, stacked: bool, position: Any, why: str = "") -> Call:
-        place = many if stacked else one
-        placed = batch if place is None else place(batch)
-        return Call(arguments_of(placed), steps, first, stacked, position, why)
-
-    if lengths is None:
+    one = placement(None) if on_device else None if sharding is None else placement(named(sharding))
+    many = None if sharding is None else placement(named(sharding, stacked=True))
+    if plan is None:
         for step, (batch, position) in enumerate(items, start):
-            placed = batch if one is None else one(batch)
-            yield Call(arguments_of(placed), 1, step, False, position)
+            yield Call(arguments_of(batch if one is None else one(batch)), 1, step, position)
         return
     step = start
-    for length in lengths:
-        some = list(itertools.islice(items, length))
-        whole = _stacked([batch for batch, _ in some]) if len(some) == length and (length > 1 or stack_one) else None
-        if whole is not None:
-            yield call(whole, step, length, True, some[-1][1])
-        else:
-            ragged = "the batches end" if len(some) < length else "batches differ in shape, dtype or structure"
-            why = single_step_reason() if length == 1 else ragged
-            for i, (batch, position) in enumerate(some):
-                yield call(_stacked([batch]) if stack_one else batch, step + i, 1, stack_one, position, why)
-        if len(some) < length:
-            return
-        step += length
+    some: list[tuple[Any, Any]] = []
+    for end in ends:
+        while step < end:
+            some = some or list(itertools.islice(items, 1))
+            if not some:
+                return
+            batch, shapes = some[0][0], _shapes_of(some[0][0])
+            most, looped = plan(step, shapes, lambda batch=batch: arguments_of(batch if one is None else one(batch)))
+            later: list[tuple[Any, Any]] = []
+            while len(some) < min(most, end - step) and not later and (item := next(items, None)) is not None:
+                (some if _shapes_of(item[0]) == shapes else later).append(item)
+            if looped is None:
+                placed = batch if one is None else one(batch)
+            else:
+                whole = _stacked([batch for batch, _ in some], most)
+                placed = whole if many is None else many(whole)
+            yield Call(arguments_of(placed), len(some), step, some[-1][1], looped, most)
+            step += len(some)
+            some = later
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
@@ -114,23 +123,20 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
         fetched.count += 1  # after it was placed, too: errors name the batch that was not
 
 
-def _stacked(some: list[Any]) -> Any:
-    """Stack the batches of several steps; None if their structures, shapes or dtypes differ."""
+def _shapes_of(batch: Any) -> Any:
+    """What batches that can be stacked have in common."""
+    leaves, structure = flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
+
+
+def _stacked(some: list[Any], most: int) -> Any:
+    """Stack batches of the same shapes; the last one is repeated where there are fewer than `most`."""
     flat = [flatten(one) for one in some]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat[1:]):
-        return None
-    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-    if any(len({_kind(leaf) for leaf in column}) > 1 for column in columns):
-        return None
-    return structure.unflatten([_stack(column) for column in columns])
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return flat[0][1].unflatten([_stack([*column, *[column[-1]] * (most - len(some))]) for column in columns])
 
 
-def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
-
-
-def _stack(leaves: tuple[Any, ...]) -> Any:
+def _stack(leaves: list[Any]) -> Any:
     return _stack_arrays(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 

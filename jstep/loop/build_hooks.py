@@ -21,7 +21,6 @@ from jstep.hooks import (
 )
 from jstep.hooks.async_transfer import TransferQueue
 from jstep.hooks.hook import RunInfo, name_of
-from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nonfinite_parameters import NonfiniteParametersHook
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.options import Options
@@ -97,7 +96,7 @@ def build_hooks(
         hooks.append(saving)
     run = RunInfo(
         last_step=options.end,
-        sums=MetricSums(lambda: programs.skip_metric, constants),
+        sums=programs.sums,
         transfers=TransferQueue(),
         steps_per_call=options.steps_per_call,
         logdir=options.logdir,

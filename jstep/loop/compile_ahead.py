@@ -2,20 +2,19 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jstep.core import trees
-from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.notes import note
 from jstep.data.placement import copied, placement
-from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of, stacked_shapes
+from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of
 from jstep.loop.programs import Programs, is_compiled
 from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
-from jstep.loop.start_times import FirstBatch, StartTimes, first_call_steps, interruptible
+from jstep.loop.start_times import FirstBatch, StartTimes, interruptible
 from jstep.loop.trace_step import trace_step
 from jstep.sharding.of_batches import named
 from jstep.state import TrainState
@@ -30,7 +29,6 @@ def compile_ahead(
     state: TrainState,
     start: int,
     last_step: int,
-    steps_per_call: int,
     batch_sharding: Any,
     stopping: Callable[[], bool],
 ) -> BackgroundCompiler | None:
@@ -43,7 +41,6 @@ def compile_ahead(
         state: The state at the start of the run.
         start: Its step.
         last_step: The step at which the run ends.
-        steps_per_call: The number of steps per call.
         batch_sharding: The sharding of batches.
         stopping: Returns whether the run is stopping.
 
@@ -57,8 +54,8 @@ def compile_ahead(
     seen: set[Any] = set()
     jobs = []
     for segment in (first, *later):
-        step, args = programs.of_stage(segment.stage), None
-        if not is_compiled(step) and steps_per_call == 1:
+        step, args = programs.stages[segment.stage].single, None
+        if not is_compiled(step):
             continue
         if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
             args = _shapes_of_batch(source, segment.first, batch_sharding)
@@ -73,8 +70,8 @@ def compile_ahead(
         elif not segment.is_edge:
             continue
         if segment is not first:
-            make = functools.partial(_compile, programs, segment, steps_per_call, args)
-            jobs.append(CompileJob(segment.first, programs.name_of(segment.stage), make))
+            make = functools.partial(_compile, programs, segment, args)
+            jobs.append(CompileJob(segment.first, programs.stages[segment.stage].name, make))
     return BackgroundCompiler(jobs, stopping)
 
 
@@ -83,11 +80,8 @@ def compile_first_program(
     boundaries: StageBoundaries,
     first: FirstBatch,
     shapes: Callable[[], Any] | None,
-    hooks: Sequence[Any],
-    cadences: Sequence[int | None],
     start: int,
     last_step: int,
-    steps_per_call: int,
     batch_sharding: Any,
     times: StartTimes,
     stopping: Callable[[], bool],
@@ -99,21 +93,15 @@ def compile_first_program(
         boundaries: The steps at which another program follows.
         first: The first batch, being made in a thread.
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
-        hooks: The user's hooks.
-        cadences: The intervals of the stock hooks.
         start: The first step.
         last_step: The step at which the run ends.
-        steps_per_call: The number of steps per call.
         batch_sharding: The sharding of batches.
         times: Measures the compilation.
         stopping: Returns whether the run is stopping.
     """
     (segment, *_) = boundaries.segments(start, last_step)
-    if not is_compiled(programs.of_stage(segment.stage)) and steps_per_call == 1:
+    if not is_compiled(programs.stages[segment.stage].single):
         return None
-    steps = first_call_steps(hooks, start, segment.stop, steps_per_call, cadences)
-    stacked = steps > 1 or programs.stacks_one
-    step = programs.of_stage(segment.stage, stacked=stacked)
     closed = threading.Event()
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
@@ -128,12 +116,11 @@ def compile_first_program(
             del batch
         finally:
             first.forget()
-        with times.compiling(), using_mesh(mesh_of(state)):
-            trace_step(step, state, stacked_shapes(args, steps) if stacked else args).lower().compile()
-        return True
+        with times.compiling():
+            return programs.compile(start, args)
 
     return BackgroundCompiler(
-        [CompileJob(start, programs.name_of(segment.stage), make)], stopping, is_quiet=True, closed=closed
+        [CompileJob(start, programs.stages[segment.stage].name, make)], stopping, is_quiet=True, closed=closed
     )
 
 
@@ -179,35 +166,9 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
 
 
 def _compile(
-    programs: Programs,
-    segment: Segment,
-    steps_per_call: int,
-    args: tuple[Any, ...] | None,
-    state: Any,
-    latest: tuple[Any, ...],
+    programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
 ) -> bool:
-    """Compile the programs of a segment: for several steps, for one step, or both."""
-    args = latest if args is None else args
-    many, rest = divmod(segment.stop - segment.first, steps_per_call)
-    # If hooks caused calls of one step in an earlier stage, they will in this one.
-    one = steps_per_call == 1 or not many or rest > 0 or programs.takes_single_steps
-    made = False
-    with using_mesh(mesh_of(state)):
-        if many and steps_per_call > 1:
-            step = programs.of_stage(segment.stage, stacked=True)
-            made = _compiled(programs, segment, step, state, stacked_shapes(args, steps_per_call), steps_per_call)
-        if one:
-            stacked = programs.stacks_one
-            step = programs.of_stage(segment.stage, stacked=stacked)
-            made |= _compiled(programs, segment, step, state, stacked_shapes(args, 1) if stacked else args, 1)
-    return made
-
-
-def _compiled(programs: Programs, segment: Segment, step: Any, state: Any, args: tuple[Any, ...], steps: int) -> bool:
-    if not programs.prepare(segment.stage, steps, (trees.structure(args), tuple(jax.tree.leaves(args)))):
-        return False
-    trace_step(step, state, args).lower().compile()
-    return True
+    return programs.compile(segment.first, latest if args is None else args)
 
 
 def first_difference(state: Any, new: Any) -> str | None:

@@ -15,11 +15,10 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.run_steps import LoopState
-from jstep.loop.stages import LengthsAhead, StageBoundaries, call_lengths
+from jstep.loop.stages import EndsAhead, StageBoundaries
 from jstep.state import TrainState
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
-from jstep.training import last_of
 
 
 class HookRunner:
@@ -41,7 +40,6 @@ class HookRunner:
         stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
         interrupted: Whether a signal ended the run.
         is_checking: Whether the first state of a stage is being checked.
-        single_step_reason: Why some calls take one step, if steps_per_call is larger.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class HookRunner:
         self.hooks = self._hooks = hooks
         self._start, self._to_stop, self._on_first = start, to_stop, on_first
         self._run_hooks = [hook for hook in hooks if isinstance(hook, RunHook)]
-        self._sums, self._transfers, self._is_summed = sums, transfers, sums.is_wanted
+        self._sums, self._transfers = sums, transfers
         self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
         acting = [hook for hook in hooks if hasattr(hook, "after_step")]
         self._acting = [hook for hook in acting if _overrides(hook, "after_step") or _overrides(hook, "next_due")]
@@ -69,14 +67,13 @@ class HookRunner:
         self._waiting: list[CadenceTimer] = []
         self._part_of = [_part_of(hook) for hook in self._acting]
         self._rows: int | None = None
-        self._lengths: LengthsAhead | None = None
+        self._ends: EndsAhead | None = None
         self._next_steps: list[int] = []
         self._next_due = NEVER
         self._calling: tuple[Any, str] | None = None
         self.stopped_by: str | None = None
         self.interrupted = self._is_over = self.is_checking = False
         self._edge_after, self._next_check = edge_after, start
-        self.single_step_reason = ""
 
     @property
     def current_call(self) -> tuple[Any, str] | None:
@@ -118,8 +115,6 @@ class HookRunner:
     def after(self, first: int, loop: LoopState) -> bool:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""
         step = loop.step
-        if self._is_summed:  # before a hook can change the metrics
-            self._sums.add(first, step - first, loop.metrics, loop.stacked)
         if loop.rows != self._rows and first != self._start:
             for hook in self._run_hooks:
                 hook.batch_size_changed(first, loop.rows)
@@ -136,8 +131,8 @@ class HookRunner:
                 self._next_due = step
         if step >= self._next_due:
             self._call_due_hooks(loop)
-        if self._lengths is not None:
-            self._lengths.extend()
+        if self._ends is not None:
+            self._ends.extend()
         if self._to_stop():
             self.interrupted = True
         return self.interrupted or self.stopped_by is not None
@@ -151,7 +146,7 @@ class HookRunner:
         self._next_check = NEVER if edge is None else edge
 
     def _call_due_hooks(self, loop: LoopState) -> None:
-        step, metrics, watch = loop.step, _last_metrics(loop), self._watch
+        step, metrics, watch = loop.step, loop.metrics, self._watch
         error: Exception | None = None
         for i, (hook, timer) in enumerate(zip(self._acting, self._timers, strict=True)):
             if self._next_steps[i] <= step or (timer is not None and timer.clock() >= timer.deadline):
@@ -199,7 +194,7 @@ class HookRunner:
         errors: list[Exception] = []
         for hook in self._run_hooks:
             try:
-                self._call(hook, "after_last", loop.step, _last_metrics(loop))
+                self._call(hook, "after_last", loop.step, loop.metrics)
             except Exception as error:  # call the other hooks as well
                 errors.append(error)
         while True:
@@ -242,21 +237,15 @@ class HookRunner:
         self._calling = None
         return result
 
-    def lengths(self, last_step: int, steps_per_call: int, boundaries: StageBoundaries) -> LengthsAhead:
-        """The number of steps of each call: `steps_per_call`, or 1 if a hook is due earlier. Close it after the run."""
+    def ends(self, last_step: int, boundaries: StageBoundaries) -> EndsAhead:
+        """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
         known = [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
-        def end_after(step: int) -> tuple[int, str]:
-            end, why = boundaries.after(step, last_step)
-            due, hook = min(((self._due_after(step, hook), i) for i, hook in enumerate(known)), default=(NEVER, -1))
-            return (due, f"a hook is due at step {due} ({name_of(known[hook])})") if due < end else (end, why)
+        def due_after(step: int) -> int:
+            return min((self._due_after(step, hook) for hook in known), default=NEVER)
 
-        def single_step_reason(why: str) -> None:
-            self.single_step_reason = self.single_step_reason or why
-
-        made = call_lengths(self._start, last_step, steps_per_call, end_after, single_step_reason)
-        self._lengths = LengthsAhead(made)
-        return self._lengths
+        self._ends = EndsAhead(boundaries.ends(self._start, last_step, due_after))
+        return self._ends
 
     def _due_after(self, step: int, hook: Any) -> int:
         self._calling = (hook, "next_due")
@@ -269,10 +258,6 @@ def _part_of(hook: Any) -> str:
     """The category of time that a hook counts as; `RunSaverHook` measures its own time when it saves."""
     kinds = ((RunSaverHook, STEPPING), (CheckpointSaverHook, SAVING), (EvaluationHook, EVALUATING))
     return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
-
-
-def _last_metrics(loop: LoopState) -> Any:
-    return last_of(loop.metrics) if loop.stacked else loop.metrics
 
 
 def _overrides(hook: Any, method: str) -> bool:

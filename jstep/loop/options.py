@@ -10,7 +10,6 @@ import numpy as np
 
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_bool, as_int, kind, shown
-from jstep.core.loops import as_unroll
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence
 from jstep.loop.checks import list_of_hooks
@@ -36,7 +35,6 @@ class Options:
     steps_per_call: int
     progress: bool | None
     batch_sharding: Any
-    unroll: Any
     compile_cache: str | os.PathLike[str] | bool | None
 
     @property
@@ -55,7 +53,6 @@ class Options:
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0),
             "steps_per_call": as_int(self.steps_per_call, "steps_per_call", 1),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
-            "unroll": as_unroll(self.unroll),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

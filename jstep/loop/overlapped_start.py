@@ -88,11 +88,8 @@ def overlap_start(
         StageBoundaries(stages, source.next_change),
         first,
         None if own is None else functools.partial(own.shapes, start),
-        options.hooks,
-        _cadences(options),
         start,
         last_step,
-        options.steps_per_call,
         options.batch_sharding,
         times,
         stopping,
@@ -103,12 +100,3 @@ def overlap_start(
         stack.callback(programs.first_compiler.close)
         programs.first_compiler.begin(shapes_of(state))
     return OverlappedStart(source, first)
-
-
-def _cadences(options: Options) -> list[int | None]:
-    """The intervals of the stock hooks, in steps."""
-    return [
-        options.log_steps if options.progress is not False else None,
-        options.save_checkpoint_steps if options.checkpoint_dir is not None else None,
-        options.save_summaries_steps if options.logdir is not None else None,
-    ]

@@ -1,17 +1,23 @@
-"""The compiled programs of a run: one for a single step and one for `steps_per_call` steps, for each stage."""
+"""The compiled programs of a run: for each stage, one that runs 1 to `steps_per_call` steps."""
 
 import contextlib
+import dataclasses
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from jstep.core import trees
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.hooks.dispatched_steps import DispatchedSteps
+from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.metric_sums_program import Accumulate, Columns
 from jstep.hooks.skipped_updates import skip_metric_of
-from jstep.loop.background_compiler import BackgroundCompiler
-from jstep.loop.batch_feeder import Call
+from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
+from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
 from jstep.loop.cards import Cards
 from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
@@ -20,10 +26,12 @@ from jstep.loop.trace_step import trace_step
 from jstep.state import keep_roles
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
-from jstep.training import TrainStep, scanned_step
+from jstep.training import LoopedStep, TracedStep, TrainStep, looped_step
 from jstep.training.call_errors import explain_a_list
 
 _logger = logging.getLogger("jstep")
+
+_SLOW = "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop"
 
 
 def is_compiled(step: Any) -> bool:
@@ -31,19 +39,62 @@ def is_compiled(step: Any) -> bool:
     return isinstance(step, TrainStep) or hasattr(step, "lower")
 
 
+class Looped(NamedTuple):
+    """What runs the calls of several steps, for one shape of the batches.
+
+    Attributes:
+        step: The program.
+        one: The trace of one step.
+        args: The shapes of the arguments of one step.
+        columns: What the program accumulates.
+    """
+
+    step: LoopedStep
+    one: TracedStep
+    args: tuple[Any, ...]
+    columns: Columns
+
+
+@dataclasses.dataclass
+class Stage:
+    """A training step and its programs.
+
+    Attributes:
+        step: The training step, as given.
+        name: Its name, for logs.
+        first: The first step of the stage.
+        single: The step that runs calls of one step; a function that is not compiled is compiled if others are looped.
+        plans: Shapes of a batch → how calls are made.
+        is_begun: Whether a call of it was made.
+        is_slow_in_loops: Whether XLA runs it much slower in a loop than by itself.
+    """
+
+    step: Any
+    name: str
+    first: int
+    single: Any
+    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    is_begun: bool = False
+    is_slow_in_loops: bool = False
+
+
 class Programs:
-    """The programs of a run: each call runs its steps with the program for it, and each compilation is logged.
+    """The programs of a run. Each call runs its steps with the program for it, and each compilation is logged.
+
+    With `steps_per_call` = 1, a call is a call of the training step. Otherwise a program loops over the steps of a
+    call, as many as there are: one program for each stage and each shape of the batches.
 
     Args:
         stages: The training steps, by the step at which each begins.
-        unroll: As in `scan_steps`.
-        several: Whether there are calls of several steps.
+        steps_per_call: The most steps of a call.
+        sums: Receives the metrics of all steps.
         first_call: A context manager for the very first call.
         watch: The stopwatch of the run; compilation is not counted as time of the steps.
 
     Attributes:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
-        stacks_one: Whether calls of one step must be stacked too, because the step is compiled only when scanned.
+        most: The most steps of a call.
+        state_shapes: The shapes of the state; must be set before `plan` and `compile`.
         first_compiler: Compiles the first program in the background; None if it is not.
         ahead_compiler: Compiles later programs in the background, or None.
         dispatched: The steps that were dispatched, recorded on request.
@@ -53,134 +104,205 @@ class Programs:
     def __init__(
         self,
         stages: TrainSteps,
-        unroll: Any = None,
+        steps_per_call: int = 1,
         *,
-        several: bool = True,
+        sums: MetricSums | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
     ) -> None:
-        self._stages, self._unroll, self._has_several = stages, unroll, several
-        are_compiled = all(map(is_compiled, stages.values))
-        self.stacks_one, self.on_device = several and not are_compiled, not (several or are_compiled)
+        self._firsts, self.most = stages, steps_per_call
+        several = steps_per_call > 1
+        self.stages = [
+            Stage(
+                step,
+                name_of_step(step) if len(stages.values) > 1 else getattr(step, "__name__", "train_step"),
+                first,
+                _single(step, several),
+            )
+            for step, first in zip(stages.values, stages.firsts, strict=True)
+        ]
+        self.on_device = not several and not all(map(is_compiled, stages.values))
+        self.sums = MetricSums() if sums is None else sums
+        self.state_shapes: Any = None
         self.first_compiler: BackgroundCompiler | None = None
         self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
         self.dispatched = DispatchedSteps()
         self.cards: Cards | None = None
-        self._begun: set[tuple[int, int]] = set()
         self._prepared: set[Any] = set()
-        self._latest: Any = stages.values[0]
-        self._stage, self._first, self._until = 0, 0, -1.0
-        self._one: Any = None
-        self._several: Any = None
-        self._name, self._is_compiled = "", False
+        self._stage, self._until = self.stages[0], -1.0
+        self._constants: Any = ()
+        self._skip: str | None = skip_metric_of(stages.values[0])
         self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
         self._watch = watch
 
-    def of_stage(self, stage: int, *, stacked: bool = False) -> Any:
-        """The training step of a stage, scanned if batches are stacked."""
-        step = self._stages.values[stage]
-        return scanned_step(step, self._unroll) if stacked else step
+    def stage_of(self, step: int) -> Stage:
+        """The stage that contains a step."""
+        return self.stages[self._firsts.index(step)]
 
-    def name_of(self, stage: int) -> str:
-        """The name of the training step of a stage, for logs."""
-        step = self._stages.values[stage]
-        return name_of_step(step) if len(self._stages.values) > 1 else getattr(step, "__name__", "train_step")
+    def calls(
+        self, items: CopiedBatches, start: int, ends: Iterable[int] | None = None, sharding: Any = None
+    ) -> Iterator[Call]:
+        """The batches from a step on, as calls, which end at the steps `ends`."""
+        plan = None if self.most == 1 else self.plan
+        return make_calls(items, start, sharding, on_device=self.on_device, plan=plan, ends=ends or ())
 
-    @property
-    def takes_single_steps(self) -> bool:
-        """Whether there was a call of one step."""
-        return any(steps == 1 for _, steps in self._begun)
+    def plan(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Plan:
+        """How calls with batches of some shapes are made, from a step on; traces the step when they are new.
 
-    def prepare(self, stage: int, steps: int, args: Any) -> bool:
-        """Record that a program is compiled ahead of its first call; return False if it was recorded before."""
-        is_new = (stage, steps, args) not in self._prepared
-        self._prepared |= {(stage, steps), (stage, steps, args)}
-        return is_new
+        Args:
+            step: The step.
+            shapes: Identifies the shapes.
+            args: Returns the arguments of one step, or their shapes.
+        """
+        stage = self.stage_of(step)
+        found = stage.plans.get(shapes)
+        if found is None:
+            try:
+                found = Plan(self.most, self._looped(stage, self.most, args()))
+            except _SlowInLoopsError:
+                found = Plan()
+                _logger.info(
+                    "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop", stage.name
+                )
+            except Exception:  # the step that needs it raises, where the error is described
+                return Plan()
+            stage.plans[shapes] = found
+        return found
+
+    def _looped(self, stage: Stage, most: int, args: tuple[Any, ...]) -> Looped:
+        accumulate = Accumulate(self.sums.limits)
+        step, args = looped_step(stage.step, most, accumulate), shapes_of(args)
+        one = step.prepare(self.state_shapes, args)
+        if one.is_slow_in_loops:
+            raise _SlowInLoopsError
+        return Looped(step, one, args, accumulate(one))
+
+    def compile(self, step: int, args: tuple[Any, ...]) -> bool:
+        """Compile the program for the batches from a step on, for shapes; return False if it was compiled before."""
+        stage = self.stage_of(step)
+        key = (stage.first, trees.structure(args), tuple(jax.tree.leaves(args)))
+        if key in self._prepared:
+            return False
+        self._prepared |= {key, stage.first}
+        plan, state = Plan() if self.most == 1 else self.plan(step, key, lambda: args), self.state_shapes
+        with using_mesh(mesh_of(state)):
+            if plan.looped is None:
+                trace_step(stage.single, state, args).lower().compile()
+                return True
+            looped: Looped = plan.looped
+            sums = shapes_of(self.sums.empty(looped.columns, state.global_step))
+            whole = (jax.ShapeDtypeStruct((), np.int32), sums, *stacked_shapes(looped.args, plan.most))
+            looped.step.traced_call(state, *whole).lower().compile()
+        return True
 
     @property
     def constant_metrics(self) -> Any:
         """The names of the metrics of the latest call that are constants, not computed by the step."""
-        return getattr(self._latest, "constant_metrics", ())
+        return self._constants
 
     @property
     def skip_metric(self) -> str | None:
         """The metric of the latest call that is 1 if the whole update was skipped; None without a guard."""
-        return skip_metric_of(self._latest)
+        return self._skip
 
     def __call__(self, state: Any, call: Call) -> Any:
-        """Run the steps of a call; return the new state and the metrics."""
-        step = self.step_of(call)
+        """Run the steps of a call; return the new state and the metrics of its last step."""
+        if call.first >= self._until or call.first < self._stage.first:
+            self._enter(call.first)
         if self.first_compiler is not None:
             self.first_compiler.before(call.first)
             self.first_compiler = None
         if self.ahead_compiler is not None:
             self.ahead_compiler.before(call.first, self._as_starting)
-        self._latest = step
-        is_first = (self._stage, call.steps) not in self._begun
+        stage = self._stage
+        is_first, stage.is_begun = not stage.is_begun, True
         if is_first:
-            self._begun.add((self._stage, call.steps))
-            self._log_compilation(step, call)
+            self._log_compilation(stage, call)
         before, seconds = self._compilations[0], self._seconds[0]
-        try:
-            if self._first_call is None:
-                result = step(state, *call.args)
-            else:
-                with self._first_call():
-                    result = step(state, *call.args)
-                self._first_call = None
-        except Exception as error:
-            explain_a_list(error, call.args)
-            raise
-        if isinstance(result, tuple) and len(result) == 2:
-            result = keep_roles(state, result[0]), result[1]
+        if self._first_call is None:
+            result = self._run(stage, state, call)
+        else:
+            with self._first_call():
+                result = self._run(stage, state, call)
+            self._first_call = None
         if self._compilations[0] != before:
             if self._watch is not None:
                 self._watch.reassign(STARTING, self._seconds[0] - seconds)
-            if not is_first and self._is_compiled:
-                self._log_recompilation(call)
-        if self.dispatched.is_wanted and isinstance(result, tuple):
-            program, new = (self._stage, call.steps), result[0]
-            self.dispatched.add(program, call.steps, new, call.args, lambda: trace_step(step, new, call.args))
-        if self.ahead_compiler is not None and isinstance(result, tuple):
-            self.ahead_compiler.after(result[0], call.args, stacked=call.stacked)
-        if is_first and isinstance(result, tuple) and len(result) == 2:
-            if len(self._begun) == 1:
-                warn_of_redundant_rows(step, result[0], call.args)
-            if self.cards is not None:
-                self.cards.record_program(step, self._first, call.steps, *result, call.args)
+            if not is_first and (call.looped is not None or is_compiled(stage.single)):
+                self._log_recompilation(stage, call)
+        if is_first or self.dispatched.is_wanted or self.ahead_compiler is not None:
+            self._record(stage, call, result, is_first)
         return result
+
+    def _run(self, stage: Stage, state: Any, call: Call) -> Any:
+        looped: Looped | None = call.looped
+        try:
+            if looped is None:
+                result = stage.single(state, *call.args)
+            else:
+                sums = self.sums.begin(looped.columns, state.global_step)
+                new, (metrics, sums), constants = looped.step.run(state, np.int32(call.steps), sums, *call.args)
+                self.sums.ran(call.first, call.steps, sums, constants.arrays())
+                self._constants, self._skip = frozenset(constants.values), constants.skipped
+                return new, {**metrics, **constants.arrays()} if isinstance(metrics, dict) else metrics
+        except Exception as error:
+            explain_a_list(error, call.args)
+            raise
+        if not (isinstance(result, tuple) and len(result) == 2):
+            return result
+        self._constants, self._skip = getattr(stage.single, "constant_metrics", ()), skip_metric_of(stage.single)
+        if self.sums.is_wanted and isinstance(result[1], Mapping):
+            self.sums.add(call.first, result[1], self._skip, self._constants)
+        return keep_roles(state, result[0]), result[1]
+
+    def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:
+        """Record the call for those who count steps, compile ahead, and describe programs."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            return  # the loop raises for it
+        new, looped = result[0], call.looped
+        args = call.args if looped is None else looped.args
+        if self.dispatched.is_wanted:
+            self.dispatched.add(stage.first, call.steps, new, args, lambda: trace_step(stage.single, new, args))
+        if self.ahead_compiler is not None:
+            self.ahead_compiler.after(new, args)
+        if is_first:
+            if sum(stage.is_begun for stage in self.stages) == 1:
+                warn_of_redundant_rows(stage.single, new, args)
+            if self.cards is not None:
+                self.cards.record_program(stage.single, stage.first, call.steps, *result, args)
+
+    def repeated(self, call: Call) -> Any:
+        """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""
+        single, looped = self.stage_of(call.first).single, call.looped
+        if looped is None:
+            return single
+
+        def again(state: Any, *args: Any) -> Any:
+            sums = self.sums.empty(looped.columns, state.global_step)
+            return looped.step.run(state, np.int32(call.steps), sums, *args)[:2]
+
+        again.donate = looped.step.donate  # type: ignore[attr-defined]
+        return again
 
     def _as_starting(self) -> contextlib.AbstractContextManager[None]:
         """A context manager that counts the time of a compilation as start-up."""
         return contextlib.nullcontext() if self._watch is None else self._watch.part(STARTING)
 
-    def step_of(self, call: Call) -> Any:
-        """The training step for a call: `step_of(call)(state, *call.args)` repeats the call."""
-        if not self._first <= call.first < self._until:
-            self._enter(call.first)
-        return self._several if call.stacked else self._one
-
     def _enter(self, step: int) -> None:
         """Switch to the stage that contains a step."""
-        number = self._stage = self._stages.index(step)
-        stop = self._stages.edge_after(step)
-        self._first, self._until = self._stages.firsts[number], math.inf if stop is None else stop
-        self._one = self.of_stage(number)
-        self._several = self.of_stage(number, stacked=True) if self._has_several else self._one
-        self._name = self.name_of(number)
-        self._is_compiled = self._has_several or is_compiled(self._one)
+        stop = self._firsts.edge_after(step)
+        self._stage, self._until = self.stage_of(step), math.inf if stop is None else stop
 
-    def _log_compilation(self, step: Any, call: Call) -> None:
+    def _log_compilation(self, stage: Stage, call: Call) -> None:
         """Log why a program is compiled, unless the run has only one."""
+        step: Any = stage.single if call.looped is None else call.looped.step
         size = getattr(step, "_cache_size", None)
-        staged = len(self._stages.firsts) > 1
-        if not (self._has_several or staged) or size is None or size() or (self._stage, call.steps) in self._prepared:
+        if not (self.most > 1 or len(self.stages) > 1) or size is None or size() or stage.first in self._prepared:
             return
-        why = f"steps_per_call={call.steps}" if call.steps > 1 else call.why or "it is the first call"
-        _logger.info("compiling %s for %s: %s", self._name, _steps(call.steps), why)
+        _logger.info("compiling %s for %s", stage.name, _steps(call))
 
-    def _log_recompilation(self, call: Call) -> None:
+    def _log_recompilation(self, stage: Stage, call: Call) -> None:
         shapes = ", ".join(
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
             for leaf in jax.tree.leaves(call.args)[:5]
@@ -188,11 +310,23 @@ class Programs:
         _logger.info(
             "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or its "
             "state in placement",
-            self._name,
-            _steps(call.steps),
+            stage.name,
+            _steps(call),
             shapes,
         )
 
 
-def _steps(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps} steps"
+class _SlowInLoopsError(Exception):
+    """XLA runs a step much slower in a loop than by itself."""
+
+
+def _name(step: Any, *, among_others: bool) -> str:
+    return name_of_step(step) if among_others else getattr(step, "__name__", "train_step")
+
+
+def _single(step: Any, several: bool) -> Any:
+    return step if is_compiled(step) or not several else TrainStep(step, donate=False)
+
+
+def _steps(call: Call) -> str:
+    return "1 step" if call.looped is None else f"1 to {call.most} steps"

@@ -6,10 +6,12 @@ import logging
 from typing import Any, NoReturn
 
 from jstep.core.notes import note
-from jstep.hooks import CheckpointSaverHook, hook_state
+from jstep.hooks import CheckpointSaverHook, NanLossHook, hook_state
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step, name_of
-from jstep.loop.batch_feeder import BatchFeeder, FetchCounter, copied_batches, make_calls
+from jstep.hooks.metric_sums import MetricSums
+from jstep.loop.background_compiler import shapes_of
+from jstep.loop.batch_feeder import BatchFeeder, FetchCounter, copied_batches
 from jstep.loop.build_hooks import HookSet, build_hooks
 from jstep.loop.cards import cards_of
 from jstep.loop.compile_ahead import compile_ahead
@@ -45,12 +47,14 @@ class Run:
 
     def __init__(self, options: Options, stages: TrainSteps, state: TrainState, times: StartTimes) -> None:
         self._options, self._stages, self._times = options, stages, times
-        several = options.steps_per_call > 1
         self._signals = StopSignals(self._before_the_first_step)
         self._loop = LoopState(0, state)
         self._recorder = TimelineRecorder(options, self._loop)
         watch = self._recorder.watch
-        self._programs = Programs(stages, options.unroll, several=several, first_call=times.compiling, watch=watch)
+        limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
+        sums = MetricSums(limit for limit in limits if limit is not None)
+        self._programs = Programs(stages, options.steps_per_call, sums=sums, first_call=times.compiling, watch=watch)
+        self._programs.state_shapes = shapes_of(state)
         self._run_start: RunStart | None = None
         self._hook_set: HookSet | None = None
         self._runner: HookRunner | None = None
@@ -160,28 +164,17 @@ class Run:
             self._loop.state,
             start.step,
             options.last_step,
-            options.steps_per_call,
             options.batch_sharding,
             stopping=lambda: self._signals.interrupts,
         )
         if self._programs.ahead_compiler is not None:
             stack.callback(self._programs.ahead_compiler.close)
-        lengths = None
-        if options.steps_per_call > 1:
-            lengths = runner.lengths(options.last_step, options.steps_per_call, boundaries)
-        made = make_calls(
-            items,
-            start.step,
-            lengths,
-            options.batch_sharding,
-            on_device=self._programs.on_device,
-            stack_one=self._programs.stacks_one,
-            single_step_reason=lambda: runner.single_step_reason,
-        )
+        ends = runner.ends(options.last_step, boundaries) if options.steps_per_call > 1 else None
+        made = self._programs.calls(items, start.step, ends, options.batch_sharding)
         feeder = BatchFeeder(source, made, stopping=lambda: self._signals.interrupts, watch=self._recorder.watch)
         stack.callback(feeder.close)
-        if lengths is not None:
-            stack.callback(lengths.close)  # first, as the thread of the feeder may wait for one
+        if ends is not None:
+            stack.callback(ends.close)  # first, as the thread of the feeder may wait for one
         self._signals.on_first = self._while_it_runs
         return feeder
 
@@ -191,7 +184,7 @@ class Run:
         if self._feeder is not None:
             try:
                 timed = functools.partial(self._recorder.watch.part, stopwatch.HOOKS)
-                run_call = audited(self._programs, self._programs.step_of, runner.hooks, timed)
+                run_call = audited(self._programs, self._programs.repeated, runner.hooks, timed)
                 run_steps(run_call, loop.state, self._feeder, start.step, last_step, runner.after, loop, runner.before)
             except StopWaiting:
                 interrupted = True
@@ -239,7 +232,7 @@ class Run:
     def _exit_on_signal(self) -> NoReturn:
         loop, savers = self._loop, self._savers()
         when = f"after step {loop.step}"
-        if savers and (why := why_not_finite(loop, self._programs.skip_metric)):
+        if savers and (why := why_not_finite(loop, self._programs.sums, self._programs.skip_metric)):
             self._before_save(loop.step)  # `NanLossHook` raises a more specific error
             raise self._signals.stopped(f"{when}, which is not saved: {why}")
         saved = [hook.save(loop.step, loop.state, wait=True) for hook in savers]
@@ -258,7 +251,7 @@ class Run:
         loop, runner = self._loop, self._runner
         savers = [] if self._feeder is None else self._savers()
         if self._run_start is None or runner is None:
-            save_on_failure(error, loop, None, during="", savers=[], skip_metric=None)
+            save_on_failure(error, loop, None, during="", savers=[], sums=self._programs.sums, skip_metric=None)
             return
         during = self._describe_position()
         if self._signals.at_once or (self._signals.received is not None and not isinstance(error, Exception)):
@@ -266,7 +259,13 @@ class Run:
         if not self._signals.at_once:
             runner.last(loop, failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
         save_on_failure(
-            error, loop, self._run_start.step, during=during, savers=savers, skip_metric=self._programs.skip_metric
+            error,
+            loop,
+            self._run_start.step,
+            during=during,
+            savers=savers,
+            sums=self._programs.sums,
+            skip_metric=self._programs.skip_metric,
         )
 
     def _describe_position(self) -> str:

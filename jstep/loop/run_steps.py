@@ -18,16 +18,14 @@ class LoopState:
     Attributes:
         step: The step of the last complete state.
         state: That state.
-        metrics: The metrics of the call that returned it; None before the first call.
+        metrics: The metrics of the last step of the call that returned it; None before the first call.
         rows: The number of examples per step; None if not known.
-        stacked: Whether the metrics are stacked, with one entry for each step of the call.
     """
 
     step: int
     state: TrainState
     metrics: Any = None
     rows: int | None = None
-    stacked: bool = False
 
 
 def run_steps(
@@ -47,9 +45,9 @@ def run_steps(
         stages = stages_of(train_step)                           # jstep.loop.stages
         source = source_of(batches, 3, 7)                        # jstep.loop.sources
         boundaries = StageBoundaries(stages, source.next_change) # jstep.loop.stages
-        steps = call_lengths(3, 7, 2, lambda n: boundaries.after(n, 7))
-        made = make_calls(copied_batches(source), 3, steps)      # jstep.loop.batch_feeder; None for one step per call
-        loop = run_steps(Programs(stages), state, made, 3, 7)    # jstep.loop.programs
+        programs = Programs(stages, 2)                           # jstep.loop.programs
+        made = programs.calls(copied_batches(source), state, 3, boundaries.ends(3, 7))
+        loop = run_steps(programs, state, made, 3, 7)
         loop.step, loop.state                                    # 7, or less if the batches ended
 
     Args:
@@ -80,7 +78,6 @@ def run_steps(
         if (own := _size_of(one)) != size:
             size, loop.rows = own, _rows(one)
         loop.state, loop.metrics = result
-        loop.stacked = one.stacked
         loop.step = first + one.steps
         if (after is not None and after(first, loop)) or loop.step >= stop:
             break
@@ -96,12 +93,13 @@ def _size_of(call: Call) -> Any:
     if type(leaf) is dict:
         leaf = next(iter(leaf.values()), None)
     shape = getattr(leaf, "shape", None)
-    return None if shape is None else shape[call.stacked : call.stacked + 1]
+    axis = call.looped is not None
+    return None if shape is None else shape[axis : axis + 1]
 
 
 def _rows(call: Call) -> int | None:
     """The size of the leading axis of all arguments of a step; None if the sizes differ or no argument has one."""
-    axis = 1 if call.stacked else 0
+    axis = int(call.looped is not None)
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
     return sizes.pop() if len(sizes) == 1 else None

@@ -13,6 +13,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.distributed import agreement
 from jstep.hooks import CheckpointSaverHook
+from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.skipped_updates import is_bad
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.hooks.values import host
@@ -26,6 +27,7 @@ def save_on_failure(
     *,
     during: str,
     savers: Sequence[CheckpointSaverHook],
+    sums: MetricSums,
     skip_metric: str | None,
 ) -> None:
     """Attach the last complete state to the exception, save it if possible, and add a note on where it failed.
@@ -36,6 +38,7 @@ def save_on_failure(
         start: The step at which the run began; None if it had not begun.
         during: A description of what the run was doing.
         savers: The hooks that save; empty if nothing must be saved.
+        sums: The sums of metrics of the run.
         skip_metric: The metric that is 1 if the whole update was skipped, or None.
     """
     lost = trees.donated_leaf(loop.state) is not None
@@ -51,18 +54,22 @@ def save_on_failure(
     if not savers or loop.step == start:
         note(error, f"{where}; {kept}.")
         return
-    note(error, f"{where}; {kept}{_saved(error, loop, savers, skip_metric)}.")
+    note(error, f"{where}; {kept}{_saved(error, loop, savers, sums, skip_metric)}.")
 
 
 def _saved(
-    error: BaseException, loop: LoopState, savers: Sequence[CheckpointSaverHook], skip_metric: str | None
+    error: BaseException,
+    loop: LoopState,
+    savers: Sequence[CheckpointSaverHook],
+    sums: MetricSums,
+    skip_metric: str | None,
 ) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
     if not agreement.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
-    if why := why_not_finite(loop, skip_metric):
+    if why := why_not_finite(loop, sums, skip_metric):
         return f", and is not saved: {why}"
     try:
         saved = [saver.save(loop.step, loop.state, wait=True) for saver in savers]
@@ -75,12 +82,12 @@ def _saved(
     return f", and is saved as {checkpoint_name(savers[-1].prefix, loop.step)}; start the run again to resume"
 
 
-def why_not_finite(loop: LoopState, skip_metric: str | None) -> str:
+def why_not_finite(loop: LoopState, sums: MetricSums, skip_metric: str | None) -> str:
     """Describe why the state must not be saved: a loss that is not finite, or NaN parameters; empty if neither.
 
     The result is the same on all processes.
     """
-    if is_loss_nonfinite(loop, skip_metric):
+    if is_loss_nonfinite(loop, sums, skip_metric):
         return "its loss is not finite"
     try:
         nan = StateContents(loop.state, params_only=True).with_nan()
@@ -89,7 +96,7 @@ def why_not_finite(loop: LoopState, skip_metric: str | None) -> str:
     return f"{listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN" if nan else ""
 
 
-def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
+def is_loss_nonfinite(loop: LoopState, sums: MetricSums, skip_metric: str | None) -> bool:
     """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
 
     The losses of skipped updates are ignored. The result is the same on all processes.
@@ -100,6 +107,9 @@ def is_loss_nonfinite(loop: LoopState, skip_metric: str | None) -> bool:
         return False
     try:
         with internal_transfers():
+            latest = sums.latest()
+            if latest is not None and latest.bad is not None:
+                return True
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
             return bool(np.any(is_bad(finite, skipped)))

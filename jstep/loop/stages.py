@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import as_function
 from jstep.core.staircase import Staircase, as_staircase
+from jstep.hooks.hook import NEVER
 
 TrainSteps = Staircase[Callable[..., Any]]
 
 _MOST_CHANGES = 64
 """The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
 _AHEAD = 8
-"""The number of calls whose lengths are known ahead; more than a thread prefetches."""
+"""The number of ends of calls that are known ahead; more than the calls that a thread prefetches."""
 
 
 class Segment(NamedTuple):
@@ -64,22 +65,30 @@ class StageBoundaries:
     def __init__(self, stages: TrainSteps, next_change: Callable[[int], int | None] | None = None) -> None:
         self._stages, self._next_change = stages, next_change
 
-    def after(self, step: int, last_step: int) -> tuple[int, str]:
-        """The first such step after `step`, at most `last_step`, and the reason."""
-        end, why = last_step, f"the run ends at step {last_step}"
+    def after(self, step: int, last_step: int) -> int:
+        """The first such step after `step`, at most `last_step`."""
         change = None if self._next_change is None else self._next_change(step)
-        if change is not None and change < end:
-            end, why = change, f"the batches have other shapes from step {change} on"
         edge = self._stages.edge_after(step)
-        if edge is not None and edge <= end and edge < last_step:
-            end, why = edge, f"a stage begins at step {edge}"
-        return end, why
+        return min(end for end in (last_step, change, edge) if end is not None)
+
+    def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
+        """Yield the steps at which calls must end, in order, the last one included.
+
+        Args:
+            start: The first step.
+            last_step: The step at which the run ends.
+            due_after: Maps a step to the next one at which a hook is due.
+        """
+        step = start
+        while step < last_step:
+            step = min(self.after(step, last_step), due_after(step))
+            yield step
 
     def segments(self, start: int, last_step: int) -> Iterator[Segment]:
         """Yield the segments of a run in order."""
         first, changes = start, 0
         while first < last_step:
-            stop, _ = self.after(first, last_step)
+            stop = self.after(first, last_step)
             is_edge = first in self._stages.firsts
             changes += not is_edge
             if changes > _MOST_CHANGES:
@@ -93,63 +102,33 @@ class StageBoundaries:
             first = stop
 
 
-def call_lengths(
-    start: int,
-    stop: int,
-    steps_per_call: int,
-    end_after: Callable[[int], tuple[int, str]],
-    single_step_reason: Callable[[str], None] = lambda why: None,
-) -> Iterator[int]:
-    """Yield the number of steps of each call: `steps_per_call`, or 1 if a call must end earlier.
+class EndsAhead(Iterator[int]):
+    """The steps at which calls end, computed in the thread of the loop and read in the thread that makes the batches.
+
+    They depend on the user's hooks, which must not be called from another thread.
 
     Args:
-        start: The first step.
-        stop: The step at which to end.
-        steps_per_call: The number of steps per call.
-        end_after: Maps a step to the next one at which a call must end, and the reason.
-        single_step_reason: Receives the reason for calls of one step.
-    """
-    step = start
-    while step < stop:
-        end, why = end_after(step)
-        end = min(end, stop)
-        if end - step >= steps_per_call:
-            step += steps_per_call
-            yield steps_per_call
-            continue
-        single_step_reason(why)
-        for _ in range(end - step):
-            yield 1
-        step = end
-
-
-class LengthsAhead(Iterator[int]):
-    """The lengths of calls, computed in the thread of the loop and read in the thread that makes the batches.
-
-    The lengths depend on the user's hooks, which must not be called from another thread.
-
-    Args:
-        lengths: The lengths, from `call_lengths`.
+        ends: The steps, from `StageBoundaries.ends`.
     """
 
-    def __init__(self, lengths: Iterator[int]) -> None:
-        self._lengths, self._thread = lengths, threading.get_ident()
+    def __init__(self, ends: Iterator[int]) -> None:
+        self._ends, self._thread = ends, threading.get_ident()
         self._known: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def extend(self) -> None:
-        """Compute the next lengths; must be called in the thread of the loop after each call."""
+        """Compute the next steps; must be called in the thread of the loop after each call."""
         while self._known.qsize() < _AHEAD:
-            self._known.put(next(self._lengths, None))
+            self._known.put(next(self._ends, None))
 
     def close(self) -> None:
-        """End the lengths, for a thread that waits for one."""
+        """End the steps, for a thread that waits for one."""
         self._known.put(None)
 
     def __next__(self) -> int:
         if self._known.empty() and threading.get_ident() == self._thread:
             self.extend()
-        length = self._known.get()
-        if length is None:
+        end = self._known.get()
+        if end is None:
             self._known.put(None)
             raise StopIteration
-        return length
+        return end

@@ -4,12 +4,11 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jstep.core.contexts import Thread
 from jstep.core.scoped import scoped
-from jstep.hooks.cadence import CadencedHook
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here
 
@@ -158,21 +157,3 @@ def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
     if error is not None:
         raise error
     return value
-
-
-def first_call_steps(hooks: Sequence[Any], start: int, stop: int, steps_per_call: int, cadences: Sequence[Any]) -> int:
-    """The likely number of steps of the first call: `steps_per_call`, or 1 if a hook is due earlier.
-
-    Args:
-        hooks: The user's hooks, before they have begun.
-        start: The first step.
-        stop: The end of the first segment.
-        steps_per_call: The number of steps per call.
-        cadences: The intervals of the stock hooks in steps, or None.
-    """
-    dues = [start - start % cadence + cadence for cadence in cadences if cadence]
-    for hook in hooks:
-        if isinstance(hook, CadencedHook):
-            due = hook.next_multiple(start)
-            dues += [] if due is None else [due]
-    return steps_per_call if min([stop, *dues]) - start >= steps_per_call else 1

@@ -38,7 +38,6 @@ def train(
     steps_per_call: int = 1,
     progress: bool | None = None,
     batch_sharding: Any = None,
-    unroll: int | bool | None = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
 ) -> TrainState:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
@@ -81,14 +80,13 @@ def train(
             is a multiple. A `SummarySaverHook` made without a writer, passed in hooks, replaces the stock one and has
             its own interval.
         log_steps: Interval between log lines, in steps; None for never. The last step is always logged.
-        steps_per_call: Number of steps per call, scanned over stacked batches. If a hook is due before such a call
-            would end, or the shapes of the batches differ, steps are run one at a time. There are two compiled
-            programs, whatever the intervals, and each compilation is logged with its reason.
+        steps_per_call: Most steps of a call, K. One compiled program loops over the stacked batches of a call, as many
+            as there are until a hook is due or the shapes of the batches change, so that hooks and restarts change no
+            bit. Where XLA runs a loop much slower than single steps (convolutions on a CPU), a call takes one step.
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
         batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of
             one global array.
-        unroll: As in `scan_steps`; used if steps_per_call > 1.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
             checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to
             the process; they are restored when the run ends.

@@ -10,6 +10,7 @@ from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import check_step
+from jstep.loop.background_compiler import shapes_of
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
 from jstep.loop.options import check_locations
@@ -17,7 +18,7 @@ from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import run_steps
 from jstep.loop.sources import Source, source_of
-from jstep.loop.stages import StageBoundaries, call_lengths, stages_of
+from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
@@ -105,19 +106,17 @@ def replay(
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
     items = copied_batches(source)
-    programs = Programs(stages, several=steps_per_call > 1)
+    programs = Programs(stages, steps_per_call)
+    programs.state_shapes = shapes_of(state)
     if step > start:
-        boundaries = StageBoundaries(stages, source.next_change)
-        steps = call_lengths(start, step, steps_per_call, lambda n: boundaries.after(n, step))
-        between = None if steps_per_call == 1 else steps
-        made = make_calls(
-            items, start, between, batch_sharding, on_device=programs.on_device, stack_one=programs.stacks_one
+        made = programs.calls(
+            items, start, StageBoundaries(stages, source.next_change).ends(start, step), batch_sharding
         )
         loop = run_steps(programs, state, _exactly(made, step - start), start, step)
         if loop.step < step:
             raise _too_few(loop.step, step)
         state = loop.state
-    last = next(make_calls(items, step, None, batch_sharding, on_device=programs.on_device), None)
+    last = next(make_calls(items, step, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
     check_step(step, state, start if step > start else None)

@@ -110,8 +110,8 @@ def verify_resume(
             first = global_step(state)
         source = source_of(batches, first, first + count, position)
         # Read exactly as many batches as there are steps, since the position is saved.
-        made = itertools.islice(make_calls(copied_batches(source), first, None), count)
-        at = run_steps(Programs(stages, several=False), state, made, first, first + count)
+        made = itertools.islice(make_calls(copied_batches(source), first), count)
+        at = run_steps(Programs(stages), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         check_step(at.step, at.state, first)

@@ -2,18 +2,20 @@
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.training.apply import apply_gradients
+from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.minimize import minimize
-from jstep.training.scan import last_of, scan_steps, scanned_step
+from jstep.training.scan import scan_steps
 from jstep.training.step import TrainStep, leading_axes
 
 __all__ = [
+    "LoopedStep",
+    "TracedStep",
     "TrainStep",
     "apply_gradients",
-    "last_of",
     "leading_axes",
+    "looped_step",
     "minimize",
     "scan_steps",
-    "scanned_step",
 ]
 
 _set_public_module(globals())

@@ -1,6 +1,5 @@
 """Several training steps in one call, compiled as a loop."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
-from jstep.core.contexts import internal_transfers
 from jstep.core.loops import Unroll, as_unroll, scan
-from jstep.core.meshes import dims_of, mesh_of, using_mesh
+from jstep.core.meshes import dims_of
 from jstep.state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
@@ -67,49 +65,10 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
 
-def scanned_step(train_step: Callable[..., Any], unroll: Unroll = None) -> TrainStep:
-    """Return the compiled `scan_steps` of a step, cached so that it is compiled only once per step.
-
-    Args:
-        train_step: The step. A function that decorates a step counts as another step.
-        unroll: As in `scan_steps`.
-    """
-    # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
-    kept: dict[Any, TrainStep]
-    of, kept = getattr(train_step, "_jstep_scanned", (None, {}))
-    if of is not train_step:
-        kept = {}
-        with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
-            train_step._jstep_scanned = (train_step, kept)  # type: ignore[attr-defined]
-    key = (type(unroll), unroll)
-    if key not in kept:
-        # Donates only if the step does: a plain function is not expected to donate the state.
-        donate = isinstance(train_step, TrainStep) and train_step.donate
-        kept[key] = TrainStep(pure(scan_steps(train_step, unroll=unroll)), donate=donate)
-    return kept[key]
-
-
 def _without_step_axis(sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
-
-
-def last_of(stacked: Any) -> Any:
-    """Return the values of the last of K steps, in one dispatch on this process alone, as others may not call this."""
-
-    def here(leaf: Any) -> Any:
-        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and leaf.is_fully_replicated
-        return leaf.addressable_data(0) if is_global else leaf
-
-    stacked = jax.tree.map(here, stacked)
-    with using_mesh(mesh_of(stacked)), internal_transfers():
-        return _last_of(stacked)
-
-
-@jax.jit
-def _last_of(stacked: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[-1], stacked)
 
 
 def _leading_size(stacked: Any, length: int | None) -> int:

@@ -148,9 +148,13 @@ class TrainStep:
         function.__name__ = function.__qualname__ = self.__name__
         # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
         # recompiles the step for its own result.
-        others = (None, None) if kind == "call" else (None,)
+        others = self._other_shardings(shardings) if kind == "call" else (None,)
         where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
         return jax.jit(function, donate_argnums=(0,) if donate else (), **where)
+
+    def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
+        """The shardings of the computed and the constant metrics, for those of a state on a mesh."""
+        return None, None
 
     def _for(self, state: Any, args: Any, kind: str = "call") -> Any:
         """Return the program for the shardings of state and batch; `kind="whole"` returns all metrics together."""
@@ -169,6 +173,13 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
+        new, metrics, constants = self.run(state, *args)
+        if constants.values:
+            metrics.update(constants.arrays())
+        return new, metrics
+
+    def run(self, state: TrainState, *args: Any) -> tuple[TrainState, Any, Constants]:
+        """Call the compiled step; return the metrics that it computed and the constant ones apart."""
         last, program, mesh = self._latest
         # The state that this step last returned has the same sharding as before; only others are inspected.
         is_latest = last() is state and program is not None
@@ -183,14 +194,12 @@ class TrainStep:
         else:
             with using_mesh(mesh):
                 new, metrics, constants = self._run(program, state, args, is_latest)
-        if constants.values:
-            metrics.update(constants.arrays())
         self._constants = constants
         new = keep_roles(state, new)  # the step may have been compiled for a state made by hand
         if isinstance(new, TrainState):
             mesh = mesh_of(new.global_step) if mesh is None and not is_latest else mesh
             self._latest = weakref.ref(new), program, mesh
-        return new, metrics
+        return new, metrics, constants
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
         was_spent = not is_latest and is_spent(state)

@@ -9,19 +9,28 @@ import pytest
 
 from jstep.hooks import metric_sums_program
 from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.metric_sums_program import columns_of
+
+
+def add(sums, first, rows, **kwargs):
+    """Add the metrics of some steps, one dict each: those of one as a call of a step, those of several as by a loop."""
+    if len(rows) == 1:
+        sums.add(first, rows[0], **kwargs)
+        return
+    arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
+    columns = columns_of(arrays, kwargs.get("skip", "skipped"), sums.limits)
+    numbers = [columns.row({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
+    padded = numbers + numbers[-1:]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
+    sums.ran(first, len(rows), columns.add(sums.begin(columns, None), stacked, jnp.int32(len(rows))), {})
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
     """Return the means over all rows (one dict of metrics per step), added `steps_per_call` rows at a time."""
-    sums = MetricSums(**kwargs)
+    sums = MetricSums()
     number = sums.subscribe()
     for first in range(0, len(rows), steps_per_call):
-        some = rows[first : first + steps_per_call]
-        if steps_per_call == 1:
-            sums.add(first, 1, some[0], stacked=False)
-        else:
-            stacked = {name: jnp.stack([jnp.asarray(row[name]) for row in some]) for name in some[0]}
-            sums.add(first, len(some), stacked, stacked=True)
+        add(sums, first, rows[first : first + steps_per_call], **kwargs)
     return sums.take(number).means(names)
 
 
@@ -67,10 +76,10 @@ def test_metrics_that_some_steps_lack_or_that_change_shape():
 def test_constants_are_not_summed_on_the_device():
     beta, other = np.float32(0.9), np.float32(0.5)
     rows = [{"m": jnp.float32(n), "beta": beta if n < 6 else other} for n in range(8)]
-    found = means(rows, names=["m", "beta"], constants=lambda: {"beta"})
+    found = means(rows, names=["m", "beta"], constants=frozenset({"beta"}))
     assert found["m"] == 3.5
     assert found["beta"] == pytest.approx((6 * 0.9 + 2 * 0.5) / 8)
-    alone = means(rows[:5], names=["beta"], constants=lambda: {"beta"})
+    alone = means(rows[:5], names=["beta"], constants=frozenset({"beta"}))
     assert alone["beta"] == float(beta)
 
 
@@ -78,8 +87,13 @@ def test_constants_are_not_summed_on_the_device():
 def test_skipped_steps_are_excluded_from_means(steps_per_call):
     rows = [{"loss": jnp.float32(math.nan if n == 2 else n), "skipped": jnp.float32(n == 2)} for n in range(8)]
     assert means(rows, steps_per_call, ["loss", "skipped"]) == {"loss": 26 / 7, "skipped": 1 / 8}
-    assert math.isnan(means(rows, steps_per_call, ["loss"], skip_metric=lambda: None)["loss"])
+    assert math.isnan(means(rows, steps_per_call, ["loss"], skip=None)["loss"])
     assert means([{"m": jnp.float32(math.inf)}] * 3)["m"] == math.inf
+
+
+def first_bad(sums, number):
+    totals = sums.take(number).totals
+    return None if totals is None else totals.bad
 
 
 @pytest.mark.thorough(except_for="each value once")
@@ -89,41 +103,59 @@ def test_the_first_bad_step_is_named(bad, steps_per_call):
     sums = MetricSums()
     mine, other = sums.subscribe(), sums.subscribe()
     for first in range(0, 42, steps_per_call):
-        loss = np.array([math.nan if n + 1 in (bad, bad + 1) else 1.0 for n in range(first, first + steps_per_call)])
-        metrics = {"loss": jnp.float32(loss if steps_per_call > 1 else loss[0])}
-        sums.add(100 + first, steps_per_call, metrics, stacked=steps_per_call > 1)
+        steps = range(first, first + steps_per_call)
+        add(sums, 100 + first, [{"loss": jnp.float32(math.nan if n + 1 in (bad, bad + 1) else 1.0)} for n in steps])
         if first == 21:
             sums.take(other)
-    found = sums.take(mine).first_bad()
+    found = first_bad(sums, mine)
     assert found.step == 100 + bad
     assert math.isnan(found.loss)
-    assert sums.take(mine).first_bad() is None
+    assert first_bad(sums, mine) is None
 
 
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
-def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change):
-    sums = MetricSums()
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change, steps_per_call):
+    sums = MetricSums([3, 4])
     number = sums.subscribe(3)
     pattern = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1]
     found = []
-    for n, skipped in enumerate(pattern):
-        more = {"more": jnp.float32(1)} if change and n % 2 else {}
-        sums.add(n, 1, {"loss": jnp.float32(math.nan), "skipped": jnp.float32(skipped), **more}, stacked=False)
-        if (n + 1) % every == 0 or n + 1 == len(pattern):
-            found.append(sums.take(number).first_over_limit())
-    assert next(step for step in found if step is not None) == 7
+    for first in range(0, len(pattern), steps_per_call):
+        more = {"more": jnp.float32(1)} if change and first // 2 % 2 else {}
+        row = {"loss": jnp.float32(math.nan), **more}
+        some = pattern[first : first + steps_per_call]
+        add(sums, first, [{**row, "skipped": jnp.float32(skipped)} for skipped in some])
+        last = first + len(some)
+        if last % every == 0 or last == len(pattern):
+            totals = sums.take(number).totals
+            found += [] if totals is None else [totals.over]
+    assert next(over[3] for over in found if 3 in over) == 7
+    assert next(over[4] for over in found if 4 in over) == 12
 
 
 def test_array_losses_and_host_losses():
     sums = MetricSums()
     number = sums.subscribe()
-    for n in range(5):
-        sums.add(n, 1, {"loss": jnp.array([1.0, math.inf if n == 3 else 2.0])}, stacked=False)
-    assert sums.take(number).first_bad() == (4, math.inf)
+    for steps_per_call in (1, 5):
+        losses = [{"loss": jnp.array([1.0, math.inf if n == 3 else 2.0])} for n in range(5)]
+        for first in range(0, 5, steps_per_call):
+            add(sums, first, losses[first : first + steps_per_call])
+        assert first_bad(sums, number) == (4, math.inf)
     for n in range(5, 10):
-        sums.add(n, 1, {"loss": math.nan if n == 7 else 1.0}, stacked=False)
-    assert sums.take(number).first_bad().step == 8
+        sums.add(n, {"loss": math.nan if n == 7 else 1.0})
+    assert first_bad(sums, number).step == 8
+
+
+def test_pieces_of_a_long_interval_are_merged():
+    sums = MetricSums()
+    often, seldom = sums.subscribe(), sums.subscribe()
+    for n in range(500):
+        sums.add(n, {"loss": jnp.float32(math.nan if n == 77 else n), "skipped": jnp.float32(n == 77)})
+        assert sums.take(often).means(["skipped"]) == {"skipped": n == 77}
+    interval = sums.take(seldom)
+    assert len(interval._pieces) <= 33
+    assert interval.means(["loss", "skipped"]) == {"loss": (499 * 250 - 77) / 499, "skipped": 1 / 500}
 
 
 def test_there_are_few_dispatches(monkeypatch):
@@ -135,7 +167,7 @@ def test_there_are_few_dispatches(monkeypatch):
     sums = MetricSums()
     number, _ = sums.subscribe(), sums.subscribe()
     for n in range(100):
-        sums.add(n, 1, {"loss": jnp.float32(n), "acc": jnp.float32(1)}, stacked=False)
+        sums.add(n, {"loss": jnp.float32(n), "acc": jnp.float32(1)})
     assert sums.take(number).means(["loss"]) == {"loss": 49.5}
     assert len(calls) <= 10
 
@@ -164,22 +196,19 @@ def test_metrics_on_a_mesh(kind):
         assert means(rows, 1)["m"] == 9.5
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_constants_that_alternate_with_the_shapes_share_one_array(stacked):
-    sums = MetricSums(constants=lambda: {"rows", "beta"})
+def test_constants_that_alternate_with_the_shapes_share_one_array():
+    sums = MetricSums()
     number = sums.subscribe()
-    size = 2 if stacked else 1
 
-    def add(call):
-        loss, rows = jnp.full(size, float(call)), np.full(size, 4 + call % 2)
-        metrics = {"loss": loss, "rows": rows, "beta": np.full(size, 0.5)}
-        sums.add(call * size, size, metrics if stacked else {name: one[0] for name, one in metrics.items()}, stacked)
+    def add_call(call):
+        metrics = {"loss": jnp.float32(call), "rows": np.float32(4 + call % 2), "beta": np.float32(0.5)}
+        sums.add(call, metrics, constants=frozenset({"rows", "beta"}))
 
     for call in range(4):
-        add(call)
+        add_call(call)
     arrays = len(jax.live_arrays())
     for call in range(4, 40):
-        add(call)
+        add_call(call)
         sums.flush()
         assert len(jax.live_arrays()) <= arrays
     assert sums.take(number).means(["loss", "rows", "beta"]) == {"loss": 19.5, "rows": 4.5, "beta": 0.5}
@@ -189,12 +218,12 @@ def test_metrics_without_a_subscriber_are_not_summed():
     sums = MetricSums()
     number = sums.subscribe(means=False)
     for n in range(40):
-        sums.add(n, 1, {"loss": jnp.float32(math.nan if n == 33 else 1), "host": 0.5, "other": jnp.float32(n)}, False)
+        sums.add(n, {"loss": jnp.float32(math.nan if n == 33 else 1), "host": 0.5, "other": jnp.float32(n)})
     interval = sums.take(number)
     assert interval.names() == ["loss"]
-    assert interval.first_bad().step == 34
+    assert interval.totals.bad.step == 34
     sums = MetricSums()
     watching, averaging = sums.subscribe(means=False), sums.subscribe()
-    sums.add(0, 1, {"loss": jnp.float32(1), "host": 0.5}, stacked=False)
+    sums.add(0, {"loss": jnp.float32(1), "host": 0.5})
     assert sums.take(averaging).means(["loss", "host"]) == {"loss": 1.0, "host": 0.5}
-    assert sums.take(watching).first_bad() is None
+    assert first_bad(sums, watching) is None

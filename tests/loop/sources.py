@@ -2,17 +2,23 @@
 
 import numpy as np
 
-from jstep.loop.batch_feeder import copied_batches, make_calls
+from jstep.loop.batch_feeder import Plan, copied_batches, make_calls
 from jstep.loop.sources import source_of
 
 
-def handed_out(source, lengths=None, **kwargs):
-    return list(make_calls(copied_batches(source), 0, lengths, **kwargs))
+def in_loops(most):
+    """Make calls of up to `most` steps."""
+    return lambda step, shapes, args: Plan(most, "a program")
 
 
-def numbers(batches, start=0, last_step=100, position=None, lengths=None):
+def handed_out(source, ends=(), most=None, **kwargs):
+    plan = None if most is None else in_loops(most)
+    return list(make_calls(copied_batches(source), 0, plan=plan, ends=ends, **kwargs))
+
+
+def numbers(batches, start=0, last_step=100, position=None):
     source = source_of(batches, start, last_step, position)
-    return [np.asarray(call.args[0]).tolist() for call in handed_out(source, lengths)]
+    return [np.asarray(call.args[0]).tolist() for call in handed_out(source)]
 
 
 class Indexed:

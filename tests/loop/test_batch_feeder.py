@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import Positioned, handed_out
+from sources import Positioned, handed_out, in_loops
 from waiting import wait_until
 
 import jstep
-from jstep.loop.batch_feeder import BatchFeeder, copied_batches, make_calls
+from jstep.loop.batch_feeder import BatchFeeder, Plan, copied_batches, make_calls
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source, source_of
 from jstep.timeline import Stopwatch
@@ -29,27 +29,26 @@ def test_a_tuple_is_several_arguments_and_other_batches_are_one():
     assert args(pair) == [pair]
 
 
-def test_stacks_end_with_the_lengths_or_the_source():
-    source = source_of(list(range(8)), 0, 100, None)
-    calls = handed_out(source, [3, 1, 2, 5])
+def test_calls_end_with_their_steps_the_given_ends_and_the_source():
+    calls = handed_out(source_of(list(range(8)), 0, 100, None), [3, 4, 6, 11], most=2)
     assert [(np.asarray(call.args[0]).tolist(), call.steps) for call in calls] == [
-        ([0, 1, 2], 3),
-        (3, 1),
+        ([0, 1], 2),
+        ([2, 2], 1),
+        ([3, 3], 1),
         ([4, 5], 2),
-        (6, 1),
-        (7, 1),
+        ([6, 7], 2),
     ]
 
 
 def test_a_source_that_ends_between_calls_gives_no_empty_call():
-    assert [call.steps for call in handed_out(source_of([1, 2, 3, 4], 0, 9, None), [2] * 4)] == [2, 2]
-    assert handed_out(source_of([], 0, 9, None), [2] * 4) == []
+    assert [call.steps for call in handed_out(source_of([1, 2, 3, 4], 0, 9, None), [9], most=2)] == [2, 2]
+    assert handed_out(source_of([], 0, 9, None), [9], most=2) == []
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_trees_are_stacked_leaf_by_leaf(array):
     batches = [({"x": array([i, i])}, array(float(i)), None) for i in range(3)]
-    (call,) = handed_out(source_of(batches, 0, 9, None), [3])
+    (call,) = handed_out(source_of(batches, 0, 9, None), [9], most=3)
     x, y, nothing = call.args
     assert nothing is None
     assert x["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
@@ -63,14 +62,23 @@ def test_trees_are_stacked_leaf_by_leaf(array):
         [{"x": np.zeros((4, 2))}, {"x": np.zeros((3, 2))}],
         [{"x": np.zeros(2)}, {"y": np.zeros(2)}],
         [{"x": np.zeros(2)}, {"x": np.zeros(2, int)}],
+        [{"x": 1}, {"x": 1.0}],
     ],
 )
-def test_batches_that_cannot_be_stacked_become_single_calls(batches):
-    calls = handed_out(source_of(batches, 0, 9, None), [2])
-    assert [(call.steps, call.stacked, call.why != "") for call in calls] == [(1, False, True)] * 2
-    calls = handed_out(source_of(batches, 0, 9, None), [2], stack_one=True)
-    assert [(call.steps, call.stacked) for call in calls] == [(1, True)] * 2
-    assert all(leaf.shape[0] == 1 for call in calls for leaf in jax.tree.leaves(call.args))
+def test_batches_of_other_shapes_begin_another_call(batches):
+    source = source_of([batches[0], batches[0], batches[1], batches[1], batches[0]], 0, 9, None)
+    calls = handed_out(source, [9], most=4)
+    assert [call.steps for call in calls] == [2, 2, 1]
+    assert all(np.shape(leaf)[0] == 4 for call in calls for leaf in jax.tree.leaves(call.args))
+
+
+def test_a_plan_may_be_single_steps_for_some_shapes():
+    def plan(step, shapes, args):
+        return Plan() if args()[0].shape == (3,) else Plan(2, "a program")
+
+    batches = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(3), np.zeros(2)]
+    made = make_calls(copied_batches(source_of(batches, 0, 9, None)), 0, plan=plan, ends=[9])
+    assert [(call.steps, np.shape(call.args[0])) for call in made] == [(2, (2, 2)), (1, (3,)), (1, (3,)), (1, (2, 2))]
 
 
 def test_the_step_axis_is_not_sharded():
@@ -78,8 +86,8 @@ def test_the_step_axis_is_not_sharded():
     spec = jax.sharding.PartitionSpec("data")
     for sharding in (jax.sharding.NamedSharding(mesh, spec), {"x": jax.sharding.NamedSharding(mesh, spec)}):
         batches = [{"x": np.zeros((4, 2))}] * 2
-        (single, _) = handed_out(source_of(batches, 0, 9, None), None, sharding=sharding)
-        (stacked,) = handed_out(source_of(batches, 0, 9, None), [2], sharding=sharding)
+        (single, _) = handed_out(source_of(batches, 0, 9, None), sharding=sharding)
+        (stacked,) = handed_out(source_of(batches, 0, 9, None), [9], most=2, sharding=sharding)
         assert single.args[0]["x"].sharding.spec == spec
         assert stacked.args[0]["x"].sharding.spec == jax.sharding.PartitionSpec(None, "data")
 
@@ -106,10 +114,11 @@ WAYS = {
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def make_feeder(batches, way, lengths=None, **kwargs):
+def make_feeder(batches, way, ends=None, **kwargs):
     source = source_of(batches, 0, 100, None)
     ways = WAYS[way]() if isinstance(way, str) else way
-    return BatchFeeder(source, make_calls(copied_batches(source), 0, lengths), read_ahead=Scripted(ways), **kwargs)
+    made = make_calls(copied_batches(source), 0, plan=ends and in_loops(9), ends=ends or ())
+    return BatchFeeder(source, made, read_ahead=Scripted(ways), **kwargs)
 
 
 def threads():
@@ -117,14 +126,14 @@ def threads():
 
 
 @each_way
-@pytest.mark.parametrize("lengths", [None, [3, 1, 4, 1, 5, 9]])
+@pytest.mark.parametrize("ends", [None, [3, 4, 8, 9, 14, 23]])
 @pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
-def test_the_calls_do_not_depend_on_who_reads(way, lengths, end):
-    feeder = make_feeder(Positioned(end), way, lengths=lengths and iter(lengths))
+def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
+    feeder = make_feeder(Positioned(end), way, ends)
     got, steps = [], 0
     assert feeder.position == {"value": 0}
     for call in feeder:
-        got += np.ravel(call.args[0]).tolist()
+        got += np.ravel(call.args[0])[: call.steps].tolist()
         steps += call.steps
         assert feeder.position == {"value": steps}  # of the batches handed out, not of those read
     assert got == [10 * i for i in range(end)]
@@ -201,7 +210,7 @@ def test_the_times_of_the_stopwatch_decide():
             return n
 
         source = source_of(batches, 0, 100, None)
-        made = make_calls(copied_batches(source), 0, None)
+        made = make_calls(copied_batches(source), 0)
         feeder = BatchFeeder(source, made, watch=Stopwatch(clock=lambda clock=clock: clock[0]))
         for _ in itertools.islice(feeder, 8):
             clock[0] += step

@@ -1,8 +1,7 @@
-"""Where a run is cut, and when hooks are due, changes no bit of a run with steps_per_call."""
+"""Where a run is cut, and when hooks are due, changes no bit of a run, for every steps_per_call."""
 
-import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import jstep
 
 RNG = np.random.default_rng(0)
 CLASSES = RNG.integers(0, 10, 128).astype(np.int32)
+P = jax.sharding.PartitionSpec
 
 
 def new(*shape: int) -> Any:
@@ -20,7 +20,7 @@ def new(*shape: int) -> Any:
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 10), axis=-1))
 
 
 def dense(params: Any, x: Any, labels: Any) -> Any:
@@ -32,33 +32,98 @@ def convolutional(params: Any, x: Any, labels: Any) -> Any:
     return cross_entropy(jax.nn.relu(h).mean((1, 2)) @ params["b"], labels)
 
 
+def transformer(params: Any, x: Any, labels: Any) -> Any:
+    q, k, v = jnp.split(jax.nn.standardize(x) @ params["qkv"], 3, axis=-1)
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+    x += jnp.einsum("bqk,bkd->bqd", scores, v) @ params["out"]
+    return cross_entropy(jax.nn.gelu(jax.nn.standardize(x) @ params["up"]).mean(1) @ params["b"], labels)
+
+
+class Net(NamedTuple):
+    loss: Any
+    params: Any
+    x: Any
+
+
 NETS = {
-    "dense": (dense, {"a": new(32, 64), "b": new(64, 10)}, RNG.normal(size=(128, 32)).astype(np.float32)),
-    "convolutional": (
+    "dense": Net(dense, {"a": new(32, 64), "b": new(64, 10)}, RNG.normal(size=(128, 32)).astype(np.float32)),
+    "convolutional": Net(
         convolutional,
         {"a": new(3, 3, 1, 16), "b": new(16, 10)},
         RNG.normal(size=(128, 14, 14, 1)).astype(np.float32),
     ),
+    "transformer": Net(
+        transformer,
+        {"qkv": new(32, 96), "out": new(32, 32), "up": new(32, 64), "b": new(64, 10)},
+        RNG.normal(size=(128, 8, 32)).astype(np.float32),
+    ),
 }
-FAILS_WHEN_OPTIMIZED = pytest.mark.xfail(
-    "xla_backend_optimization_level=0" not in os.environ["XLA_FLAGS"],
-    strict=True,
-    reason="XLA compiles another code for convolutions in a loop on a CPU: needs one program for 1 to K steps",
-)
 
 
-@pytest.mark.parametrize("net", ["dense", pytest.param("convolutional", marks=FAILS_WHEN_OPTIMIZED)])
+class Task:
+    """A net, its training step, and its batches; on a mesh if there is one."""
+
+    def __init__(self, net: Net, mesh: Any = None) -> None:
+        self.optimizer = jstep.adam(1e-3)
+        self.step = jstep.minimize(net.loss, self.optimizer)
+        self.params, self.mesh = net.params, mesh
+        self.data = jstep.batches((net.x, CLASSES), 16)
+        self.sharding = {} if mesh is None else {"batch_sharding": jax.NamedSharding(mesh, P("data"))}
+
+    def state(self) -> jstep.TrainState:
+        state = jstep.TrainState.create(jax.tree.map(jnp.copy, self.params), self.optimizer)
+        return state if self.mesh is None else jstep.shard_state(state, self.mesh)
+
+    def trained(self, last: int, hooks: Any = (), **options: Any) -> jstep.TrainState:
+        options = {"steps_per_call": 8, "log_steps": None, "progress": False, **self.sharding, **options}
+        return jstep.train(self.step, self.state(), self.data, last, hooks=hooks, **options)
+
+
+def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> jstep.TrainState:
+    whole = task.trained(24, **options)
+    seen: list[dict[str, float]] = []
+    hooks = [
+        jstep.every(5, lambda *given: None),
+        jstep.MetricsHook(lambda step, values: seen.append(values), every_n_steps=3, mean=True),
+        jstep.NanLossHook(),
+    ]
+    assert task.trained(24, hooks, **options) == whole
+    assert len(seen) == 8
+    for last in (10, 13, 24):
+        resumed = task.trained(last, checkpoint_dir=directory, **options)
+    assert resumed == whole
+    again = {"steps_per_call": 8} | task.sharding | options
+    replayed = jstep.replay(task.step, task.state(), task.data, directory, 12, **again)
+    assert replayed.state == task.trained(12, **options)
+    return whole
+
+
+@pytest.mark.parametrize("net", ["dense", "convolutional"])
 def test_bits_do_not_depend_on_hooks_and_cuts(net: str, tmp_path: Path) -> None:
-    loss, params, x = NETS[net]
-    optimizer = jstep.adam(1e-3)
-    step = jstep.minimize(loss, optimizer)
-    data = jstep.batches((x, CLASSES), 16)
+    assert_no_cut_changes_a_bit(Task(NETS[net]), tmp_path)
 
-    def trained(last: int, hooks: Any = (), **options: Any) -> jstep.TrainState:
-        state = jstep.TrainState.create(params, optimizer)
-        return jstep.train(step, state, data, last, hooks=hooks, steps_per_call=8, log_steps=None, **options)
 
-    whole = trained(24)
-    assert trained(24, [jstep.every(5, lambda *given: None)]) == whole
-    trained(10, checkpoint_dir=tmp_path)
-    assert trained(24, checkpoint_dir=tmp_path) == whole
+@pytest.mark.thorough
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("where", ["one device", "auto axes", "explicit axes"])
+def test_bits_do_not_depend_on_steps_per_call(net: str, where: str, tmp_path: Path) -> None:
+    kind = {"auto axes": jax.sharding.AxisType.Auto, "explicit axes": jax.sharding.AxisType.Explicit}.get(where)
+    mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    task = Task(NETS[net], mesh)
+    found = [assert_no_cut_changes_a_bit(task, tmp_path / str(k), steps_per_call=k) for k in (2, 7, 8, 100)]
+    assert all(other == found[0] for other in found[1:])
+    if net == "convolutional":
+        assert assert_no_cut_changes_a_bit(task, tmp_path / "1", steps_per_call=1) == found[0]
+
+
+def test_convolutions_on_a_cpu_run_one_step_a_call(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    calls: list[int] = []
+    hook = jstep.Hook()
+    hook.before_step = lambda step, state: calls.append(step)  # type: ignore[method-assign]
+    task = Task(NETS["convolutional"])
+    single = Task(NETS["convolutional"]).trained(6, steps_per_call=1)
+    assert task.trained(6, [hook]) == single
+    assert calls == [0, 1, 2, 3, 4, 5]
+    (line,) = [r.getMessage() for r in caplog.records if "one step a call" in r.getMessage()]
+    assert line == "train_step runs one step a call: XLA runs convolutions on a CPU much slower in a loop"

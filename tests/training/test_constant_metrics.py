@@ -10,7 +10,8 @@ import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
-from jstep.training import scanned_step
+from jstep.hooks.metric_sums_program import Accumulate, Sums, columns_of
+from jstep.training import looped_step
 
 
 def by_shape(state: Any, x: jax.Array) -> Any:
@@ -50,13 +51,13 @@ def test_constants_are_the_same_objects_in_each_call() -> None:
     assert all(seen[0][name] is metrics[name] for metrics in seen for name in step.constant_metrics)
     seen[0].clear()
     assert "beta1" in step(state, X, Y)[1]
-    many, state = scanned_step(step), fresh(optimizer)
+    many, state = looped(step), fresh(optimizer)
     both = []
     for _ in range(2):
-        state, metrics = many(state, jnp.stack([X] * 3), jnp.stack([Y] * 3))
-        both.append(metrics)
-    assert all(both[0][name] is both[1][name] for name in many.constant_metrics)
-    assert many.constant_metrics
+        state, _, constants = many(state, jnp.stack([X] * 3), jnp.stack([Y] * 3))
+        both.append(constants.arrays())
+    assert set(both[0]) == step.constant_metrics
+    assert all(both[0][name] is both[1][name] for name in both[0])
 
 
 def test_lowered_program_returns_all_metrics() -> None:
@@ -76,23 +77,39 @@ def test_custom_state() -> None:
     assert int(metrics["k"]) == 2
 
 
-# Scanned steps.
+# Steps in the loop of a call.
 
 
-def test_decorated_step_is_scanned_as_a_different_step() -> None:
+def looped(step: Any) -> Any:
+    """A function that runs all steps of the stacked arguments in one call, as `train` with steps_per_call=3 does."""
+
+    def accumulate(one: Any) -> Any:
+        return columns_of(one.metrics, None)
+
+    program = looped_step(step, 3, accumulate)
+
+    def run(state: Any, *stacked: Any) -> Any:
+        one = program.prepare(state, tuple(x[0] for x in stacked))
+        sums = Sums(accumulate(one).empty(), np.int32(0))
+        state, (metrics, _), constants = program.run(state, np.int32(len(stacked[0])), sums, *stacked)
+        return state, metrics, constants
+
+    return run
+
+
+def test_decorated_step_is_another_step() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn, optimizer)
-    scanned_step(step)
+    accumulate = Accumulate()
+    first = looped_step(step, 2, accumulate)
 
     @functools.wraps(step)
     def frozen(state: Any, *args: Any) -> Any:
         new, metrics = step(state, *args)
         return new.replace(params=state.params), metrics
 
-    state, _ = scanned_step(frozen)(fresh(optimizer), jnp.stack([X, X]), jnp.stack([Y, Y]))
-    np.testing.assert_array_equal(state.params["w"], 1.0)
-    assert jstep.global_step(state) == 2
-    assert scanned_step(frozen) is scanned_step(frozen) is not scanned_step(step)
+    assert looped_step(frozen, 2, accumulate) is looped_step(frozen, 2, Accumulate()) is not first
+    assert looped_step(step, 2, accumulate) is first is not looped_step(step, 3, accumulate)
     batches = [(X, Y)] * 4
     trained = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
     np.testing.assert_array_equal(trained.params["w"], 1.0)
@@ -111,12 +128,12 @@ def test_partial_and_bound_steps() -> None:
             return state, metrics | {"loss": metrics["loss"] * self.scale}
 
     a, b = Trainer(1.0), Trainer(2.0)
-    stacked = jnp.stack([X, X]), jnp.stack([Y, Y])
-    losses = [scanned_step(trainer.step)(fresh(optimizer), *stacked)[1]["loss"] for trainer in (a, b)]
+    stacked = jnp.stack([X] * 3), jnp.stack([Y] * 3)
+    losses = [looped(trainer.step)(fresh(optimizer), *stacked)[1]["loss"] for trainer in (a, b)]
     np.testing.assert_allclose(losses[1], 2 * losses[0])
     partial = functools.partial(lambda k, state, *args: b.step(state, *args), 3)
-    np.testing.assert_allclose(scanned_step(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
-    assert scanned_step(partial) is scanned_step(partial)
+    np.testing.assert_allclose(looped(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
+    assert looped_step(partial, 2, Accumulate()) is looped_step(partial, 2, Accumulate())
 
 
 @pytest.mark.parametrize("donate", ["yes", 1, None])

@@ -1,0 +1,170 @@
+"""One compiled program that runs any number of steps, from one to K."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.loops import is_slow_in_loops
+from jstep.training.constants import Constants
+from jstep.training.step import PureStep, TrainStep, pure
+
+
+class Accumulator(Protocol):
+    """What a program accumulates of the metrics of its steps."""
+
+    def row(self, metrics: Any) -> Any:
+        """The numbers of one step, a tree of arrays."""
+        ...
+
+    def add(self, sums: Any, rows: Any, count: Any) -> Any:
+        """The sums after the first `count` rows, which are stacked on a leading axis."""
+        ...
+
+
+class TracedStep(NamedTuple):
+    """The trace of one step, for the shapes of a state and a batch.
+
+    Attributes:
+        traced: The `jax.stages.Traced` of the compiled step.
+        computed: The types of the metrics that the step computes.
+        constants: Its constant metrics.
+    """
+
+    traced: Any
+    computed: Any
+    constants: Constants
+
+    @property
+    def is_slow_in_loops(self) -> bool:
+        """Whether XLA runs the step much slower in a loop than by itself."""
+        return is_slow_in_loops(self.traced.jaxpr.jaxpr)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The types of the computed metrics by name; empty for a step that returns something else."""
+        return self.computed if isinstance(self.computed, Mapping) else {}
+
+
+class LoopedStep(TrainStep):
+    """A compiled program of 1 to K steps: `state, (metrics, sums), constants = looped.run(state, n, sums, *stacked)`.
+
+    It runs the first n of the K steps whose arguments are stacked on a leading axis, in a loop whose length is an
+    argument. The bits of the result therefore do not depend on how steps are divided into calls. The metrics are those
+    of the last step, and the numbers among the metrics of all steps are accumulated in the sums.
+
+    `prepare` must be called first for each shape of a batch; it traces the step, once.
+
+    Args:
+        step: The step: of `minimize`, or any function `(state, *args) -> (state, metrics)`.
+        most: K; None for the arguments of a single step, not stacked, in the same loop.
+        accumulate: Returns what the program accumulates of the metrics of a step.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Accumulator]
+    ) -> None:
+        one = pure(step)
+        # Donates only if the step does: a plain function is not expected to donate the state.
+        donate = isinstance(step, TrainStep) and step.donate
+        super().__init__(PureStep(self._parts, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows), donate=donate)
+        self._one = step if isinstance(step, TrainStep) else TrainStep(one, donate=False)
+        self._most, self._accumulate = most, accumulate
+        self._traced: dict[Any, TracedStep] = {}
+
+    def prepare(self, state: Any, args: tuple[Any, ...]) -> TracedStep:
+        """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
+        args = jax.tree.map(one_shape, args)
+        traced = self._one.traced_call(state, *args)
+        _, computed, constants = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
+        found = self._traced[_key(state, args)] = TracedStep(traced, computed, constants)
+        return found
+
+    def _parts(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any, Constants]:
+        n, sums, *stacked = args
+        row = stacked if self._most is None else jax.tree.map(row_of, stacked)
+        one = self._traced[_key(state, tuple(row))]
+        made, jaxpr, out = self._accumulate(one), one.traced.jaxpr, one.traced.out_tree
+
+        def body(i: Any, carry: Any) -> Any:
+            state, _, rows = carry
+            args = stacked if self._most is None else jax.tree.map(lambda x: _at(x, i), stacked)
+            values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
+            state, computed, _ = jax.tree.unflatten(out, values)
+            # Reading the numbers must not change how XLA compiles the step.
+            row = made.row(jax.lax.optimization_barrier(computed))
+            rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
+            return state, computed, rows
+
+        nothing = jax.tree.map(_zeros, one.computed)
+        rows = jax.tree.map(
+            lambda x: jnp.zeros((self._most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing)
+        )
+        state, computed, rows = jax.lax.fori_loop(np.int32(0), n, body, (state, nothing, rows))
+        return state, (computed, made.add(sums, rows, n)), one.constants
+
+    def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
+        if shardings is None:
+            return None, None
+        mesh = jax.tree.leaves(shardings)[0].mesh
+        return (None, NamedSharding(mesh, PartitionSpec())), None  # of the sums, which the next call continues
+
+
+def looped_step(
+    step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Accumulator]
+) -> LoopedStep:
+    """Return the `LoopedStep` of a step, cached so that it is compiled only once per step.
+
+    Args:
+        step: The step. A function that decorates a step counts as another step.
+        most: As in `LoopedStep`.
+        accumulate: As in `LoopedStep`; hashable.
+    """
+    # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
+    kept: dict[Any, LoopedStep]
+    of, kept = getattr(step, "_jstep_looped", (None, {}))
+    if of is not step:
+        kept = {}
+        with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
+            step._jstep_looped = (step, kept)  # type: ignore[attr-defined]
+    if (most, accumulate) not in kept:
+        kept[most, accumulate] = LoopedStep(step, most, accumulate)
+    return kept[most, accumulate]
+
+
+def one_shape(leaf: Any) -> Any:
+    """The shape of an argument of a step, as an array, also for a Python number, which is stacked as an array."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def row_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of one row of a stacked argument."""
+    aval: Any = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+
+
+def _at(x: Any, i: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _key(state: Any, args: tuple[Any, ...]) -> Any:
+    """What a trace depends on, for arrays, shapes and traced arrays alike."""
+    leaves = [
+        jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        for leaf in jax.tree.leaves((state, args))
+    ]
+    return trees.structure((state, args)), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _zeros(aval: Any) -> Any:
+    """Zeros of a type, in its sharding on Explicit axes."""
+    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=None if aval.sharding.mesh.empty else aval.sharding)
