@@ -77,15 +77,15 @@ class Hook:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RunInfo:
-    """Information about a run, passed to stock hooks.
+    """What the stock hooks know of a run of `train`, kept up to date by the loop.
 
     Attributes:
         last_step: The step at which the run ends; None if the batches or a hook end it.
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
-        steps_per_call: The number of steps per call.
+        state: The state after the latest step, with the changes that hooks made.
         logdir: The directory of event files, or None.
         writer: The writer of event files, or None.
         saver: The run's `Saver`, or None.
@@ -96,14 +96,13 @@ class RunInfo:
         stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
         dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
         watch: The stopwatch of the run.
-        current_state: Returns the state after the latest step, with the changes that hooks made.
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
     """
 
     last_step: int | None
     sums: Any
     transfers: Any
-    steps_per_call: int = 1
+    state: Any = None
     logdir: str | os.PathLike[str] | None = None
     writer: Any = None
     saver: Any = None
@@ -114,7 +113,6 @@ class RunInfo:
     stop_requested: Callable[[], bool] = lambda: False
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    current_state: Callable[[], Any] = lambda: None
     before_save: Callable[[int], bool] = lambda step: False
 
 

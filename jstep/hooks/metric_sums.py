@@ -15,7 +15,7 @@ from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import BAD, GRAD_NORM, GRADIENT, LOSS, SKIPS, VALUE, WATCHED, Columns, Sums
 from jstep.hooks.skipped_updates import SKIPPED
-from jstep.hooks.values import host, is_number, shown
+from jstep.hooks.values import host, is_number, is_ready, shown
 
 _CALLS, _VALUES = 16, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
@@ -84,7 +84,7 @@ class Piece:
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
-        return not isinstance(self._array, jax.Array) or self._array.is_ready()
+        return not isinstance(self._array, jax.Array) or is_ready({"": self._array})
 
     @functools.cached_property
     def totals(self) -> Totals:

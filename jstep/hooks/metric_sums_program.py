@@ -4,6 +4,7 @@ For M metrics the array holds M sums, M corrections (the rounding errors), M cou
 is stored in two floats, so that a mean is as accurate as one of float64.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -152,7 +153,8 @@ class Columns(NamedTuple):
         return jnp.stack([*new, *over]), skips
 
 
-class Accumulate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Accumulate:
     """Chooses what a program accumulates, from the trace of its step.
 
     Attributes:

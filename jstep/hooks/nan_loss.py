@@ -134,7 +134,7 @@ class NanLossHook(RunHook):
         """
         self._look_at_all()
         if self.run is not None:
-            self._look_at_state(step, self.run.current_state())
+            self._look_at_state(step, self.run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:

@@ -45,7 +45,7 @@ class NonfiniteParametersHook(RunHook):
         if self._at_start is None or self.run is None:
             return
         # Also after the warning: all processes must run the same programs, and only some may have seen the numbers.
-        bad, _ = StateContents(self.run.current_state(), params_only=True).worse_since(self._at_start)
+        bad, _ = StateContents(self.run.state, params_only=True).worse_since(self._at_start)
         if bad and not self._has_warned:
             self._has_warned = True
             _logger.warning(

@@ -95,7 +95,7 @@ def make_calls(
             if not some:
                 return
             batch, shapes = some[0][0], _shapes_of(some[0][0])
-            most, looped = plan(step, shapes, lambda batch=batch: arguments_of(batch if one is None else one(batch)))
+            most, looped = plan(step, shapes, functools.partial(_args_of, batch, one))
             later: list[tuple[Any, Any]] = []
             while len(some) < min(most, end - step) and not later and (item := next(items, None)) is not None:
                 (some if _shapes_of(item[0]) == shapes else later).append(item)
@@ -107,6 +107,11 @@ def make_calls(
             yield Call(arguments_of(placed), len(some), step, some[-1][1], looped, most)
             step += len(some)
             some = later
+
+
+def _args_of(batch: Any, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+    args: tuple[Any, ...] = arguments_of(batch if place is None else place(batch))
+    return args
 
 
 def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:

@@ -1,11 +1,10 @@
 """Assemble user-supplied and stock hooks."""
 
-import contextlib
 import importlib.util
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,14 +18,11 @@ from jstep.hooks import (
     StepCounterHook,
     SummarySaverHook,
 )
-from jstep.hooks.async_transfer import TransferQueue
-from jstep.hooks.hook import RunInfo, name_of
+from jstep.hooks.hook import name_of
 from jstep.hooks.nonfinite_parameters import NonfiniteParametersHook
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.options import Options
-from jstep.loop.programs import Programs
-from jstep.loop.restore_or_init import RunStart
-from jstep.loop.run_saver_hook import RunSaverHook, SaverCallbacks
+from jstep.loop.run import Run
+from jstep.loop.run_saver_hook import RunSaverHook
 
 _logger = logging.getLogger("jstep")
 
@@ -34,93 +30,45 @@ _NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "c
 """Methods that `train` called on every hook in jstep 0.2 and earlier."""
 
 
-class HookSet(NamedTuple):
-    """The hooks of a run.
+def build_hooks(run: Run, account: Callable[[], None]) -> None:
+    """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks.
 
-    Attributes:
-        hooks: All hooks, the user's before the stock ones.
-        saving: The stock hook that saves, or None.
-        run: The information about the run that stock hooks receive.
-        logs_lines: Whether progress is reported by log lines.
+    Args:
+        run: The run.
+        account: Writes the times to the timeline; called when a save is certain, before it.
     """
-
-    hooks: list[Any]
-    saving: RunSaverHook | None
-    run: RunInfo
-    logs_lines: bool
-
-    @property
-    def all_saving(self) -> list[CheckpointSaverHook]:
-        """All hooks that save, the user's before the stock one."""
-        return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
-
-
-def build_hooks(
-    options: Options,
-    start: RunStart,
-    programs: Programs,
-    callbacks: SaverCallbacks,
-    stack: contextlib.ExitStack,
-    stop_requested: Callable[[], bool],
-) -> HookSet:
-    """Open the event file, and append the stock hooks to the user's."""
-    writer = _open_writer(stack, options.logdir, start.step)
+    options = run.options
+    run.writer = _open_writer(run)
     # Hooks that save come last: the checkpoint of a step includes the other hooks' changes to the state.
     own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
     _warn_of_methods_not_called(own)
-    given = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
-    counter = given or StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
-
-    def constants() -> Any:
-        return programs.constant_metrics
-
-    reporting = _reporting(options, counter, constants)
-    hooks = [*own, *([] if given else [counter]), *reporting]
+    run.evaluations = tuple(hook for hook in own if isinstance(hook, EvaluationHook))
+    run.counter = _first(own, StepCounterHook)
+    run.hooks = list(own)
+    if run.counter is None:
+        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        run.hooks.append(run.counter)
+    reporting = _reporting(run)
+    run.hooks += reporting
+    run.logs_lines = any(isinstance(hook, LoggingHook) for hook in reporting)
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
-    if writer is not None and options.save_summaries_steps is not None and not summed:
-        hooks.append(SummarySaverHook(writer, save_steps=options.save_summaries_steps, leave_out=constants))
-    if (start.saver is not None or _any(own, CheckpointSaverHook)) and not _any(own, NanLossHook):
-        hooks.append(NonfiniteParametersHook())
-    saving = None
-    if start.saver is not None:
-        saving = RunSaverHook(
-            start.saver,
-            options.save_checkpoint_secs,
-            options.save_checkpoint_steps,
-            list(hooks),
-            callbacks,
-            # A run that resumes from a checkpoint does not write earlier summaries again.
-            None if writer is None else writer.flush,
-            start.held,
-        )
-        hooks.append(saving)
-    run = RunInfo(
-        last_step=options.end,
-        sums=programs.sums,
-        transfers=TransferQueue(),
-        steps_per_call=options.steps_per_call,
-        logdir=options.logdir,
-        writer=writer,
-        saver=start.saver,
-        restored=start.restored,
-        constant_metrics=constants,
-        counter=counter,
-        evaluations=tuple(hook for hook in own if isinstance(hook, EvaluationHook)),
-        stop_requested=stop_requested,
-        dispatched=programs.dispatched,
-        watch=callbacks.watch,
-        current_state=callbacks.current_state,
-        before_save=callbacks.before_save,
-    )
-    for hook in hooks:
+    if run.writer is not None and options.save_summaries_steps is not None and not summed:
+        steps, constants = options.save_summaries_steps, run.constant_metrics
+        run.hooks.append(SummarySaverHook(run.writer, save_steps=steps, leave_out=constants))
+    if (run.saver is not None or _first(own, CheckpointSaverHook)) and not _first(own, NanLossHook):
+        run.hooks.append(NonfiniteParametersHook())
+    if run.saver is not None:
+        # A run that resumes from a checkpoint does not write earlier summaries again.
+        flush = [] if run.writer is None else [run.writer.flush]
+        run.hooks.append(RunSaverHook(run, [*flush, account]))
+    for hook in run.hooks:
         if isinstance(hook, RunHook):
-            stack.callback(hook.close)
+            run.closing.callback(hook.close)
             hook.use_run(run)
-    return HookSet(hooks, saving, run, any(isinstance(hook, LoggingHook) for hook in reporting))
 
 
-def _any(hooks: list[Any], kind: type) -> bool:
-    return any(isinstance(hook, kind) for hook in hooks)
+def _first(hooks: list[Any], kind: type) -> Any:
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 def _warn_of_methods_not_called(hooks: list[Any]) -> None:
@@ -136,26 +84,25 @@ def _warn_of_methods_not_called(hooks: list[Any]) -> None:
             )
 
 
-def _reporting(options: Options, counter: StepCounterHook, constants: Any) -> list[Hook]:
+def _reporting(run: Run) -> list[Hook]:
     """The hook that reports progress: a progress line, log lines, or none."""
+    options = run.options
     if options.progress is False or jax.process_index() != 0:
         return []
     terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
     if options.progress or terminal:
         return [ProgressHook(last_step=options.end)]
-    return (
-        [LoggingHook(every_n_steps=options.log_steps, counter=counter, leave_out=constants)]
-        if options.log_steps
-        else []
-    )
+    if options.log_steps is None:
+        return []
+    return [LoggingHook(every_n_steps=options.log_steps, counter=run.counter, leave_out=run.constant_metrics)]
 
 
-def _open_writer(stack: contextlib.ExitStack, logdir: Any, start: int) -> Any:
-    if logdir is None:
+def _open_writer(run: Run) -> Any:
+    if run.logdir is None:
         return None
     from jstep.summary import SummaryWriter
 
-    writer = stack.enter_context(SummaryWriter(logdir))
+    writer = run.closing.enter_context(SummaryWriter(run.logdir))
     # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
-    writer.add_session_log("START", start + 1)
+    writer.add_session_log("START", run.first + 1)
     return writer

@@ -14,7 +14,6 @@ from jstep.core.meshes import mesh_of, using_mesh
 from jstep.loop.card import card, program_card, trace_of
 from jstep.loop.changed_past import warn_if_past_changed
 from jstep.loop.options import Options
-from jstep.loop.restore_or_init import RunStart
 from jstep.loop.stages import TrainSteps
 from jstep.state import TrainState
 
@@ -106,7 +105,7 @@ def cards_of(
     write: Write | None,
     options: Options,
     stages: TrainSteps,
-    start: RunStart,
+    start: Any,
     batches: Any,
     stack: contextlib.ExitStack,
 ) -> Cards | None:

@@ -11,97 +11,68 @@ from jstep.core import trees
 from jstep.core.notes import note
 from jstep.data.placement import copied, placement
 from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of
-from jstep.loop.programs import Programs, is_compiled
+from jstep.loop.programs import Programs, is_compiled, trace_step
+from jstep.loop.run import Run
 from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
-from jstep.loop.start_times import FirstBatch, StartTimes, interruptible
-from jstep.loop.trace_step import trace_step
+from jstep.loop.start_times import FirstBatch, interruptible
 from jstep.sharding.of_batches import named
-from jstep.state import TrainState
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
 
-def compile_ahead(
-    programs: Programs,
-    boundaries: StageBoundaries,
-    source: Source,
-    state: TrainState,
-    start: int,
-    last_step: int,
-    batch_sharding: Any,
-    stopping: Callable[[], bool],
-) -> BackgroundCompiler | None:
-    """Trace the stages of a run whose first batch can be indexed; None if the run needs only one program.
+def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None:
+    """Trace the stages of a run whose first batch can be indexed, and compile later ones in the background.
 
     Args:
-        programs: The programs of the run.
+        run: The run.
         boundaries: The steps at which another program follows.
         source: The batches.
-        state: The state at the start of the run.
-        start: Its step.
-        last_step: The step at which the run ends.
-        batch_sharding: The sharding of batches.
-        stopping: Returns whether the run is stopping.
 
     Raises:
         ValueError: A stage does not fit the state or its batch; names its first step.
     """
-    first, *later = boundaries.segments(start, last_step)
+    first, *later = boundaries.segments(run.first, run.options.last_step)
     if not later:
-        return None
-    shapes = shapes_of(state)
+        return
+    programs, shapes = run.programs, shapes_of(run.state)
     seen: set[Any] = set()
     jobs = []
     for segment in (first, *later):
-        step, args = programs.stages[segment.stage].single, None
-        if not is_compiled(step):
+        stage, args = programs.stages[segment.stage], None
+        if not is_compiled(stage.single):
             continue
         if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
-            args = _shapes_of_batch(source, segment.first, batch_sharding)
+            args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
             if args is None:  # the batches end earlier
                 break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
             if key in seen:
                 continue
             seen.add(key)
-            if is_compiled(step) and segment is not first:
-                _check(step, shapes, args, segment)
+            if segment is not first:
+                _check(stage.single, shapes, args, segment)
         elif not segment.is_edge:
             continue
         if segment is not first:
-            make = functools.partial(_compile, programs, segment, args)
-            jobs.append(CompileJob(segment.first, programs.stages[segment.stage].name, make))
-    return BackgroundCompiler(jobs, stopping)
+            jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
+    programs.ahead_compiler = BackgroundCompiler(jobs, run.is_stopping)
+    run.closing.callback(programs.ahead_compiler.close)
 
 
-def compile_first_program(
-    programs: Programs,
-    boundaries: StageBoundaries,
-    first: FirstBatch,
-    shapes: Callable[[], Any] | None,
-    start: int,
-    last_step: int,
-    batch_sharding: Any,
-    times: StartTimes,
-    stopping: Callable[[], bool],
-) -> BackgroundCompiler | None:
-    """Make the compiler of a run's first program, for use while the state is restored; None if it is not compiled.
+def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
+    """Compile a run's first program in the background, while the state is restored, if it is compiled at all.
 
     Args:
-        programs: The programs of the run.
-        boundaries: The steps at which another program follows.
+        run: The run.
         first: The first batch, being made in a thread.
         shapes: Returns the shapes of the first batch without making it; None if they are not known.
-        start: The first step.
-        last_step: The step at which the run ends.
-        batch_sharding: The sharding of batches.
-        times: Measures the compilation.
-        stopping: Returns whether the run is stopping.
     """
-    (segment, *_) = boundaries.segments(start, last_step)
-    if not is_compiled(programs.stages[segment.stage].single):
-        return None
+    programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
+    stage = programs.stage_of(start)
+    if not is_compiled(stage.single):
+        first.forget()
+        return
     closed = threading.Event()
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
@@ -116,12 +87,13 @@ def compile_first_program(
             del batch
         finally:
             first.forget()
-        with times.compiling():
+        with run.times.compiling():
             return programs.compile(start, args)
 
-    return BackgroundCompiler(
-        [CompileJob(start, programs.stages[segment.stage].name, make)], stopping, is_quiet=True, closed=closed
-    )
+    jobs = [CompileJob(start, stage.name, make)]
+    programs.first_compiler = BackgroundCompiler(jobs, run.is_stopping, is_quiet=True, closed=closed)
+    run.closing.callback(programs.first_compiler.close)
+    programs.first_compiler.begin(programs.state_shapes)
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:

@@ -2,50 +2,48 @@
 
 import logging
 
-from jstep.loop.options import Options
-from jstep.loop.restore_or_init import RunStart
+from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import STOPPED
-from jstep.loop.run_steps import LoopState
 
 _logger = logging.getLogger("jstep")
 
 
-def report_early_end(loop: LoopState, run_start: RunStart, options: Options) -> None:
+def report_early_end(run: Run) -> None:
     """Log that the batches ended before the run did.
 
     Raises:
         ValueError: There is no batch at all, and the run was not restored.
     """
-    start, last_step = run_start.step, options.end
-    if loop.step == start and run_start.restored is not None:
+    start, last_step = run.first, run.last_step
+    if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
-    if loop.step == start:
+    if run.step == start:
         raise ValueError(
             f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
             "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
             "step 0), or a lower last_step"
         )
     if last_step is None:
-        _logger.info("the batches ended after step %d, and so does the run", loop.step)
+        _logger.info("the batches ended after step %d, and so does the run", run.step)
         return
     _logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
         "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
-        loop.step,
+        run.step,
         last_step,
     )
 
 
-def reason_done(run_start: RunStart, options: Options) -> str:
+def reason_done(run: Run) -> str:
     """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
-    by = run_start.extra.get(STOPPED)
-    if run_start.step >= options.last_step:
+    by = run.extra.get(STOPPED)
+    if run.first >= run.options.last_step:
         return ""
     if by is None:
-        reasons = [getattr(hook, "why", None) for hook in options.hooks]
+        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
         return next((f". {why}" for why in reasons if isinstance(why, str)), "")
     return (
-        f". {by} stopped it at step {run_start.step}; to continue, remove that hook, change its settings, or reset its "
+        f". {by} stopped it at step {run.first}; to continue, remove that hook, change its settings, or reset its "
         "state: EarlyStopping(reset=True)"
     )

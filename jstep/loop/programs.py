@@ -22,7 +22,6 @@ from jstep.loop.cards import Cards
 from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
-from jstep.loop.trace_step import trace_step
 from jstep.state import keep_roles
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
@@ -87,6 +86,7 @@ class Programs:
     Args:
         stages: The training steps, by the step at which each begins.
         steps_per_call: The most steps of a call.
+        state: The state, or its template.
         sums: Receives the metrics of all steps.
         first_call: A context manager for the very first call.
         watch: The stopwatch of the run; compilation is not counted as time of the steps.
@@ -94,7 +94,7 @@ class Programs:
     Attributes:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
         most: The most steps of a call.
-        state_shapes: The shapes of the state; must be set before `plan` and `compile`.
+        state_shapes: The shapes of the state.
         first_compiler: Compiles the first program in the background; None if it is not.
         ahead_compiler: Compiles later programs in the background, or None.
         dispatched: The steps that were dispatched, recorded on request.
@@ -106,6 +106,7 @@ class Programs:
         stages: TrainSteps,
         steps_per_call: int = 1,
         *,
+        state: Any,
         sums: MetricSums | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
@@ -123,7 +124,7 @@ class Programs:
         ]
         self.on_device = not several and not all(map(is_compiled, stages.values))
         self.sums = MetricSums() if sums is None else sums
-        self.state_shapes: Any = None
+        self.state_shapes = shapes_of(state)
         self.first_compiler: BackgroundCompiler | None = None
         self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
@@ -195,6 +196,10 @@ class Programs:
             whole = (jax.ShapeDtypeStruct((), np.int32), sums, *stacked_shapes(looped.args, plan.most))
             looped.step.traced_call(state, *whole).lower().compile()
         return True
+
+    def release(self) -> None:
+        """Drop references to the run."""
+        self.first_compiler = self.ahead_compiler = self.cards = None
 
     @property
     def constant_metrics(self) -> Any:
@@ -268,7 +273,7 @@ class Programs:
             self.ahead_compiler.after(new, args)
         if is_first:
             if sum(stage.is_begun for stage in self.stages) == 1:
-                warn_of_redundant_rows(stage.single, new, args)
+                warn_of_redundant_rows(lambda: trace_step(stage.single, new, args), new, args)
             if self.cards is not None:
                 self.cards.record_program(stage.single, stage.first, call.steps, *result, args)
 
@@ -314,6 +319,25 @@ class Programs:
             _steps(call),
             shapes,
         )
+
+
+def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
+    """The trace of a call of a step, for arrays or shapes. JAX caches it, so a call and its trace share the work.
+
+    Args:
+        step: The step.
+        state: Its state.
+        args: Its other arguments.
+
+    Returns:
+        A `jax.stages.Traced`; None for a step that is not compiled, which cannot be traced.
+    """
+    if isinstance(step, TrainStep):
+        return step.traced_call(state, *args)
+    if not hasattr(step, "trace"):
+        return None
+    with using_mesh(mesh_of((state, args))):
+        return step.trace(state, *args)
 
 
 class _SlowInLoopsError(Exception):

@@ -1,25 +1,25 @@
 """A warning for runs in which each device computes the whole batch."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jstep.core.activation_annotations import shards_arrays
-from jstep.loop.trace_step import trace_step
 from jstep.sharding.of_batches import mesh_without_batch
 
 _logger = logging.getLogger("jstep")
 
 
-def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None:
+def warn_of_redundant_rows(trace: Callable[[], Any], state: Any, args: tuple[Any, ...]) -> None:
     """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
     nothing itself. Any other layout may be intended, and gives no warning.
 
     Args:
-        step: The step that ran.
+        trace: Returns the trace of the step that ran, or None.
         state: The state that the step returned; anything but a TrainState is ignored.
         args: The batch as the step received it.
     """
@@ -29,7 +29,7 @@ def warn_of_redundant_rows(step: Any, state: Any, args: tuple[Any, ...]) -> None
         return
     if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
         return
-    traced = trace_step(step, state, args)
+    traced = trace()
     if traced is None or shards_arrays(traced.jaxpr):
         return
     _logger.warning(

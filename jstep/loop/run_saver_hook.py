@@ -3,39 +3,19 @@
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jstep.checkpoint import Saver
 from jstep.hooks import CheckpointSaverHook, hook_state
+from jstep.loop.positions import POSITION, POSITIONS, gather_positions
+from jstep.loop.run import Run
 from jstep.state import TrainState
-from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import SAVING
 
 HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
 """Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
 that stopped the run, and the initial values of held hyperparameters."""
-
-
-class SaverCallbacks(NamedTuple):
-    """Functions by which `RunSaverHook` queries the run.
-
-    Attributes:
-        positions: Returns the positions of the batches to save; must be called on all processes.
-        stopped_by: Returns the name of the hook that stopped the run; None if none did.
-        before_save: Called before each save; if it returns True, nothing is saved.
-        watch: The stopwatch of the run.
-        account: Writes the times to the timeline; called when a save is certain, before it.
-        current_state: Returns the state after the latest step.
-    """
-
-    positions: Callable[[], dict[str, Any]]
-    stopped_by: Callable[[], str | None]
-    before_save: Callable[[int], bool]
-    watch: Stopwatch
-    account: Callable[[], None]
-    current_state: Callable[[], TrainState]
 
 
 class RunSaverHook(CheckpointSaverHook):
@@ -44,46 +24,32 @@ class RunSaverHook(CheckpointSaverHook):
     A step is saved again if a hook changed the state, or its own, after the save.
 
     Args:
-        saver: The saver.
-        save_secs: Interval in seconds.
-        save_steps: Interval in steps.
-        hooks: The hooks whose state is saved.
-        callbacks: Functions of the run.
-        flush: Called when a save is certain, before it.
-        held: Name → initial value of the held hyperparameters.
+        run: The run.
+        before: Functions that are called when a save is certain, before it.
     """
 
-    def __init__(
-        self,
-        saver: Saver,
-        save_secs: float | None,
-        save_steps: int | None,
-        hooks: Sequence[Any],
-        callbacks: SaverCallbacks,
-        flush: Callable[[], None] | None,
-        held: dict[str, float],
-    ) -> None:
-        self._flush = flush
+    def __init__(self, run: Run, before: Sequence[Callable[[], None]]) -> None:
+        options = run.options
         super().__init__(
-            saver,
-            save_secs=save_secs,
-            save_steps=save_steps,
+            run.saver,
+            save_secs=options.save_checkpoint_secs,
+            save_steps=options.save_checkpoint_steps,
             extra=self._made_extra,
-            before_save=(self._flushed,),
+            before_save=(self._call_before,),
         )
-        self._hooks, self._callbacks, self._script = hooks, callbacks, {HELD: held} if held else {}
+        self._before = before
+        self._loop, self._hooks = run, list(run.hooks)
         self._memory = self._of_this_save = "{}"
 
-    def _flushed(self, step: int) -> None:
-        if self._flush is not None:
-            self._flush()
-        self._callbacks.account()
+    def _call_before(self, step: int) -> None:
+        for fn in self._before:
+            fn()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
-        with self._callbacks.watch.part(SAVING):
+        with self._loop.watch.part(SAVING):
             return super().save(step, state, wait=wait)
 
     def restored(self, step: int, state: TrainState) -> None:
@@ -101,13 +67,26 @@ class RunSaverHook(CheckpointSaverHook):
         return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
 
     def _remembered(self) -> dict[str, Any]:
-        states, by = hook_state.get_states(self._hooks), self._callbacks.stopped_by()
+        states, by = hook_state.get_states(self._hooks), self._stopped_by()
         return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
+
+    def _stopped_by(self) -> str | None:
+        """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
+        kept = self._loop.extra.get(STOPPED) if self._loop.feeder is None else None
+        return self._loop.stopped_by or kept
+
+    def _positions(self) -> dict[str, Any]:
+        """The positions of the batches; must be called on all processes."""
+        run = self._loop
+        if run.feeder is None:  # no step was run: the positions have not changed
+            return {key: run.extra[key] for key in (POSITION, POSITIONS) if key in run.extra}
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        return gather_positions(run.feeder.position_after(run.step - run.first))
 
     def _made_extra(self) -> dict[str, Any]:
         remembered = self._remembered()
         self._of_this_save = _as_text(remembered)
-        return self._callbacks.positions() | remembered | self._script
+        return self._positions() | remembered | ({HELD: self._loop.held} if self._loop.held else {})
 
 
 def _as_text(states: dict[str, Any]) -> str:

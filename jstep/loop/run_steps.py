@@ -1,14 +1,26 @@
-"""The inner loop: run steps and keep track of the state."""
+"""Running the steps of a call, and the state of a run that has no hooks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jstep.loop.batch_feeder import Call
 from jstep.loop.checks import check_result
-from jstep.state import TrainState
+
+RunCall = Callable[[Any, Call], Any]
+"""`run_call(state, call) -> (state, metrics)`: `Programs`."""
+
+
+class Loop(Protocol):
+    """What is kept up to date: a `LoopState`, or the `Run` of `train`."""
+
+    step: int
+    state: Any
+    metrics: Any
+    rows: int | None
+    size: Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -18,73 +30,61 @@ class LoopState:
     Attributes:
         step: The step of the last complete state.
         state: That state.
-        metrics: The metrics of the last step of the call that returned it; None before the first call.
+        metrics: The metrics of the last step; None before the first call.
         rows: The number of examples per step; None if not known.
+        size: The shape of one leaf of the batch.
     """
 
     step: int
-    state: TrainState
+    state: Any
     metrics: Any = None
     rows: int | None = None
+    size: Any = None
 
 
-def run_steps(
-    step: Callable[..., Any],
-    state: TrainState,
-    source: Iterable[Call],
-    start: int,
-    stop: int,
-    after: Callable[[int, LoopState], bool] | None = None,
-    loop: LoopState | None = None,
-    before: Callable[[LoopState], None] | None = None,
-) -> LoopState:
-    """Run steps up to `stop`, or until the source ends. It never waits for the device.
-
-    `train`, `verify_resume` and `replay` all use it. To run from a state at step 3 to step 7, two steps per call:
-
-        stages = stages_of(train_step)                           # jstep.loop.stages
-        source = source_of(batches, 3, 7)                        # jstep.loop.sources
-        boundaries = StageBoundaries(stages, source.next_change) # jstep.loop.stages
-        programs = Programs(stages, 2)                           # jstep.loop.programs
-        made = programs.calls(copied_batches(source), state, 3, boundaries.ends(3, 7))
-        loop = run_steps(programs, state, made, 3, 7)
-        loop.step, loop.state                                    # 7, or less if the batches ended
+def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
+    """Run the steps of a call. It never waits for the device.
 
     Args:
-        step: Runs the steps of a call, `step(state, call) -> (state, metrics)`: `Programs`.
+        loop: The current step and state; it is up to date if the call raises.
+        run_call: Runs the steps.
+        call: The batches, from `jstep.loop.batch_feeder.make_calls`.
+    """
+    result = run_call(loop.state, call)
+    if loop.metrics is None:
+        check_result(result)
+    if loop.metrics is None or _size_of(call) != loop.size:
+        loop.size, loop.rows = _size_of(call), _rows(call)
+    loop.state, loop.metrics = result
+    loop.step = call.first + call.steps
+
+
+def run_steps(run_call: RunCall, state: Any, calls: Iterable[Call], start: int, stop: int) -> LoopState:
+    """Run steps up to `stop`, or until the calls end: what `train` does without hooks, for `replay`, `verify_resume`.
+
+    To run from a state at step 3 to step 7, two steps per call:
+
+        stages = stages_of(train_step)                                 # jstep.loop.stages
+        source = source_of(batches, 3, 7)                              # jstep.loop.sources
+        ends = StageBoundaries(stages, source.next_change).ends(3, 7)
+        programs = Programs(stages, 2, state=state)                    # jstep.loop.programs
+        calls = programs.calls(copied_batches(source), 3, ends)        # jstep.loop.batch_feeder
+        loop = run_steps(programs, state, calls, 3, 7)
+        loop.step, loop.state                                          # 7, or less if the batches ended
+
+    Args:
+        run_call: Runs the steps of a call.
         state: The initial state; it is donated to a compiled step.
-        source: The calls, from `jstep.loop.batch_feeder.make_calls`.
+        calls: The calls.
         start: The step of the state.
         stop: The step at which to end.
-        after: `after(first, loop)`, called after each call with the step before it; it may change `loop.state`. If it
-            returns True, the loop ends.
-        loop: A `LoopState` to update; it is up to date if a step or the source raises. Defaults to a new one.
-        before: `before(loop)`, called before each call.
-
-    Returns:
-        The final `LoopState`.
     """
-    if loop is None:
-        loop = LoopState(start, state)
-    size: Any = _UNKNOWN
-    loop.step, loop.state = start, state
-    for one in source:
-        first = loop.step
-        if before is not None:
-            before(loop)
-        result = step(loop.state, one)
-        if first == start:
-            check_result(result)
-        if (own := _size_of(one)) != size:
-            size, loop.rows = own, _rows(one)
-        loop.state, loop.metrics = result
-        loop.step = first + one.steps
-        if (after is not None and after(first, loop)) or loop.step >= stop:
+    loop = LoopState(start, state)
+    for call in calls:
+        take_steps(loop, run_call, call)
+        if loop.step >= stop:
             break
     return loop
-
-
-_UNKNOWN = object()
 
 
 def _size_of(call: Call) -> Any:

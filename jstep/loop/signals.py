@@ -41,18 +41,15 @@ class StopSignals:
     On several processes, SIGTERM is left to JAX's preemption service, which makes all of them stop after the same
     call, and SIGINT is forwarded to it.
 
-    Args:
-        on_first: Called by the handler at the first signal.
-
     Attributes:
-        on_first: The argument; may be replaced.
+        on_first: Called by the handler at the first signal.
         received: The first signal; None until one is received.
         at_once: Whether a second SIGINT was received.
         interrupts: Whether to stop waiting for batches: a signal was received, and this is the only process.
     """
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self.on_first = on_first
+    def __init__(self) -> None:
+        self.on_first: Callable[[], None] = lambda: None
         self._alone = agreement.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None

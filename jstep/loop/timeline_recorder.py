@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint import Saver
-from jstep.loop.options import Options
-from jstep.loop.run_steps import LoopState
+from jstep.loop.run import Run
 from jstep.stores import location
 from jstep.timeline import Stopwatch, Timeline
 from jstep.timeline.lines import START, TIMES, VERSION
@@ -39,25 +38,23 @@ CLOCKS = Clocks()
 """The clocks of every run; replaced in tests."""
 
 
+def new_watch() -> Stopwatch:
+    """The stopwatch of a run; for the first run of a process, it starts with the process."""
+    return Stopwatch(CLOCKS.before(), CLOCKS.seconds)
+
+
 class TimelineRecorder:
-    """The stopwatch of a run, and the thread that writes its times once a second.
+    """The thread that writes the times of a run once a second.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
 
     Args:
-        options: The arguments of `train`.
-        loop: The current state of the run.
-
-    Attributes:
-        watch: The stopwatch. For the first run of a process, it starts with the process.
+        run: The run.
     """
 
-    def __init__(self, options: Options, loop: LoopState) -> None:
-        before = CLOCKS.before()
-        self.watch = Stopwatch(before, CLOCKS.seconds)
-        self._wall = CLOCKS.wall() - before
-        self._loop = loop
-        self._first: int | None = None
+    def __init__(self, run: Run) -> None:
+        self._run, options = run, run.options
+        self._wall = CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
         if isinstance(self._directory, Saver):
@@ -78,18 +75,18 @@ class TimelineRecorder:
             self.times()
             self._timeline.close()
             self._timeline = None
-        self.watch.stop()
+        self._run.watch.stop()
 
     def open(self) -> None:
         """Write the first line; called once the run may write to its checkpoint directory."""
         if self._directory is None or jax.process_index() != 0:
-            self.watch.stop()
+            self._run.watch.stop()
             return
         try:
             self._timeline = Timeline(location(self._directory, "checkpoint_dir"), self._prefix)
         except OSError as error:
             _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
-            self.watch.stop()
+            self._run.watch.stop()
             return
         self.times(START, version=VERSION)
         self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
@@ -100,13 +97,10 @@ class TimelineRecorder:
         """Whether lines are written."""
         return self._timeline is not None
 
-    def began(self, step: int) -> None:
-        """Record the step at which the run begins."""
-        self._first = step
-
     def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
         """Write a line with the times so far."""
-        first, step, seconds = self._first, self._loop.step, self.watch.seconds()
+        run = self._run
+        first, step, seconds = run.start if run.is_begun else None, run.step, run.watch.seconds()
         self.write(
             kind,
             to_disk=to_disk,
@@ -123,7 +117,7 @@ class TimelineRecorder:
 
     def before_save(self) -> None:
         """Write the line that precedes each checkpoint."""
-        self.times(to_disk=True, checkpoint=self._loop.step)
+        self.times(to_disk=True, checkpoint=self._run.step)
 
     def _tick(self) -> None:
         while not self._over.wait(_EVERY_SECS):
@@ -131,5 +125,5 @@ class TimelineRecorder:
                 self.times()
             except Exception as error:  # an error here must not end the run
                 _logger.warning("the times of this run cannot be kept: %s", error)
-                self.watch.stop()
+                self._run.watch.stop()
                 return

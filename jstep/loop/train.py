@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,15 +11,25 @@ import jax
 
 from jstep.checkpoint import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.hooks.audit import audited
+from jstep.hooks.hook import check_step
 from jstep.hooks.log_handler import log_to_stderr
 from jstep.loop.checks import check
 from jstep.loop.compile_cache import persistent_cache
+from jstep.loop.end_messages import report_early_end
 from jstep.loop.options import Options
-from jstep.loop.run import Run
+from jstep.loop.rescue import exit_on_signal, leave_at_once, rescue
+from jstep.loop.restore import open_checkpoints
+from jstep.loop.run import ENDING, Run, new_run
+from jstep.loop.run_steps import take_steps
+from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
+from jstep.loop.start import begin
 from jstep.loop.start_times import StartTimes
+from jstep.loop.timeline_recorder import TimelineRecorder, new_watch
 from jstep.state import TrainState
+from jstep.timeline.stopwatch import HOOKS, SAVING
 
 
 def train(
@@ -126,4 +137,52 @@ def train(
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
-        return Run(options, stages, state, times).run(batches)
+        return _train(new_run(options, stages, state, times, new_watch()), batches)
+
+
+def _train(run: Run, batches: Any) -> TrainState:
+    """Run to the end and return the last state."""
+    with TimelineRecorder(run) as recorder, run.signals, run.closing:
+        try:
+            open_checkpoints(run, recorder.open)
+            begin(run, batches, recorder)
+            if run.feeder is not None:
+                _take_steps(run)
+            _finish(run)
+        except BaseException as error:
+            rescue(run, error)
+            if run.signals.at_once and isinstance(error, KeyboardInterrupt):
+                leave_at_once(run, error)
+            raise
+        finally:
+            run.watch.switch(SAVING)  # only waiting for pending writes is left
+            run.release()
+    return run.state
+
+
+def _take_steps(run: Run) -> None:
+    """Run the calls, and the hooks around them, until the run ends."""
+    timed = functools.partial(run.watch.part, HOOKS)
+    run_call = audited(run.programs, run.programs.repeated, run.hooks, timed)
+    try:
+        for call in run.feeder or ():
+            run.runner.before()
+            take_steps(run, run_call, call)
+            if run.runner.after(call.first) or run.step >= run.options.last_step:
+                break
+    except StopWaiting:
+        run.is_interrupted = True
+    run.phase = ENDING
+    if run.step < run.options.last_step and not (run.is_interrupted or run.stopped_by is not None):
+        report_early_end(run)
+
+
+def _finish(run: Run) -> None:
+    """End the hooks, which save the last state, or leave if a signal was received."""
+    run.phase = ENDING
+    run.runner.last()
+    check_step(run.step, run.state)
+    if not run.is_interrupted:
+        run.runner.end()
+    if run.signals.received is not None:  # also if it arrived during the hooks above
+        exit_on_signal(run)

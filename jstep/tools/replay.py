@@ -10,7 +10,6 @@ from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import check_step
-from jstep.loop.background_compiler import shapes_of
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
 from jstep.loop.options import check_locations
@@ -106,8 +105,7 @@ def replay(
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
     items = copied_batches(source)
-    programs = Programs(stages, steps_per_call)
-    programs.state_shapes = shapes_of(state)
+    programs = Programs(stages, steps_per_call, state=state)
     if step > start:
         made = programs.calls(
             items, start, StageBoundaries(stages, source.next_change).ends(start, step), batch_sharding

@@ -111,7 +111,7 @@ def verify_resume(
         source = source_of(batches, first, first + count, position)
         # Read exactly as many batches as there are steps, since the position is saved.
         made = itertools.islice(make_calls(copied_batches(source), first), count)
-        at = run_steps(Programs(stages), state, made, first, first + count)
+        at = run_steps(Programs(stages, state=state), state, made, first, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         check_step(at.step, at.state, first)

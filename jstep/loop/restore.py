@@ -1,10 +1,9 @@
 """Restore the newest checkpoint, or start from the given state."""
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,67 +15,25 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.notes import note
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
-from jstep.loop.options import Options
+from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import HELD
-from jstep.loop.signals import StopSignals
 from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
 
 _logger = logging.getLogger("jstep")
 
 
-class RunStart(NamedTuple):
-    """The starting point of a run.
+def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
+    """Open the checkpoints, call `may_write` once the run may write, and read the small parts of the newest one.
 
-    Attributes:
-        step: The step.
-        state: The given or restored state.
-        saver: The saver of the checkpoints, or None.
-        restored: The step that was restored, or None.
-        extra: The `extra` of that checkpoint.
-        held: Name → initial value of the held hyperparameters.
+    Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
-
-    step: int
-    state: TrainState
-    saver: Saver | None
-    restored: int | None
-    extra: dict[str, Any]
-    held: dict[str, float]
-
-
-class CheckpointInfo(NamedTuple):
-    """The starting point of a run as far as it is known before any array is read.
-
-    Attributes:
-        step: The step; None if it is not known.
-        saver: The saver of the checkpoints, or None.
-        latest: The newest saved step, or None.
-        extra: The `extra` of that checkpoint.
-        given: The step of the given state; None if it is abstract or was donated.
-        held: Name → initial value of the held hyperparameters.
-    """
-
-    step: int | None
-    saver: Saver | None
-    latest: int | None
-    extra: dict[str, Any]
-    given: int | None
-    held: dict[str, float]
-
-
-def open_checkpoints(
-    options: Options,
-    state: TrainState,
-    stack: contextlib.ExitStack,
-    signals: StopSignals,
-    may_write: Callable[[], None],
-) -> CheckpointInfo:
-    """Open the checkpoints, call `may_write` once the run may write, and read the small parts of the newest one."""
+    options, state = run.options, run.state
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
-        return CheckpointInfo(_step_of(state), None, None, {}, None, {})
+        run.start = run.step = _step_of(state)
+        return
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
         leave: Callable[..., None] = _WaitAtExit(saver)
@@ -85,42 +42,50 @@ def open_checkpoints(
         saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
         leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
     # Waits for pending writes, also after an error; a second Ctrl-C does not wait.
-    stack.push(lambda *error: leave_at_once() if signals.at_once else leave(*error))
-    given = _step_if_known(state)
-    held = _held(state) if given is not None else {}
-    latest = saver.latest_step()
-    if latest is None or latest < options.last_step:
+    run.closing.push(lambda *error: leave_at_once() if run.signals.at_once else leave(*error))
+    run.saver, run.given = saver, _step_if_known(state)
+    run.held = _held(state) if run.given is not None else {}
+    run.latest = saver.latest_step()
+    if run.latest is None or run.latest < options.last_step:
         saver.claim(state)  # fails now, not at the first save
     else:
         left_out.left_out_indices(state, saver.leave_out)
     may_write()
-    if latest is None:
-        return CheckpointInfo(given, saver, None, {}, given, held)
-    try:
-        extra = saver.extra(latest)
-    except Exception:  # `restore` reports what is wrong
-        return CheckpointInfo(None, saver, latest, {}, given, held)
-    return CheckpointInfo(latest, saver, latest, extra if isinstance(extra, dict) else {}, given, held)
+    run.start = run.given if run.latest is None else run.latest
+    if run.latest is not None:
+        try:
+            run.extra = _extra(saver, run.latest)
+        except Exception:  # `restore` reports what is wrong
+            run.start = None
 
 
-def restore_or_init(checkpoints: CheckpointInfo, state: TrainState) -> RunStart:
+def restore(run: Run) -> None:
     """Restore the newest checkpoint, or start from the given state."""
-    _, saver, _, _, given, held = checkpoints
+    run.is_begun = True
+    saver = run.saver
     if saver is None:
-        return RunStart(_step_of(state), state, None, None, {}, {})
+        return
     try:
         with internal_transfers():
             # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-            state = saver.restore(state)
+            run.state = saver.restore(run.state)
     except FileNotFoundError:
-        _check_concrete(state, "and there is no checkpoint to restore")
-        return RunStart(_step_of(state), state, saver, None, {}, held)
-    restored = _step_of(state)
-    extra = checkpoints.extra if restored == checkpoints.step else saver.extra(restored)
-    extra = extra if isinstance(extra, dict) else {}
+        _check_concrete(run.state, "and there is no checkpoint to restore")
+        run.start = run.step = _step_of(run.state)
+        return
+    restored = _step_of(run.state)
+    if restored != run.start:
+        run.extra = _extra(saver, restored)
+    run.restored = run.start = run.step = restored
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    _warn_if_different(given, held, restored, extra.get(HELD), checkpoint_name(saver.prefix, restored))
-    return RunStart(restored, state, saver, restored, extra, extra.get(HELD, {}) if given else held)
+    before = run.extra.get(HELD)
+    _warn_if_different(run.given, run.held, restored, before, checkpoint_name(saver.prefix, restored))
+    run.held = (before or {}) if run.given else run.held
+
+
+def _extra(saver: Saver, step: int) -> dict[str, Any]:
+    extra = saver.extra(step)
+    return extra if isinstance(extra, dict) else {}
 
 
 def _check_concrete(state: TrainState, why: str) -> None:
