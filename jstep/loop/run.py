@@ -105,7 +105,12 @@ class Run(RunInfo):
     def release(self) -> None:
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
+        self.signals.on_first = _do_nothing
         self.programs.release()
+
+
+def _do_nothing() -> None:
+    """The handler of the first signal of a run that has ended."""
 
 
 def new_run(options: Options, stages: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:

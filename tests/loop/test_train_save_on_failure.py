@@ -146,13 +146,13 @@ def test_a_custom_saver_hook_saves_on_failure(tmp_path):
     assert jstep.Saver(tmp_path, prefix="own").all_steps() == [3, 5]
 
 
-def test_all_batches_of_a_call_are_named(tmp_path):
+def test_the_batch_that_does_not_fit_is_named_also_in_a_call_of_several(tmp_path):
     def batches(step):
         return DATA[step] if step < 6 else {"x": np.ones((4, 3), np.float32)}
 
     with pytest.raises(TypeError) as caught:
         train(12, batches, steps_per_call=3, checkpoint_dir=tmp_path)
-    assert "at step 6, after the update with batch 5, while running the step on batches 6 to 8" in note_of(caught.value)
+    assert "at step 6, after the update with batch 5, while running the step on batch 6;" in note_of(caught.value)
     assert jstep.Saver(tmp_path).latest_step() == 6
 
 
