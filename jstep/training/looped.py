@@ -153,7 +153,10 @@ def row_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _at(x: Any, i: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+    mesh = jax.typeof(x).sharding.mesh
+    # A batch may be on Auto axes while the state is on Explicit ones.
+    with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+        return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
 def _key(state: Any, args: tuple[Any, ...]) -> Any:

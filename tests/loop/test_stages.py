@@ -244,7 +244,7 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler():
     stop = []
     compiler = BackgroundCompiler([CompileJob(5, "slow", slow)], stopping=lambda: bool(stop))
     compiler.before(4)
-    compiler.after({"w": jnp.ones(3)}, (), stacked=False)
+    compiler.after({"w": jnp.ones(3)}, ())
     assert started.wait(60)
     stop.append(True)
     with pytest.raises(StopWaiting):
@@ -264,7 +264,7 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, capl
 
     caplog.set_level("INFO", "jstep")
     compiler = BackgroundCompiler([CompileJob(5, "slow", slow)])
-    compiler.after({"w": jnp.ones(3)}, (), stacked=False)
+    compiler.after({"w": jnp.ones(3)}, ())
     assert started.wait(60)
     if is_finished:
         finish.set()
@@ -277,4 +277,4 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, capl
 def test_jobs_that_did_not_start_are_left_to_the_step():
     compiler = BackgroundCompiler([CompileJob(5, "late", lambda *_: pytest.fail("began"))])
     compiler.before(5)
-    compiler.after({}, (), stacked=False)
+    compiler.after({}, ())

@@ -91,8 +91,8 @@ def test_replay_with_a_saver_and_a_prefix(tmp_path):
 
 def test_replay_with_several_steps_per_call(tmp_path):
     states = run(steps_per_call=4, checkpoint_dir=tmp_path, save_checkpoint_steps=6)
-    assert sorted(states) == [0, 4, 5, 6, 10]
-    for step in 0, 4, 5, 6:
+    assert sorted(states) == [0, 4, 6, 10]
+    for step in 0, 4, 6:
         state, args = jstep.replay(STEP, make_state(), batch, tmp_path, step, steps_per_call=4)
         assert digest(state) == states[step]
         np.testing.assert_array_equal(args[0], batch(step))
