@@ -26,10 +26,12 @@ class Plan(NamedTuple):
     Attributes:
         most: The most steps of a call.
         looped: What runs calls of up to that many steps; None if each call is one call of the training step.
+        is_stacked: Whether the arguments of the steps are stacked.
     """
 
     most: int = 1
     looped: Any = None
+    is_stacked: bool = False
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
@@ -37,12 +39,13 @@ class Call:
     """The batches of one call.
 
     Attributes:
-        args: The arguments of one step; with `looped`, those of `most` steps, stacked, the last ones being padding.
+        args: The arguments of one step; if `is_stacked`, those of `most` steps, the last ones being padding.
         steps: The number of steps.
         first: The step at which the call begins.
         position: The position of the source after these batches, JSON-serializable; None if not known.
         looped: As in `Plan`.
         most: As in `Plan`.
+        is_stacked: As in `Plan`.
     """
 
     args: tuple[Any, ...]
@@ -51,6 +54,7 @@ class Call:
     position: Any = None
     looped: Any = None
     most: int = 1
+    is_stacked: bool = False
 
 
 CopiedBatches = Iterator[tuple[Any, Any]]
@@ -95,16 +99,16 @@ def make_calls(
             if not some:
                 return
             batch, shapes = some[0][0], _shapes_of(some[0][0])
-            most, looped = plan(step, shapes, functools.partial(_args_of, batch, one))
+            most, looped, is_stacked = plan(step, shapes, functools.partial(_args_of, batch, one))
             later: list[tuple[Any, Any]] = []
             while len(some) < min(most, end - step) and not later and (item := next(items, None)) is not None:
                 (some if _shapes_of(item[0]) == shapes else later).append(item)
-            if looped is None:
+            if not is_stacked:
                 placed = batch if one is None else one(batch)
             else:
                 whole = _stacked([batch for batch, _ in some], most)
                 placed = whole if many is None else many(whole)
-            yield Call(arguments_of(placed), len(some), step, some[-1][1], looped, most)
+            yield Call(arguments_of(placed), len(some), step, some[-1][1], looped, most, is_stacked)
             step += len(some)
             some = later
 

@@ -12,6 +12,7 @@ from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence
+from jstep.loop.auto_steps import AUTO
 from jstep.loop.checks import list_of_hooks
 from jstep.loop.compile_cache import cache_directory
 
@@ -32,7 +33,7 @@ class Options:
     logdir: str | os.PathLike[str] | None
     save_summaries_steps: int | None
     log_steps: int | None
-    steps_per_call: int
+    steps_per_call: int | str
     progress: bool | None
     batch_sharding: Any
     compile_cache: str | os.PathLike[str] | bool | None
@@ -51,7 +52,7 @@ class Options:
         checked = {
             "hooks": list_of_hooks(self.hooks),
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0),
-            "steps_per_call": as_int(self.steps_per_call, "steps_per_call", 1),
+            "steps_per_call": as_steps_per_call(self.steps_per_call),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
         }
         for name, value in checked.items():
@@ -60,6 +61,15 @@ class Options:
             check_cadence(name, getattr(self, name))
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
         cache_directory(self.compile_cache, self.checkpoint_dir)
+
+
+def as_steps_per_call(value: Any) -> int | str:
+    """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else."""
+    if isinstance(value, str):
+        if value != AUTO:
+            raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
+        return AUTO
+    return as_int(value, "steps_per_call", 1)
 
 
 def check_cadence(name: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from jstep.hooks.dispatched_steps import DispatchedSteps
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns
 from jstep.hooks.skipped_updates import skip_metric_of
+from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
 from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
 from jstep.loop.cards import Cards
@@ -85,7 +86,7 @@ class Programs:
 
     Args:
         stages: The training steps, by the step at which each begins.
-        steps_per_call: The most steps of a call.
+        steps_per_call: The most steps of a call, or "auto".
         state: The state, or its template.
         sums: Receives the metrics of all steps.
         first_call: A context manager for the very first call.
@@ -93,7 +94,7 @@ class Programs:
 
     Attributes:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
-        most: The most steps of a call.
+        is_looped: Whether calls may take several steps.
         state_shapes: The shapes of the state.
         first_compiler: Compiles the first program in the background; None if it is not.
         ahead_compiler: Compiles later programs in the background, or None.
@@ -104,15 +105,17 @@ class Programs:
     def __init__(
         self,
         stages: TrainSteps,
-        steps_per_call: int = 1,
+        steps_per_call: int | str = 1,
         *,
         state: Any,
         sums: MetricSums | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
     ) -> None:
-        self._firsts, self.most = stages, steps_per_call
-        several = steps_per_call > 1
+        is_auto = steps_per_call == AUTO
+        self._firsts, self._most = stages, None if is_auto else int(steps_per_call)
+        self.is_looped = several = steps_per_call != 1
+        self._auto = AutoSteps(self._compile_most, self._switch) if is_auto else None
         self.stages = [
             Stage(
                 step,
@@ -133,6 +136,7 @@ class Programs:
         self._prepared: set[Any] = set()
         self._stage, self._until = self.stages[0], -1.0
         self._constants: Any = ()
+        self._of_looped: Any = None
         self._skip: str | None = skip_metric_of(stages.values[0])
         self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
         self._watch = watch
@@ -145,7 +149,7 @@ class Programs:
         self, items: CopiedBatches, start: int, ends: Iterable[int] | None = None, sharding: Any = None
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`."""
-        plan = None if self.most == 1 else self.plan
+        plan = self.plan if self.is_looped else None
         return make_calls(items, start, sharding, on_device=self.on_device, plan=plan, ends=ends or ())
 
     def plan(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Plan:
@@ -160,24 +164,24 @@ class Programs:
         found = stage.plans.get(shapes)
         if found is None:
             try:
-                found = Plan(self.most, self._looped(stage, self.most, args()))
+                found = self._looped_plan(stage, self._most, args())
             except _SlowInLoopsError:
                 found = Plan()
-                _logger.info(
-                    "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop", stage.name
-                )
+                if not stage.is_slow_in_loops:
+                    _logger.info(_SLOW, stage.name)
+                stage.is_slow_in_loops = True
             except Exception:  # the step that needs it raises, where the error is described
                 return Plan()
             stage.plans[shapes] = found
         return found
 
-    def _looped(self, stage: Stage, most: int, args: tuple[Any, ...]) -> Looped:
+    def _looped_plan(self, stage: Stage, most: int | None, args: tuple[Any, ...]) -> Plan:
         accumulate = Accumulate(self.sums.limits)
         step, args = looped_step(stage.step, most, accumulate), shapes_of(args)
         one = step.prepare(self.state_shapes, args)
         if one.is_slow_in_loops:
             raise _SlowInLoopsError
-        return Looped(step, one, args, accumulate(one))
+        return Plan(most or 1, Looped(step, one, args, accumulate(one)), is_stacked=most is not None)
 
     def compile(self, step: int, args: tuple[Any, ...]) -> bool:
         """Compile the program for the batches from a step on, for shapes; return False if it was compiled before."""
@@ -186,16 +190,34 @@ class Programs:
         if key in self._prepared:
             return False
         self._prepared |= {key, stage.first}
-        plan, state = Plan() if self.most == 1 else self.plan(step, key, lambda: args), self.state_shapes
-        with using_mesh(mesh_of(state)):
-            if plan.looped is None:
-                trace_step(stage.single, state, args).lower().compile()
-                return True
-            looped: Looped = plan.looped
-            sums = shapes_of(self.sums.empty(looped.columns, state.global_step))
-            whole = (jax.ShapeDtypeStruct((), np.int32), sums, *stacked_shapes(looped.args, plan.most))
-            looped.step.traced_call(state, *whole).lower().compile()
+        plan = self.plan(step, key, lambda: args) if self.is_looped else Plan()
+        if plan.looped is None:
+            with using_mesh(mesh_of(self.state_shapes)):
+                trace_step(stage.single, self.state_shapes, args).lower().compile()
+        else:
+            self._compile_looped(plan)
         return True
+
+    def _compile_looped(self, plan: Plan) -> None:
+        looped: Looped = plan.looped
+        count = jax.ShapeDtypeStruct((), np.int32)
+        sums = shapes_of(self.sums.empty(looped.columns, self.state_shapes.global_step))
+        args = stacked_shapes(looped.args, plan.most) if plan.is_stacked else looped.args
+        with using_mesh(mesh_of(self.state_shapes)):
+            looped.step.traced_call(self.state_shapes, count, sums, *args).lower().compile()
+
+    def _compile_most(self, most: int) -> None:
+        """Compile the programs of up to `most` steps, for the shapes that calls of one step have had."""
+        stage = self._stage
+        for plan in list(stage.plans.values()):
+            if plan.looped is not None:
+                self._compile_looped(self._looped_plan(stage, most, plan.looped.args))
+
+    def _switch(self, most: int) -> None:
+        """Make later calls of up to `most` steps."""
+        self._most = most
+        for stage in self.stages:
+            stage.plans = {}
 
     def release(self) -> None:
         """Drop references to the run."""
@@ -225,12 +247,16 @@ class Programs:
         if is_first:
             self._log_compilation(stage, call)
         before, seconds = self._compilations[0], self._seconds[0]
+        auto = None if self._auto is None or self._auto.is_over or call.looped is None else self._auto
+        began = 0.0 if auto is None else auto.before(state)
         if self._first_call is None:
             result = self._run(stage, state, call)
         else:
             with self._first_call():
                 result = self._run(stage, state, call)
             self._first_call = None
+        if auto is not None:
+            auto.after(began, result[0] if isinstance(result, tuple) else result)
         if self._compilations[0] != before:
             if self._watch is not None:
                 self._watch.reassign(STARTING, self._seconds[0] - seconds)
@@ -249,7 +275,9 @@ class Programs:
                 sums = self.sums.begin(looped.columns, state.global_step)
                 new, (metrics, sums), constants = looped.step.run(state, np.int32(call.steps), sums, *call.args)
                 self.sums.ran(call.first, call.steps, sums, constants.arrays())
-                self._constants, self._skip = frozenset(constants.values), constants.skipped
+                if constants is not self._of_looped:
+                    self._of_looped = constants
+                    self._constants, self._skip = frozenset(constants.values), constants.skipped
                 return new, {**metrics, **constants.arrays()} if isinstance(metrics, dict) else metrics
         except Exception as error:
             explain_a_list(error, call.args)
@@ -303,7 +331,7 @@ class Programs:
         """Log why a program is compiled, unless the run has only one."""
         step: Any = stage.single if call.looped is None else call.looped.step
         size = getattr(step, "_cache_size", None)
-        if not (self.most > 1 or len(self.stages) > 1) or size is None or size() or stage.first in self._prepared:
+        if not (self.is_looped or len(self.stages) > 1) or size is None or size() or stage.first in self._prepared:
             return
         _logger.info("compiling %s for %s", stage.name, _steps(call))
 
@@ -353,4 +381,4 @@ def _single(step: Any, several: bool) -> Any:
 
 
 def _steps(call: Call) -> str:
-    return "1 step" if call.looped is None else f"1 to {call.most} steps"
+    return "1 step" if call.most == 1 else f"1 to {call.most} steps"

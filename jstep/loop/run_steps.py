@@ -93,13 +93,13 @@ def _size_of(call: Call) -> Any:
     if type(leaf) is dict:
         leaf = next(iter(leaf.values()), None)
     shape = getattr(leaf, "shape", None)
-    axis = call.looped is not None
+    axis = call.is_stacked
     return None if shape is None else shape[axis : axis + 1]
 
 
 def _rows(call: Call) -> int | None:
     """The size of the leading axis of all arguments of a step; None if the sizes differ or no argument has one."""
-    axis = int(call.looped is not None)
+    axis = int(call.is_stacked)
     shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(call.args)]
     sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
     return sizes.pop() if len(sizes) == 1 else None

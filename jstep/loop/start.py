@@ -61,7 +61,7 @@ def _remember(run: Run, runner: HookRunner) -> None:
 def _make_calls(run: Run, runner: HookRunner, source: Source, items: Any) -> None:
     boundaries = StageBoundaries(run.stages, source.next_change)
     compile_ahead(run, boundaries, source)
-    ends = runner.ends(boundaries) if run.options.steps_per_call > 1 else None
+    ends = runner.ends(boundaries) if run.programs.is_looped else None
     made = run.programs.calls(iter(items), run.first, ends, run.options.batch_sharding)
     run.feeder = BatchFeeder(source, made, stopping=run.is_stopping, watch=run.watch)
     run.closing.callback(run.feeder.close)

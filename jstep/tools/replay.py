@@ -12,7 +12,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check, check_alive
-from jstep.loop.options import check_locations
+from jstep.loop.options import as_steps_per_call, check_locations
 from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import run_steps
@@ -43,7 +43,7 @@ def replay(
     step: int,
     *,
     prefix: str = "model",
-    steps_per_call: int = 1,
+    steps_per_call: int | str = 1,
     batch_sharding: Any = None,
 ) -> Replay:
     """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
@@ -95,7 +95,7 @@ def replay(
         5 3.0625 5.0
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
-    steps_per_call = as_int(steps_per_call, "steps_per_call", 1)
+    steps_per_call = as_steps_per_call(steps_per_call)
     stages = stages_of(train_step)
     check(state, step)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":

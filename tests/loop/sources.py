@@ -8,7 +8,7 @@ from jstep.loop.sources import source_of
 
 def in_loops(most):
     """Make calls of up to `most` steps."""
-    return lambda step, shapes, args: Plan(most, "a program")
+    return lambda step, shapes, args: Plan(most, "a program", is_stacked=True)
 
 
 def handed_out(source, ends=(), most=None, **kwargs):

@@ -74,7 +74,7 @@ def test_batches_of_other_shapes_begin_another_call(batches):
 
 def test_a_plan_may_be_single_steps_for_some_shapes():
     def plan(step, shapes, args):
-        return Plan() if args()[0].shape == (3,) else Plan(2, "a program")
+        return Plan() if args()[0].shape == (3,) else Plan(2, "a program", is_stacked=True)
 
     batches = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(3), np.zeros(2)]
     made = make_calls(copied_batches(source_of(batches, 0, 9, None)), 0, plan=plan, ends=[9])

@@ -1,0 +1,86 @@
+"""`steps_per_call="auto"`: the number of steps of a call is chosen from the times of the first ones."""
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from loop_runs import OPTIMIZER, make_state, train
+from waiting import wait_until
+
+import jstep
+from jstep.loop.auto_steps import AutoSteps, most_steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"), [(26e-6, 64), (78e-6, 64), (80e-6, 32), (1e-3, 4), (2.5e-3, 2), (2.6e-3, 1), (1.0, 1)]
+)
+def test_a_call_takes_at_most_five_milliseconds(seconds: float, most: int) -> None:
+    assert most_steps(seconds) == most
+
+
+def timed(*seconds: float) -> list[Any]:
+    """What `AutoSteps` does in a run whose first calls take this long."""
+    now, done = [0.0], []
+    auto = AutoSteps(
+        lambda most: done.append(("compile", most)), lambda most: done.append(("switch", most)), lambda: now[0]
+    )
+    for one in seconds:
+        assert not auto.is_over
+        began = auto.before(None)
+        now[0] += one
+        auto.after(began, None)
+    assert auto.is_over
+    return done
+
+
+def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    done = timed(3.0, 1.0, 0.002, 0.001, 0.5, 0.002, 0.002)
+    wait_until(lambda: len(done) == 2)
+    assert done == [("compile", 4), ("switch", 4)]
+    assert caplog.messages == ['steps_per_call="auto": up to 4 steps a call, as a step takes 1 ms']
+
+
+def test_long_steps_stay_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert timed(*[0.2] * 7) == []
+    assert caplog.messages == ['steps_per_call="auto": 1 step a call, as a step takes 200 ms']
+
+
+def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(most: int) -> None:
+        raise MemoryError("too large")
+
+    auto = AutoSteps(fail, lambda most: pytest.fail("switched"), iter(range(100)).__next__)
+    auto._choose(0.001)
+    wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
+
+
+def test_the_choice_changes_no_bit_and_calls_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Calls(jstep.Hook):
+        def before_step(self, step: int, state: Any) -> None:
+            calls.append(step)
+            if step == 20:  # by then, the longer program is being compiled
+                wait_until(lambda: not any(t.name == "jstep-compile" for t in threading.enumerate()))
+
+        def next_due(self, step: int) -> int:
+            return 2**62
+
+    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
+    batches = lambda n: np.full(2, n, np.float32)  # noqa: E731
+    whole = train(200, batches, step=step, steps_per_call="auto", hooks=[Calls()])
+    assert calls[:20] == list(range(20))
+    assert len(calls) < 100
+    for steps_per_call in (1, 7, 64):
+        assert train(200, batches, step=step, steps_per_call=steps_per_call) == whole
+    assert jstep.global_step(make_state()) == 0
+
+
+@pytest.mark.parametrize("value", ["fast", 0, 2.5, True])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="steps_per_call="):
+        train(3, steps_per_call=value)
