@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -134,6 +135,7 @@ class Programs:
         self.dispatched = DispatchedSteps()
         self.cards: Cards | None = None
         self._prepared: set[Any] = set()
+        self._tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._constants: Any = ()
         self._of_looped: Any = None
@@ -163,17 +165,20 @@ class Programs:
         stage = self.stage_of(step)
         found = stage.plans.get(shapes)
         if found is None:
-            try:
-                found = self._looped_plan(stage, self._most, args())
-            except _SlowInLoopsError:
-                found = Plan()
-                if not stage.is_slow_in_loops:
-                    _logger.info(_SLOW, stage.name)
-                stage.is_slow_in_loops = True
-            except Exception:  # the step that needs it raises, where the error is described
-                return Plan()
-            stage.plans[shapes] = found
+            with self._tracing:  # the first program is compiled in a thread of its own
+                found = stage.plans[shapes] = self._new_plan(stage, args)
         return found
+
+    def _new_plan(self, stage: Stage, args: Callable[[], tuple[Any, ...]]) -> Plan:
+        try:
+            return self._looped_plan(stage, self._most, args())
+        except _SlowInLoopsError:
+            if not stage.is_slow_in_loops:
+                _logger.info(_SLOW, stage.name)
+            stage.is_slow_in_loops = True
+        except Exception as error:  # the step that needs it raises, where the error is described
+            _logger.debug("%s cannot be looped: %s", stage.name, error)
+        return Plan()
 
     def _looped_plan(self, stage: Stage, most: int | None, args: tuple[Any, ...]) -> Plan:
         accumulate = Accumulate(self.sums.limits)
