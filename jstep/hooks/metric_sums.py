@@ -16,7 +16,9 @@ from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import BAD, GRAD_NORM, GRADIENT, LOSS, SKIPS, VALUE, WATCHED, Columns, Sums
 from jstep.hooks.skipped_updates import SKIPPED
 from jstep.hooks.values import host, is_number, is_ready, shown
+from jstep.training import Constants
 
+NONE = Constants({})
 _CALLS, _VALUES = 16, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
 _MOST_PIECES = 32
@@ -183,8 +185,7 @@ class _Layout(NamedTuple):
     Attributes:
         columns: What is accumulated.
         computed: The names of the metrics on devices, with that of a loss of several numbers.
-        plain: The names of numbers of the host that are not constant.
-        fixed: The names of constant metrics.
+        plain: The names of numbers of the host.
         room: The number of calls to add in one dispatch.
         is_global: Whether other processes, which may not run this program, hold parts of the metrics.
     """
@@ -192,7 +193,6 @@ class _Layout(NamedTuple):
     columns: Columns
     computed: tuple[str, ...]
     plain: tuple[str, ...]
-    fixed: tuple[str, ...]
     room: int
     is_global: bool
 
@@ -215,14 +215,15 @@ class MetricSums:
         self._intervals: list[Interval] = []
         self._has_means = False
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
-        self._pending: list[tuple[dict[str, Any], Any]] = []
+        self._pending: list[tuple[list[Any], Any]] = []
         self._layout: _Layout | None = None
         self._columns: Columns | None = None
         self._sums: Sums | None = None
         self._skips: Any = None
         self._empty: dict[Any, Any] = {}
         self._first = self._stop = -1
-        self._constants: dict[str, tuple[Any, int]] = {}
+        self._constants: Constants | None = None
+        self._constant_steps = 0
         self._fixed: dict[str, tuple[float, float]] = {}
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
@@ -268,42 +269,38 @@ class MetricSums:
                 self._empty[key] = Sums(_put(columns.empty(), sharding), _put(np.int32(0), sharding))
         return self._empty[key]
 
-    def ran(self, first: int, steps: int, sums: Sums, constants: Mapping[str, Any]) -> None:
+    def ran(self, first: int, steps: int, sums: Sums, constants: Constants) -> None:
         """Take the sums back from a call of some steps after `first`."""
-        self._follow(first, steps)
+        self._follow(first, steps, constants)
         self._sums = sums
-        if constants:
-            self._add_constants(constants, constants, steps)
 
     # Calls of one step.
 
-    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Collection[str] = ()) -> None:
+    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NONE) -> None:
         """Add the metrics of the step after `first`; must be called before a hook can change the mapping.
 
         Args:
             first: The step before it.
-            metrics: Its metrics.
+            metrics: The metrics that the step computed.
             skip: The name of the metric that is 1 if the whole update was skipped.
-            constants: The names of metrics that no step computes.
+            constants: Its constant metrics.
         """
-        key = (*metrics, skip, constants) if constants else (*metrics, skip)
+        key = (*metrics, skip)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = self._layout_of(metrics, skip, frozenset(constants))
+            layout = self._layouts[key] = self._layout_of(metrics, skip)
         if layout is not self._layout:
             self.cut()
             self._layout, self._columns = layout, layout.columns
-        self._follow(first, 1)
-        if layout.fixed:
-            self._add_constants(layout.fixed, metrics, 1)
-        if not layout.columns.names and layout.columns.loss is None:
+        self._follow(first, 1, constants)
+        columns, computed, plain, room, is_global = layout
+        if not columns.names and columns.loss is None:
             return
-        values = {name: metrics[name] for name in layout.computed}
-        if layout.is_global:
-            values = {name: _local(value) for name, value in values.items()}
-        plain = _halves([metrics[name] for name in layout.plain], layout.columns.dtype) if layout.plain else None
-        self._pending.append((values, plain))
-        if len(self._pending) >= layout.room:
+        values = [metrics[name] for name in computed]
+        if is_global:
+            values = [_local(value) for value in values]
+        self._pending.append((values, _halves([metrics[n] for n in plain], columns.dtype) if plain else None))
+        if len(self._pending) >= room:
             self.flush()
 
     def flush(self) -> None:
@@ -311,15 +308,17 @@ class MetricSums:
         if not self._pending or self._layout is None:
             return
         pending, self._pending = self._pending, []
-        columns, count = self._layout.columns, len(pending)
+        columns, count, missing = self._layout.columns, len(pending), self._layout.room - len(pending)
         if self._sums is None:
-            like = next((x for x in pending[0][0].values() if getattr(x, "committed", False)), None)
+            like = next((x for x in pending[0][0] if getattr(x, "committed", False)), None)
             self._sums = self._start(columns, like)
-        pending += pending[-1:] * (self._layout.room - count)  # padding, so that one program serves any number of calls
-        plain = np.concatenate([half for _, half in pending], axis=1) if self._layout.plain else None
+        calls = [values for values, _ in pending]
+        calls += calls[-1:] * missing  # padding, so that one program serves any number of calls
+        halves = [half for _, half in pending]
+        plain = np.concatenate(halves + halves[-1:] * missing, axis=1) if self._layout.plain else None
         with internal_transfers(), _without_nan_checks():
-            add = metric_sums_program.program(columns)
-            self._sums = add(self._sums, [values for values, _ in pending], plain, np.int32(count))
+            add = metric_sums_program.program(columns, self._layout.computed)
+            self._sums = add(self._sums, calls, plain, np.int32(count))
 
     # Intervals.
 
@@ -335,8 +334,7 @@ class MetricSums:
             return
         self.flush()
         assert self._columns is not None
-        for name in list(self._constants):
-            self._fold(name)
+        self._fold()
         array = None if self._sums is None else self._sums.array
         piece = Piece(self._first, self._stop - self._first, self._columns, array, self._fixed)
         for interval in self._intervals:
@@ -353,40 +351,36 @@ class MetricSums:
         array = None if self._sums is None else self._sums.array
         return Piece(self._first, self._stop - self._first, self._columns, array, {}).totals
 
-    def _follow(self, first: int, steps: int) -> None:
+    def _follow(self, first: int, steps: int, constants: Constants) -> None:
         if first != self._stop:  # in another run, or after steps that nobody reported
             self.cut()
             self._first = first
         self._stop = first + steps
+        if constants is not self._constants:
+            self._fold()
+            self._constants = constants
+        self._constant_steps += steps
 
-    def _layout_of(self, metrics: Metrics, skip: str | None, constants: Collection[str]) -> _Layout:
+    def _layout_of(self, metrics: Metrics, skip: str | None) -> _Layout:
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
-        computed = {n: x for n, x in metrics.items() if n not in constants and isinstance(x, jax.Array)}
-        numbers = [n for n, x in metrics.items() if n not in computed and is_number(x)]
-        plain = tuple(n for n in numbers if n not in constants)
+        computed = {name: value for name, value in metrics.items() if isinstance(value, jax.Array)}
+        plain = tuple(name for name, value in metrics.items() if name not in computed and is_number(value))
         columns = metric_sums_program.columns_of(computed, skip, self.limits, plain)
         wanted = tuple(n for n in computed if n in columns.names or (n == LOSS and columns.loss is not None))
         room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(wanted))))
         is_global = any(not computed[n].is_fully_addressable for n in wanted)
-        return _Layout(columns, wanted, plain, tuple(n for n in numbers if n in constants), room, is_global)
+        return _Layout(columns, wanted, plain, room, is_global)
 
-    def _add_constants(self, names: Iterable[str], metrics: Mapping[str, Any], steps: int) -> None:
-        for name in names:
-            value, before = metrics[name], self._constants.get(name)
-            if before is None:
-                if is_number(value):
-                    self._constants[name] = value, steps
-            elif before[0] is value:
-                self._constants[name] = value, before[1] + steps
-            else:
-                self._fold(name)
-                self._constants[name] = value, steps
-
-    def _fold(self, name: str) -> None:
-        value, steps = self._constants.pop(name)
-        total, count = self._fixed.get(name, (0.0, 0.0))
-        self._fixed[name] = total + float(host(value)) * steps, count + steps
+    def _fold(self) -> None:
+        """Add up the constants of the latest steps."""
+        steps, self._constant_steps = self._constant_steps, 0
+        if self._constants is None or not steps:
+            return
+        for name, value in self._constants.values.items():
+            if is_number(value):
+                total, count = self._fixed.get(name, (0.0, 0.0))
+                self._fixed[name] = total + float(value) * steps, count + steps
 
     def _start(self, columns: Columns, like: Any) -> Sums:
         """Sums of no step that continue the count of skipped steps."""

@@ -191,15 +191,16 @@ def columns_of(
 
 
 @functools.cache
-def program(columns: Columns) -> Callable[..., Any]:
+def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """Compile `add(sums, calls, plain, count) -> sums`, for calls of one step that does not accumulate by itself.
 
-    `calls` are the metrics of some calls by name; `plain` are numbers of the host, as two floats, [2, steps, metrics],
+    `calls` are the values of the metrics `names` of some calls; `plain` are numbers of the host, as two floats, [2, steps, metrics],
     or None. Only the first `count` steps count; the others are padding.
     """
 
-    def add(sums: Sums, calls: list[dict[str, Any]], plain: Any, count: Any) -> Sums:
-        return columns.add(sums, _rows(columns, calls, plain), count)
+    def add(sums: Sums, calls: list[list[Any]], plain: Any, count: Any) -> Sums:
+        metrics = [dict(zip(names, values, strict=True)) for values in calls]
+        return columns.add(sums, _rows(columns, metrics, plain), count)
 
     return jax.jit(add)
 

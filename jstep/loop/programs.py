@@ -27,7 +27,7 @@ from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.state import keep_roles
 from jstep.timeline import Stopwatch
 from jstep.timeline.stopwatch import STARTING
-from jstep.training import LoopedStep, TracedStep, TrainStep, looped_step
+from jstep.training import Constants, LoopedStep, TracedStep, TrainStep, looped_step
 from jstep.training.call_errors import explain_a_list
 
 _logger = logging.getLogger("jstep")
@@ -68,6 +68,7 @@ class Stage:
         plans: Shapes of a batch → how calls are made.
         is_begun: Whether a call of it was made.
         is_slow_in_loops: Whether XLA runs it much slower in a loop than by itself.
+        is_train_step: Whether `single` is a `TrainStep`, whose constant metrics are known.
     """
 
     step: Any
@@ -77,6 +78,10 @@ class Stage:
     plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
     is_begun: bool = False
     is_slow_in_loops: bool = False
+    is_train_step: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_train_step = isinstance(self.single, TrainStep)
 
 
 class Programs:
@@ -137,9 +142,7 @@ class Programs:
         self._prepared: set[Any] = set()
         self._tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
-        self._constants: Any = ()
-        self._of_looped: Any = None
-        self._skip: str | None = skip_metric_of(stages.values[0])
+        self._constants = Constants({}, skip_metric_of(stages.values[0]))
         self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
         self._watch = watch
 
@@ -231,12 +234,12 @@ class Programs:
     @property
     def constant_metrics(self) -> Any:
         """The names of the metrics of the latest call that are constants, not computed by the step."""
-        return self._constants
+        return self._constants.values.keys()
 
     @property
     def skip_metric(self) -> str | None:
         """The metric of the latest call that is 1 if the whole update was skipped; None without a guard."""
-        return self._skip
+        return self._constants.skipped
 
     def __call__(self, state: Any, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
@@ -272,26 +275,34 @@ class Programs:
         return result
 
     def _run(self, stage: Stage, state: Any, call: Call) -> Any:
-        looped: Looped | None = call.looped
+        step, looped = stage.single, call.looped
         try:
-            if looped is None:
-                result = stage.single(state, *call.args)
-            else:
+            if looped is not None:
                 sums = self.sums.begin(looped.columns, state.global_step)
                 new, (metrics, sums), constants = looped.step.run(state, np.int32(call.steps), sums, *call.args)
-                self.sums.ran(call.first, call.steps, sums, constants.arrays())
-                if constants is not self._of_looped:
-                    self._of_looped = constants
-                    self._constants, self._skip = frozenset(constants.values), constants.skipped
-                return new, {**metrics, **constants.arrays()} if isinstance(metrics, dict) else metrics
+                self.sums.ran(call.first, call.steps, sums, constants)
+            elif stage.is_train_step:
+                new, metrics, constants = step.run(state, *call.args)
+                if self.sums.is_wanted and type(metrics) is dict:
+                    self.sums.add(call.first, metrics, constants.skipped, constants)
+            else:
+                return self._run_other(stage, state, call)
         except Exception as error:
             explain_a_list(error, call.args)
             raise
+        self._constants = constants
+        if constants.values and type(metrics) is dict:
+            metrics.update(constants.arrays())
+        return new, metrics
+
+    def _run_other(self, stage: Stage, state: Any, call: Call) -> Any:
+        """Run a step that jstep did not make."""
+        result = stage.single(state, *call.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
-        self._constants, self._skip = getattr(stage.single, "constant_metrics", ()), skip_metric_of(stage.single)
+        self._constants = Constants({}, skip_metric_of(stage.single))
         if self.sums.is_wanted and isinstance(result[1], Mapping):
-            self.sums.add(call.first, result[1], self._skip, self._constants)
+            self.sums.add(call.first, result[1], self._constants.skipped)
         return keep_roles(state, result[0]), result[1]
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:

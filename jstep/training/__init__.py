@@ -2,12 +2,14 @@
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.training.apply import apply_gradients
+from jstep.training.constants import Constants
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.minimize import minimize
 from jstep.training.scan import scan_steps
 from jstep.training.step import TrainStep, leading_axes
 
 __all__ = [
+    "Constants",
     "LoopedStep",
     "TracedStep",
     "TrainStep",

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jstep.hooks import metric_sums_program
-from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import columns_of
+from jstep.training import Constants
 
 
 def add(sums, first, rows, **kwargs):
@@ -22,7 +23,7 @@ def add(sums, first, rows, **kwargs):
     numbers = [columns.row({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
-    sums.ran(first, len(rows), columns.add(sums.begin(columns, None), stacked, jnp.int32(len(rows))), {})
+    sums.ran(first, len(rows), columns.add(sums.begin(columns, None), stacked, jnp.int32(len(rows))), NONE)
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
@@ -74,13 +75,16 @@ def test_metrics_that_some_steps_lack_or_that_change_shape():
 
 
 def test_constants_are_not_summed_on_the_device():
-    beta, other = np.float32(0.9), np.float32(0.5)
-    rows = [{"m": jnp.float32(n), "beta": beta if n < 6 else other} for n in range(8)]
-    found = means(rows, names=["m", "beta"], constants=frozenset({"beta"}))
+    first, second = Constants({"beta": np.asarray(0.9, np.float32)}), Constants({"beta": np.asarray(0.5, np.float32)})
+    sums = MetricSums()
+    number = sums.subscribe()
+    for n in range(8):
+        sums.add(n, {"m": jnp.float32(n)}, constants=first if n < 6 else second)
+    found = sums.take(number).means(["m", "beta"])
     assert found["m"] == 3.5
     assert found["beta"] == pytest.approx((6 * 0.9 + 2 * 0.5) / 8)
-    alone = means(rows[:5], names=["beta"], constants=frozenset({"beta"}))
-    assert alone["beta"] == float(beta)
+    sums.add(8, {"m": jnp.float32(0)}, constants=second)
+    assert sums.take(number).means(["beta"]) == {"beta": 0.5}
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -200,9 +204,10 @@ def test_constants_that_alternate_with_the_shapes_share_one_array():
     sums = MetricSums()
     number = sums.subscribe()
 
+    constants = [Constants({"rows": np.float32(4 + i), "beta": np.float32(0.5)}) for i in range(2)]
+
     def add_call(call):
-        metrics = {"loss": jnp.float32(call), "rows": np.float32(4 + call % 2), "beta": np.float32(0.5)}
-        sums.add(call, metrics, constants=frozenset({"rows", "beta"}))
+        sums.add(call, {"loss": jnp.float32(call)}, constants=constants[call % 2])
 
     for call in range(4):
         add_call(call)
