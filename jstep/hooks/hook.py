@@ -79,7 +79,7 @@ class Hook:
 
 @dataclasses.dataclass
 class RunInfo:
-    """What the stock hooks know of a run of `train`, kept up to date by the loop.
+    """The information about a run of `train` that stock hooks receive, kept up to date by the loop.
 
     Attributes:
         last_step: The step at which the run ends; None if the batches or a hook end it.

@@ -180,7 +180,7 @@ class PendingMeans:
 
 
 class _Layout(NamedTuple):
-    """How the metrics of calls of one step are accumulated.
+    """The form in which the metrics of calls of one step are accumulated.
 
     Attributes:
         columns: What is accumulated.
@@ -352,7 +352,7 @@ class MetricSums:
         return Piece(self._first, self._stop - self._first, self._columns, array, {}).totals
 
     def _follow(self, first: int, steps: int, constants: Constants) -> None:
-        if first != self._stop:  # in another run, or after steps that nobody reported
+        if first != self._stop:  # in another run, or after steps that were not reported
             self.cut()
             self._first = first
         self._stop = first + steps

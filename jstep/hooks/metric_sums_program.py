@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What is accumulated of the metrics of a step.
+    """The numbers among the metrics of a step that are accumulated.
 
     Attributes:
         names: The metrics, in order.
@@ -164,14 +164,14 @@ class Accumulate:
     limits: tuple[int, ...] = ()
 
     def __call__(self, one: TracedStep) -> Columns:
-        """What to accumulate."""
+        """Return the columns for this trace."""
         return columns_of(one.metrics, one.constants.skipped, self.limits)
 
 
 def columns_of(
     metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = (), plain: tuple[str, ...] = ()
 ) -> Columns:
-    """What to accumulate of metrics on the device, given as arrays or their types, and of numbers of the host.
+    """Choose the columns for metrics on the device, given as arrays or their types, and for numbers of the host.
 
     Args:
         metrics: The metrics that a step computes.

@@ -29,7 +29,7 @@ def most_steps(seconds: float) -> int:
 
 
 class AutoSteps:
-    """Times the first calls of a run, and switches it to longer calls once their program is compiled.
+    """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
 
     It waits for the device during the calls that it times, so that their times are those of the device. Processes of
     one run switch at the same call; for that, they wait for the compilation.

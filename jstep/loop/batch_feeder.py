@@ -21,7 +21,7 @@ from jstep.timeline import Stopwatch
 
 
 class Plan(NamedTuple):
-    """How calls with batches of some shapes are made.
+    """The form of calls with batches of some shapes.
 
     Attributes:
         most: The most steps of a call.
@@ -133,7 +133,7 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
 
 
 def _shapes_of(batch: Any) -> Any:
-    """What batches that can be stacked have in common."""
+    """The structure, shapes and dtypes of a batch; batches that can be stacked agree in them."""
     leaves, structure = flatten(batch)
     return structure, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
 

@@ -41,7 +41,7 @@ def is_compiled(step: Any) -> bool:
 
 
 class Looped(NamedTuple):
-    """What runs the calls of several steps, for one shape of the batches.
+    """The program of calls of several steps, for one shape of the batches.
 
     Attributes:
         step: The program.
@@ -158,7 +158,7 @@ class Programs:
         return make_calls(items, start, sharding, on_device=self.on_device, plan=plan, ends=ends or ())
 
     def plan(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Plan:
-        """How calls with batches of some shapes are made, from a step on; traces the step when they are new.
+        """Plan the calls with batches of some shapes, from a step on; trace the step when the shapes are new.
 
         Args:
             step: The step.

@@ -81,7 +81,7 @@ def _saved(run: Run, error: BaseException) -> str:
 
 
 def _doing(run: Run) -> str:
-    """What the run was doing, with the step and the batch."""
+    """Describe what the run was doing, with the step and the batch."""
     at_step = f"at step {run.step}"
     if run.step > run.first:
         at_step += f", after the update with batch {run.step - 1}"

@@ -14,7 +14,7 @@ RunCall = Callable[[Any, Call], Any]
 
 
 class Loop(Protocol):
-    """What is kept up to date: a `LoopState`, or the `Run` of `train`."""
+    """The current step and state: a `LoopState`, or the `Run` of `train`."""
 
     step: int
     state: Any

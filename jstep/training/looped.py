@@ -16,7 +16,7 @@ from jstep.training.step import PureStep, TrainStep, pure
 
 
 class Accumulator(Protocol):
-    """What a program accumulates of the metrics of its steps."""
+    """The part of a program that accumulates the metrics of its steps."""
 
     def row(self, metrics: Any) -> Any:
         """The numbers of one step, a tree of arrays."""
@@ -160,7 +160,7 @@ def _at(x: Any, i: Any) -> Any:
 
 
 def _key(state: Any, args: tuple[Any, ...]) -> Any:
-    """What a trace depends on, for arrays, shapes and traced arrays alike."""
+    """Everything that a trace depends on, for arrays, shapes and traced arrays alike."""
     leaves = [
         jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         for leaf in jax.tree.leaves((state, args))
