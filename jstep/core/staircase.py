@@ -55,10 +55,6 @@ class Staircase(Generic[T]):
         for first, stop, value in zip(self.firsts, stops, self.values, strict=True):
             yield Stage(first, stop, value)
 
-    def by_step(self, to_json: Callable[[T], Any] = lambda value: value) -> dict[str, Any]:
-        """Return first step of each stage → `to_json(value)`; serializable as JSON if `to_json` returns JSON values."""
-        return {str(stage.first): to_json(stage.value) for stage in self.stages()}
-
 
 def staircase(given: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
     """Convert a mapping from step to value to a staircase.

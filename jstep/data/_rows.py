@@ -7,7 +7,7 @@ import numpy as np
 from jstep.core.staircase import Staircase
 from jstep.data import _permutation
 from jstep.data._processes import Share
-from jstep.data._sizes import Run, sizes_of
+from jstep.data._sizes import Run, Sizes, sizes_of
 from jstep.data._steps import NO_END
 from jstep.data.sources import RowNumbers
 
@@ -22,37 +22,28 @@ class Position(NamedTuple):
     offset: int
 
 
-class Plan:
+class Plan(NamedTuple):
     """The assignment of rows to steps, without the data of the sources.
 
-    Args:
+    Attributes:
         num_rows: The number of rows of the sources.
-        sizes: The batch size by step, at most `num_rows`.
+        sizes: The number of rows of each batch.
+        positions: The position at which each run of `sizes` begins.
+        share: This process's share of a batch.
         seed: Determines the permutations.
         shuffle: Whether to permute the rows.
         drop_remainder: Whether to drop rows that do not fill a batch at the end of an epoch.
         num_epochs: The number of epochs; None for no end.
-        process: The index of this process and the number of processes; None to query JAX.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        sizes: Staircase[int],
-        seed: int,
-        shuffle: bool,
-        drop_remainder: bool,
-        num_epochs: int | None,
-        process: tuple[int, int] | None,
-    ) -> None:
-        self.share = Share(sizes, process)
-        self.num_rows, self.drop_remainder = num_rows, drop_remainder
-        self.seed, self.shuffle, self.num_epochs = seed, shuffle, num_epochs
-        self.domain = _permutation.domain(num_rows)
-        runs = _runs(num_rows, sizes, drop_remainder, num_epochs)
-        self.sizes = sizes_of(run for run, _ in runs)
-        self.positions = tuple(position for _, position in runs)
-        self.steps = range(NO_END if num_epochs is None else runs[-1][0].stop)
+    num_rows: int
+    sizes: Sizes
+    positions: tuple[Position, ...]
+    share: Share
+    seed: int
+    shuffle: bool
+    drop_remainder: bool
+    num_epochs: int | None
 
 
 def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
@@ -60,14 +51,15 @@ def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
-def _runs(
+def positions_of(
     num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None
-) -> list[tuple[Run, Position]]:
-    """Return the runs of steps, each with the position at which it begins.
+) -> tuple[Sizes, tuple[Position, ...]]:
+    """Return the sizes of all batches as runs of steps, and the position at which each run begins.
 
     A stage continues the current epoch: the rest of that epoch is one run, and the whole epochs after it are the next.
     """
-    runs: list[tuple[Run, Position]] = []
+    runs: list[Run] = []
+    positions: list[Position] = []
     epoch = offset = before = 0
     end = NO_END if num_epochs is None else num_epochs
     for first, stage_stop, size in sizes.stages():
@@ -81,11 +73,12 @@ def _runs(
             run_stop = min(stop, first + (1 if offset else end - epoch) * period)
             last = size if drop_remainder else left - (period - 1) * size
             run = Run(first, run_stop, size, period, last, before)
-            runs.append((run, Position(epoch, offset)))
+            runs.append(run)
+            positions.append(Position(epoch, offset))
             epochs, i = divmod(run_stop - 1 - first, period)
             epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
             first, before = run_stop, run.before_step(run_stop)
-    return runs
+    return sizes_of(runs), tuple(positions)
 
 
 class Lookahead:
@@ -96,7 +89,8 @@ class Lookahead:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._keys = _permutation.Keys(plan.domain, plan.seed)
+        self._domain = _permutation.domain(plan.num_rows)
+        self._keys = _permutation.Keys(self._domain, plan.seed)
         self._block: tuple[int, int, Any] = (0, 0, None)  # first step, step after the last, their rows
 
     def rows(self, step: int) -> RowNumbers:
@@ -119,6 +113,6 @@ class Lookahead:
         positions = np.arange(start + low, start + high)
         if steps > 1:
             positions = (np.arange(0, steps * size, size)[:, None] + positions).ravel()
-        rows = _permutation.permute(plan.domain, self._keys.of(epoch + epochs), positions).reshape(steps, high - low)
+        rows = _permutation.permute(self._domain, self._keys.of(epoch + epochs), positions).reshape(steps, high - low)
         self._block = (step, step + steps, rows)
         return rows[0]

@@ -1,16 +1,16 @@
 """Shuffled batches as a pure function of the step, so that no data position is checkpointed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int, shown
 from jstep.core.staircase import as_staircase
 from jstep.data._processes import Share, given_process
-from jstep.data._rows import Lookahead, Plan, steps_in
+from jstep.data._rows import Lookahead, Plan, positions_of, steps_in
 from jstep.data._sizes import total
-from jstep.data._steps import Steps, steps_of
+from jstep.data._steps import NO_END, Steps, steps_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sources import Rows, open_rows
+from jstep.data.sources import RowNumbers, Rows, open_rows
 
 
 def batches(
@@ -105,8 +105,10 @@ def batches(
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = given_process(process_index, process_count)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
-    plan = Plan(len(rows), sizes, seed, shuffle, drop_remainder, num_epochs, process)
-    return Batches(plan, rows, steps_of([plan.steps]))
+    runs, positions = positions_of(len(rows), sizes, drop_remainder, num_epochs)
+    plan = Plan(len(rows), runs, positions, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
+    end = NO_END if num_epochs is None else runs.runs[-1].stop
+    return Batches(plan, rows, steps_of([range(end)]))
 
 
 class Batches(BatchSequence):
@@ -137,12 +139,15 @@ class Batches(BatchSequence):
         plan = self._plan
         return {
             "rows": plan.num_rows,
-            "batch_size": plan.share.sizes.by_step(),
             "seed": plan.seed,
             "shuffle": plan.shuffle,
             "num_epochs": plan.num_epochs,
             "drop_remainder": plan.drop_remainder,
         }
+
+    def _rows_of(self, step: int) -> Iterator[tuple[str, slice, RowNumbers]]:
+        plan = self._plan._replace(share=Share(self._plan.share.sizes, (0, 1)))
+        yield "", slice(0, plan.sizes.at(step)), Lookahead(plan).rows(step)
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"

@@ -1,6 +1,6 @@
 """Weighted mixtures of data sources, as batches by step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
@@ -12,7 +12,7 @@ from jstep.data._sizes import Run, Sizes, sizes_of
 from jstep.data._steps import NO_END, Steps, count_of, steps_of
 from jstep.data._weights import as_weights, counts_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sources import Rows, open_rows
+from jstep.data.sources import RowNumbers, Rows, open_rows
 
 _ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""
@@ -138,15 +138,12 @@ class Mixture(BatchSequence):
         return next(iter(self._rows.values())), self._mix.share
 
     def _definition(self) -> dict[str, Any]:
+        return {"rows": self.num_rows, "seed": self._seed, "shuffle": self._mix.streams[0].shuffle}
+
+    def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
         mix, names = self._mix, sorted(self._rows)
-        weights = mix.weights.by_step(lambda of: dict(zip(names, map(float, of), strict=True)))
-        return {
-            "rows": self.num_rows,
-            "batch_size": mix.share.sizes.by_step(),
-            "weights": weights,
-            "seed": self._seed,
-            "shuffle": mix.streams[0].shuffle,
-        }
+        for of in MixedRows(mix._replace(share=Share(mix.share.sizes, (0, 1)))).of(step):
+            yield names[of.source], of.indices, of.rows
 
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())

@@ -10,7 +10,7 @@ from jstep.core.checks import as_int
 from jstep.data._processes import Share
 from jstep.data._sizes import Sizes, by_first_step, next_change
 from jstep.data._steps import Steps
-from jstep.data.sources import Rows
+from jstep.data.sources import RowNumbers, Rows
 
 Self = TypeVar("Self", bound="BatchSequence")
 
@@ -41,7 +41,11 @@ class BatchSequence(abc.ABC):
 
     @abc.abstractmethod
     def _definition(self) -> dict[str, Any]:
-        """A JSON-serializable definition of the batches, without the values of the rows and without the steps."""
+        """The definition of the batches, apart from steps, sizes and weights, as JSON-serializable values."""
+
+    @abc.abstractmethod
+    def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
+        """The rows of the batch of a step on all processes: sources, indices in the batch, numbers in the source."""
 
     def _extent(self) -> str:
         """The range of steps, for the repr."""
@@ -70,6 +74,10 @@ class BatchSequence(abc.ABC):
     def is_endless(self) -> bool:
         """Whether the sequence has no end, and therefore no `len()`."""
         return self._steps.is_endless
+
+    @abc.abstractmethod
+    def rows_before(self, step: int) -> Any:
+        """Return the number of rows in the batches before `step`, over all processes: in all, or of each source."""
 
     def batch_size_at(self, step: int) -> int:
         """Return the number of rows in the batch of `step`, over all processes.

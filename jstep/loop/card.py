@@ -1,9 +1,14 @@
 """Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs."""
 
+import collections
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
+import platform
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +18,21 @@ from jax.sharding import PartitionSpec, Sharding
 
 from jstep.checkpoint import Saver
 from jstep.core import trees
-from jstep.core.program_hash import ProgramHash, digest_of, program_hash, sharding_text, without_addresses
+from jstep.core.meshes import mesh_of
+from jstep.core.program_hash import (
+    ProgramHash,
+    digest_of,
+    mesh_text,
+    program_hash,
+    sharding_text,
+    without_addresses,
+)
 from jstep.data import BatchSequence
 from jstep.data.definition import definition_of
 from jstep.hooks.hook_state import key_of
-from jstep.loop import run_environment
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options
 from jstep.loop.stages import TrainSteps, name_of_step
-from jstep.training import TrainStep
 
 PLACES = ("checkpoint_dir", "logdir", "compile_cache")
 """Arguments that name the directories of a run: recorded, never compared."""
@@ -32,27 +43,39 @@ _MOST_NUMBERS = 200
 _RULE = "_rule"
 """The end of the name of an optimizer's rule for a leaf, a function that each step calls: `adam_rule`."""
 
+_SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_LOGIN = re.compile(r"(\w://)[^/@\s]*@")
+_QUERY = re.compile(r"(\w://[^?\s]*)\?\S*")
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+"""Settings of JAX that change numerical results, wherever they were set."""
+
 
 def card(
-    options: Options, stages: TrainSteps, state: Any, batches: Any, step: int, held: Mapping[str, float]
+    options: Options, stages: TrainSteps, step: int, state: Any, held: Mapping[str, float], batches: Any
 ) -> dict[str, Any]:
     """Return the card of a run, without its programs, as JSON values.
 
     Args:
         options: The arguments of `train`.
         stages: The training steps.
-        state: The state at the start of the run, or its shapes.
-        batches: The argument of `train`.
         step: The step at which the run begins.
+        state: The shapes of its state.
         held: Name → initial value of the held hyperparameters.
+        batches: The argument of `train`.
     """
     return {
         "card": 1,
         "step": step,
-        "versions": run_environment.versions(),
-        "environment": run_environment.environment(),
-        "settings": run_environment.settings(),
-        "devices": run_environment.devices(state),
+        "versions": _versions(),
+        "environment": environment(),
+        "settings": _settings(),
+        "devices": _devices(state),
         "state": _state(state, held),
         "batches": _batches(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
@@ -72,7 +95,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[s
         f"{path or 'batch'}: {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
         for path, leaf in trees.leaves_with_paths(args)
     ]
-    found: dict[str, Any] = {"batch": _short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
+    found: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
     if traced is None:
         return {"hash": None, **found}
     hashed: ProgramHash = program_hash(traced.jaxpr)
@@ -81,11 +104,54 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[s
     return {"hash": hashed.digest, **found, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
 
 
-def trace_of(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    """The trace of a step that was called, from JAX's cache; None for one that is not compiled."""
-    if isinstance(step, TrainStep):
-        return step.traced_call(state, *args)
-    return step.trace(state, *args) if hasattr(step, "lower") and hasattr(step, "trace") else None
+def _versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that a run depends on."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "jstep": str(sys.modules["jstep"].__version__),
+    }
+    for name in ("jax", "jaxlib", "orbax-checkpoint"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # such as a checkout on the path
+            found[name] = getattr(sys.modules.get(name), "__version__", None)
+    return found
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
+    found = {}
+    for name in sorted(variables):
+        if name == "XLA_FLAGS" or name.startswith("JAX_"):
+            found[name] = "(not recorded)" if _SECRET.search(name) else _without_login(variables[name])
+    return found
+
+
+def _without_login(text: str) -> str:
+    """A path or an address without the user name, password or signature that a URL may hold."""
+    return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
+
+
+def _settings() -> dict[str, Any]:
+    """The settings of JAX that change what is computed."""
+    found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
+    return {name: value if isinstance(value, bool | None) else str(value) for name, value in found.items()}
+
+
+def _devices(state: Any) -> dict[str, Any]:
+    """The devices of a run and the mesh of its state."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    of_state = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
+    first = min(of_state or jax.devices(), key=lambda device: device.id)
+    mesh = mesh_of(state)
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(first.platform),
+        "of_state": max(len(of_state), 1),
+        "processes": jax.process_count(),
+        "mesh": None if mesh is None else mesh_text(mesh),
+    }
 
 
 def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
@@ -96,9 +162,7 @@ def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
         for path, leaf in leaves
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
-    dtypes: dict[str, int] = {}
-    for _, leaf in leaves:
-        dtypes[str(leaf.dtype)] = dtypes.get(str(leaf.dtype), 0) + 1
+    dtypes = collections.Counter(str(leaf.dtype) for _, leaf in leaves)
     return {
         "hash": digest_of(*described),
         "sharding": digest_of(*where),
@@ -122,7 +186,7 @@ def _batches(batches: Any) -> dict[str, Any]:
             found["length"] = len(batches)
         except Exception:  # a user-defined loader: it is endless, or its length is not known
             found["length"] = None
-    return {"hash": digest_of(json.dumps(found, sort_keys=True)), **{key: _short(part) for key, part in found.items()}}
+    return {"hash": digest_of(json.dumps(found, sort_keys=True)), **{key: short(part) for key, part in found.items()}}
 
 
 def _arguments(options: Options) -> dict[str, Any]:
@@ -132,12 +196,12 @@ def _arguments(options: Options) -> dict[str, Any]:
         if field.name == "hooks":
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
-            found[field.name] = run_environment.without_login(value.directory)
+            found[field.name] = _without_login(value.directory)
         elif field.name in PLACES:
             is_place = not isinstance(value, bool | None)  # compile_cache=True
-            found[field.name] = run_environment.without_login(os.fspath(value)) if is_place else value
+            found[field.name] = _without_login(os.fspath(value)) if is_place else value
         elif field.name == "batch_sharding":
-            found[field.name] = _short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
+            found[field.name] = short([_place_text(one) for one in jax.tree.leaves(value, is_leaf=_is_place)]) or None
         else:
             found[field.name] = _json(value)
     return found
@@ -151,7 +215,8 @@ def _place_text(one: Any) -> str:
     return sharding_text(one) if isinstance(one, Sharding) else str(one)
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
+    """Return a JSON value, or its hash if it is long."""
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= _LONGEST else f"hash {digest_of(text)}"
 

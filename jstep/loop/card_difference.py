@@ -20,10 +20,14 @@ _SECTIONS = {
 """The sections that are compared value by value, and the prefix of their lines."""
 
 _HASHES = {
-    ("state", "hash"): "paths, shapes or dtypes of its leaves differ",
-    ("state", "sharding"): "its leaves are sharded differently",
-    ("batches", "hash"): "the definition differs",
+    "state": {
+        "hash": "paths, shapes or dtypes of its leaves differ",
+        "sharding": "its leaves are sharded differently",
+    },
+    "batches": {"hash": "the definition differs"},
 }
+"""The values that only tell whether a section differs, and the line for each."""
+
 _ABSENT = object()
 _MOST = 6
 _LONGEST = 80
@@ -48,28 +52,18 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """
     found: list[str] = []
     for section, begins in _SECTIONS.items():
-        one, other = _section(a, section), _section(b, section)
+        one, other = _values(a, section), _values(b, section)
         if section == "environment":
-            one, other = _variables(one, other)
-        names = {name for key, name in _HASHES if key == section} | ({*PLACES} if section == "arguments" else set())
-        lines = [
-            line
-            for name in _names(one, other)
-            if name not in names
-            for line in _differences(_name(section, name), one.get(name, _ABSENT), other.get(name, _ABSENT))
-        ]
-        hashes = [
-            label
-            for (key, name), label in _HASHES.items()
-            if key == section and one.get(name) != other.get(name) and _adds_information(name, one, other, lines)
-        ]
-        found += [begins + line for line in [*lines, *hashes]]
+            one, other = _without_places(one, other)
+        lines = list(differences("", one, other))
+        one, other = _section(a, section), _section(b, section)
+        for name, line in _HASHES.get(section, {}).items():
+            # A hash adds to other lines only if it is that of the sharding, and the leaves are otherwise the same.
+            adds = one.get("hash") == other.get("hash") if name == "sharding" else not lines
+            if adds and one.get(name) != other.get(name):
+                lines.append(line)
+        found += [begins + line for line in lines]
     return found + list(_programs(a, b))
-
-
-def _adds_information(name: str, a: Mapping[str, Any], b: Mapping[str, Any], lines: list[str]) -> bool:
-    """Whether a hash adds to the lines; that of the sharding does if the leaves are otherwise the same."""
-    return a.get("hash") == b.get("hash") if name == "sharding" else not lines
 
 
 def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -77,33 +71,56 @@ def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
+def _values(card: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The values of a section that are compared one by one."""
+    found = _section(card, section)
+    if section == "stages":
+        return {f"the stage from step {first}": name for first, name in found.items()}
+    if section == "environment":  # each XLA flag is separate; its last value counts
+        flags = (word.partition("=") for word in str(found.pop("XLA_FLAGS", "")).split())
+        return {f"XLA_FLAGS {name}": value or "set" for name, _, value in flags} | found
+    left_out = PLACES if section == "arguments" else _HASHES.get(section, ())
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
+def _without_places(*runs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The environment variables of two runs, sorted, without those that hold a path or an address in either."""
+    places = {name for of in runs for name in of if _NAME_OF_PLACE.search(name) or _PLACE.search(str(of[name]))}
+    for of in runs:
+        yield {name: of[name] for name in sorted(of) if name not in places}
+
+
 def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The names in either; in the order of the first if both have the same names, else sorted."""
     return list(a) if a.keys() == b.keys() else sorted({*a, *b})
 
 
-def _name(section: str, name: str) -> str:
-    return f"the stage from step {name}" if section == "stages" else name
+def differences(name: str, a: Any, b: Any, runs: tuple[str, str] = ("in A", "in B")) -> Iterator[str]:
+    """Describe the differences between two JSON values, one per line.
 
-
-def _differences(name: str, a: Any, b: Any) -> Iterator[str]:
+    Args:
+        name: The name of the values; empty for dicts whose keys are the names.
+        a: The value of a run.
+        b: The value of another run.
+        runs: How the lines refer to the runs.
+    """
     if type(a) is type(b) and a == b:
         return
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() == b.keys() == {"0"}:  # one value from step 0 on
-            yield from _differences(name, a["0"], b["0"])
+            yield from differences(name, a["0"], b["0"], runs)
             return
         for key in _names(a, b):
-            yield from _differences(f"{name}[{key}]", a.get(key, _ABSENT), b.get(key, _ABSENT))
+            yield from differences(f"{name}[{key}]" if name else key, a.get(key, _ABSENT), b.get(key, _ABSENT), runs)
     elif isinstance(a, list) and isinstance(b, list) and all(isinstance(x, str) for x in [*a, *b]):
         only = [[x for x in one if x not in other] for one, other in ((a, b), (b, a))]
-        texts = [f"{', '.join(some)} only in {run}" for some, run in zip(only, "AB", strict=True) if some]
+        texts = [f"{', '.join(some)} only {run}" for some, run in zip(only, runs, strict=True) if some]
         if texts:
             yield f"{name}: {'; '.join(texts)}"
         else:
-            yield f"{name}: another order, {_shown(a)} in A, {_shown(b)} in B"
+            yield f"{name}: another order, {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
     else:
-        yield f"{name}: {_shown(a)} in A, {_shown(b)} in B"
+        yield f"{name}: {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
 
 
 def _shown(value: Any) -> str:
@@ -111,28 +128,6 @@ def _shown(value: Any) -> str:
         return "absent"
     text = value if isinstance(value, str) and value else json.dumps(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def _variables(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The environment variables, with each XLA flag separate, without those that hold a path or an address."""
-    one, other = ({**_flags(of.pop("XLA_FLAGS", "")), **of} for of in (dict(a), dict(b)))
-    places = {
-        name
-        for name in {*one, *other}
-        if _NAME_OF_PLACE.search(name) or any(_PLACE.search(str(of.get(name, ""))) for of in (one, other))
-    }
-    kept = ({name: value for name, value in sorted(of.items()) if name not in places} for of in (one, other))
-    first, second = kept
-    return first, second
-
-
-def _flags(text: str) -> dict[str, str]:
-    """Split `XLA_FLAGS`; the last value of each flag counts."""
-    found = {}
-    for word in str(text).split():
-        name, _, value = word.partition("=")
-        found[f"XLA_FLAGS {name}"] = value or "set"
-    return found
 
 
 def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
@@ -145,12 +140,11 @@ def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         if not same_shapes:
             if same_batches and "rows" in _section(a, "batches"):
                 continue  # one run began at a step with another batch size
-            yield from _differences("batch", one.get("batch"), other.get("batch"))
+            yield from differences("batch", one.get("batch"), other.get("batch"))
         if None not in (one.get("optimizer"), other.get("optimizer")):
-            yield from _differences("step: optimizer", one["optimizer"], other["optimizer"])
-        rates = [_section(program, "hyperparameters") for program in (one, other)]
-        for name in _names(*rates):
-            yield from _differences(f"step: {name}", *(of.get(name, _ABSENT) for of in rates))
+            yield from differences("step: optimizer", one["optimizer"], other["optimizer"])
+        rates = differences("", _section(one, "hyperparameters"), _section(other, "hyperparameters"))
+        yield from (f"step: {line}" for line in rates)
         if None not in (one.get("hash"), other.get("hash")) and one["hash"] != other["hash"]:
             stage, steps = key
             name = _section(a, "stages").get(str(stage), "train_step")

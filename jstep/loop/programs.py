@@ -20,7 +20,6 @@ from jstep.hooks.skipped_updates import skip_metric_of
 from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
 from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
-from jstep.loop.cards import Cards
 from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
@@ -105,7 +104,7 @@ class Programs:
         first_compiler: Compiles the first program in the background; None if it is not.
         ahead_compiler: Compiles later programs in the background, or None.
         dispatched: The steps that were dispatched, recorded on request.
-        cards: Records each program after its first call; None to record nothing.
+        cards: Records each program after its first call, a `Cards`; None to record nothing.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Programs:
         self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
         self.dispatched = DispatchedSteps()
-        self.cards: Cards | None = None
+        self.cards: Any = None
         self._prepared: set[Any] = set()
         self._tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
@@ -319,7 +318,7 @@ class Programs:
             if sum(stage.is_begun for stage in self.stages) == 1:
                 warn_of_redundant_rows(lambda: trace_step(stage.single, new, args), new, args)
             if self.cards is not None:
-                self.cards.record_program(stage.single, stage.first, call.steps, *result, args)
+                self.cards.record_program(stage.single, stage.first, call.most, self._constants.arrays(), new, args)
 
     def repeated(self, call: Call) -> Any:
         """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""

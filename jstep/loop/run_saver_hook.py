@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jstep.hooks import CheckpointSaverHook, hook_state
+from jstep.loop.past import PAST
 from jstep.loop.positions import POSITION, POSITIONS, gather_positions
 from jstep.loop.run import Run
 from jstep.state import TrainState
@@ -79,9 +80,10 @@ class RunSaverHook(CheckpointSaverHook):
         """The positions of the batches; must be called on all processes."""
         run = self._loop
         if run.feeder is None:  # no step was run: the positions have not changed
-            return {key: run.extra[key] for key in (POSITION, POSITIONS) if key in run.extra}
+            return {key: run.extra[key] for key in (POSITION, POSITIONS, PAST) if key in run.extra}
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return gather_positions(run.feeder.position_after(run.step - run.first))
+        positions = gather_positions(run.feeder.position_after(run.step - run.first))
+        return positions | ({} if run.programs.cards is None else run.programs.cards.past(run.step))
 
     def _made_extra(self) -> dict[str, Any]:
         remembered = self._remembered()

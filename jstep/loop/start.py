@@ -9,7 +9,7 @@ from jstep.data import BatchSequence
 from jstep.hooks import hook_state
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
 from jstep.loop.build_hooks import build_hooks
-from jstep.loop.cards import cards_of
+from jstep.loop.cards import Cards
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program
 from jstep.loop.end_messages import reason_done
 from jstep.loop.hook_runner import HookRunner
@@ -30,8 +30,9 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
     started = _begin_batches(run, batches)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
-    write = recorder.write if recorder.is_open else None
-    run.programs.cards = cards_of(write, run.options, run.stages, run, batches, run.closing)
+    if recorder.is_open:
+        run.programs.cards = Cards(recorder.write, run, batches)
+        run.closing.callback(run.programs.cards.close)
     build_hooks(run, recorder.before_save)
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save

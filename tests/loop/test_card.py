@@ -16,7 +16,7 @@ import pytest
 from cards import card_of, loss
 
 import jstep
-from jstep.loop import run_environment
+from jstep.loop import card
 from jstep.loop.card_difference import card_difference
 from jstep.loop.timeline_recorder import TimelineRecorder
 
@@ -119,7 +119,7 @@ def test_equal_starts_have_equal_cards(base):
 
 
 def test_secrets_and_other_variables_are_not_recorded():
-    found = run_environment.environment(
+    found = card.environment(
         {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--a=1",

@@ -64,7 +64,7 @@ def test_a_position_that_the_loader_modifies_later(tmp_path):
             return self.state
 
     train(7, Shared(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": {"at": 7}}}
+    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": {"at": 7}}
 
 
 def test_a_loader_that_rejects_its_position_is_named(tmp_path):

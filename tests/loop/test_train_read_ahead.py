@@ -60,7 +60,7 @@ def test_runs_are_identical(way, steps_per_call):
 
 def test_a_resumed_run_is_identical(way, tmp_path):
     train(19, Watched(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 19}}
+    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": 19}
     assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
 
 

@@ -176,7 +176,7 @@ def test_a_batch_whose_step_failed_is_read_again(tmp_path):
 
     with pytest.raises(TypeError):
         train(12, Broken(), state=state, checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra() == {"batches": {"value": 5}}
+    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": 5}
     assert same(train(12, Counted(), checkpoint_dir=tmp_path), by_hand(12))
 
 

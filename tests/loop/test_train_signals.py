@@ -37,7 +37,7 @@ except BaseException as error:
     name, code = ("Preempted", "143") if number == signal.SIGTERM else ("KeyboardInterrupt", "None")
     assert f"left {name} {code} 5" in out
     assert f"{number.name} stopped the run after step 5, which is saved; start the run again to resume" in err
-    assert Saver(tmp_path).extra() == {"batches": {"base64": "NQ=="}}
+    assert Saver(tmp_path).extra()["batches"] == {"base64": "NQ=="}
     script = """
 say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, Counted())))
 """
@@ -91,7 +91,7 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
     end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
     saver = Saver(tmp_path)
     assert saver.latest_step() == 12
-    assert saver.extra() == ({"batches": {"base64": "MTI="}} if kind == "Counted" else {})
+    assert saver.extra().get("batches") == ({"base64": "MTI="} if kind == "Counted" else None)
 
 
 @pytest.mark.thorough(except_for=["15"])
