@@ -1,19 +1,17 @@
-"""The sources and row numbers of each batch of a mixture."""
+"""The rows of each batch of a mixture."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jstep.core.staircase import Staircase
 from jstep.data import _permutation
 from jstep.data._counts import Counts, Weights
-from jstep.data._processes import Share
-from jstep.data._sizes import Sizes
-from jstep.data.sources import RowNumbers
-
-# Row numbers to compute at once when batches are read in sequence, to amortize the overhead of NumPy calls.
-_LOOKAHEAD_ROWS = 16384
+from jstep.data._merged import merge
+from jstep.data._permutation import Lookahead, RowNumbers
+from jstep.data._sizes import Share, Sizes
+from jstep.data.sources import Rows
 
 
 class Stream(NamedTuple):
@@ -70,17 +68,26 @@ def derived_seed(seed: int, purpose: int, name: str = "") -> int:
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 
 
-class MixedRows:
-    """The rows of each step, for one iterator. Its state is a cache of pure functions, which threads may share."""
+class Reader:
+    """A function from step to this process's batch, for one iterator.
 
-    def __init__(self, mix: Mix) -> None:
+    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
+    """
+
+    def __init__(self, mix: Mix, sources: Mapping[str, Rows]) -> None:
         self._mix = mix
-        self._streams = [_StreamReader(stream) for stream in mix.streams]
+        self._sources = [sources[name] for name in sorted(sources)]
+        self._ahead = [Lookahead(stream.num_rows, stream.seed) for stream in mix.streams]
         self._domain = _permutation.domain(mix.sizes.runs[0].size)
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
-    def of(self, step: int) -> Iterator[SourceRows]:
-        """Yield this process's rows in the batch of a step, source by source."""
+    def __call__(self, step: int) -> Any:
+        """Return the batch of a step."""
+        found = list(self.numbers(step))
+        return merge([self._sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
+
+    def numbers(self, step: int) -> Iterator[SourceRows]:
+        """Yield the row numbers of the batch of a step, source by source."""
         mix = self._mix
         before, size = mix.sizes.before(step), mix.sizes.at(step)
         known, first = self._counts
@@ -96,7 +103,8 @@ class MixedRows:
             indices = np.flatnonzero(sources[low:high] == source)
             # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
             start = first[source] + int(np.count_nonzero(sources[:low] == source))
-            yield SourceRows(source, indices, self._streams[source].rows(start, len(indices)))
+            rows = _stream_rows(mix.streams[source], self._ahead[source], start, len(indices))
+            yield SourceRows(source, indices, rows)
 
     def _order(self, step: int, size: int) -> _permutation.Rows:
         domain = self._domain
@@ -105,37 +113,15 @@ class MixedRows:
         return _permutation.permute(domain, _permutation.draw_keys(domain, self._mix.seed, step), np.arange(size))
 
 
-class _StreamReader:
-    """The row numbers of a source, computed ahead in blocks when they are read in sequence."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._domain = _permutation.domain(stream.num_rows)
-        self._keys = _permutation.Keys(self._domain, stream.seed)
-        # The epoch, the offset of the first row, the computed rows, and the offset after the last requested row.
-        self._block = (-1, 0, np.empty(0, np.intp), 0)
-
-    def rows(self, start: int, count: int) -> RowNumbers:
-        """Return `count` rows of the stream, from row `start` on."""
-        pieces: list[RowNumbers] = []
-        while count:
-            epoch, offset = divmod(start, self._stream.num_rows)
-            taken = min(count, self._stream.num_rows - offset)
-            pieces.append(self._of_epoch(epoch, offset, taken))
-            start, count = start + taken, count - taken
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])
-
-    def _of_epoch(self, epoch: int, offset: int, count: int) -> RowNumbers:
-        if not self._stream.shuffle:
-            return slice(offset, offset + count)
-        known, first, block, end = self._block
-        if known != epoch or not first <= offset <= offset + count <= first + len(block):
-            # With several processes, the rows of the other processes are in between.
-            is_sequential = known == epoch and 0 <= offset - end <= count
-            made = min(_LOOKAHEAD_ROWS, self._stream.num_rows - offset) if is_sequential else count
-            positions = np.arange(offset, offset + max(made, count))
-            first, block = offset, _permutation.permute(self._domain, self._keys.of(epoch), positions)
-        self._block = (epoch, first, block, offset + count)
-        return block[offset - first : offset - first + count]
+def _stream_rows(stream: Stream, ahead: Lookahead, start: int, count: int) -> RowNumbers:
+    """Return `count` rows of a stream, from row `start` on."""
+    pieces: list[RowNumbers] = []
+    while count:
+        epoch, offset = divmod(start, stream.num_rows)
+        taken = min(count, stream.num_rows - offset)
+        rows = slice(offset, offset + taken)
+        pieces.append(ahead.lines(epoch, offset, 1, 1, taken)[:taken, 0] if stream.shuffle else rows)
+        start, count = start + taken, count - taken
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])

@@ -19,11 +19,15 @@ import numpy as np
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+RowNumbers: TypeAlias = Rows | slice
+"""Row numbers in any order, or a contiguous range of them."""
 
 # With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
 _MAX_32 = 2**24
 # A digit with few values has few functions, so small domains need more rounds to mix.
 _SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
+# Row numbers to compute at once when they are read in sequence, to amortize the overhead of NumPy calls.
+_LOOKAHEAD_ROWS = 16384
 
 
 class Domain(NamedTuple):
@@ -61,22 +65,6 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
     return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
 
 
-class Keys:
-    """The keys of the streams of a seed, with a cache of the last requested ones."""
-
-    def __init__(self, domain: Domain, seed: int) -> None:
-        self._domain, self._seed = domain, seed
-        self._known: tuple[int, list[Words]] = (-1, [])  # replaced in one assignment, so threads may share it
-
-    def of(self, stream: int) -> list[Words]:
-        """Return the keys of a stream."""
-        known, keys = self._known
-        if known != stream:
-            keys = draw_keys(self._domain, self._seed, stream)
-            self._known = (stream, keys)
-        return keys
-
-
 def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
     """Return the numbers at `positions` of the permutation; positions must be in range(n)."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype))
@@ -111,3 +99,47 @@ def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
     np.multiply(digit, other_side, digit)
     np.add(digit, other, digit)
     return digit
+
+
+class Lookahead:
+    """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
+
+    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
+
+    Args:
+        num_rows: The number of rows of an epoch.
+        seed: Determines the permutations, together with the epoch.
+    """
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._domain = domain(num_rows)
+        self._seed = seed
+        self._keys: tuple[int, list[Words]] = (-1, [])  # an epoch, and its keys
+        # The epoch, the position of the first line in it, the distance from line to line, and the lines.
+        self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
+
+    def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
+        """Return the row numbers at positions of an epoch, as lines of an array.
+
+        Args:
+            epoch: The epoch.
+            start: The position at which the first line begins.
+            width: The number of positions in a line.
+            distance: The distance from the beginning of a line to the next, for the rows of other processes.
+            least: The number of lines that are needed; there may be more.
+        """
+        known, first, apart, block = self._block
+        line, between = divmod(start - first, apart)
+        is_known = (epoch, width, distance) == (known, block.shape[1], apart)
+        if not is_known or between or not 0 <= line <= len(block) - least:
+            passed = (epoch - known) * self._domain.n + start - first
+            count = least
+            if 0 <= passed <= len(block) * apart + least * distance:  # read in sequence, perhaps with gaps
+                count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), (self._domain.n - start) // distance))
+            drawn, keys = self._keys
+            keys = keys if drawn == epoch else draw_keys(self._domain, self._seed, epoch)
+            self._keys = (epoch, keys)
+            positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
+            block = permute(self._domain, keys, positions.ravel()).reshape(count, width)
+            self._block, line = (epoch, start, distance, block), 0
+        return block[line:]

@@ -2,17 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jstep.core.staircase import Staircase
-from jstep.data import _permutation
-from jstep.data._processes import Share
-from jstep.data._sizes import Run, Sizes, sizes_of
+from jstep.data._permutation import Lookahead, RowNumbers
+from jstep.data._sizes import Run, Share, Sizes, sizes_of
 from jstep.data._steps import NO_END
-from jstep.data.sources import RowNumbers
-
-# Row numbers to compute at once when steps are read in sequence, to amortize the overhead of NumPy calls.
-_LOOKAHEAD_ROWS = 16384
+from jstep.data.sources import Rows
 
 
 class Position(NamedTuple):
@@ -81,38 +75,34 @@ def positions_of(
     return sizes_of(runs), tuple(positions)
 
 
-class Lookahead:
-    """The rows of each step, for one iterator, computed ahead in blocks when steps are read in sequence.
+class Reader:
+    """A function from step to this process's batch, for one iterator.
 
     Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._domain = _permutation.domain(plan.num_rows)
-        self._keys = _permutation.Keys(self._domain, plan.seed)
-        self._block: tuple[int, int, Any] = (0, 0, None)  # first step, step after the last, their rows
+    def __init__(self, plan: Plan, rows: Rows) -> None:
+        self._plan, self._rows = plan, rows
+        self._ahead = Lookahead(plan.num_rows, plan.seed)
+        self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
 
-    def rows(self, step: int) -> RowNumbers:
-        """Return this process's rows in the batch of a step."""
-        first, end, block = self._block
-        if first <= step < end:
-            return block[step - first]
-        plan = self._plan
-        index = plan.sizes.index(step)
-        run, (epoch, offset) = plan.sizes.runs[index], plan.positions[index]
-        epochs, i = divmod(step - run.first, run.period)
-        start, size = offset + i * run.size, run.at(step)
-        low, high = plan.share.of(size)
-        if not plan.shuffle:
-            return slice(start + low, start + high)
-        steps = 1
-        if step == end and size == run.size:
-            whole = min((plan.num_rows - start) // size, run.stop - step)
-            steps = min(max(_LOOKAHEAD_ROWS // (high - low), 1), whole)
-        positions = np.arange(start + low, start + high)
-        if steps > 1:
-            positions = (np.arange(0, steps * size, size)[:, None] + positions).ravel()
-        rows = _permutation.permute(self._domain, self._keys.of(epoch + epochs), positions).reshape(steps, high - low)
-        self._block = (step, step + steps, rows)
-        return rows[0]
+    def __call__(self, step: int) -> Any:
+        """Return the batch of a step."""
+        return self._rows.take(self.numbers(step))
+
+    def numbers(self, step: int) -> RowNumbers:
+        """Return the row numbers of the batch of a step."""
+        first, lines = self._known
+        if not first <= step < first + len(lines):
+            plan = self._plan
+            index = plan.sizes.index(step)
+            run, (epoch, offset) = plan.sizes.runs[index], plan.positions[index]
+            epochs, i = divmod(step - run.first, run.period)
+            low, high = plan.share.of(run.at(step))
+            start = offset + i * run.size + low
+            if not plan.shuffle:
+                return slice(start, start + high - low)
+            lines = self._ahead.lines(epoch + epochs, start, high - low, run.size)[: run.stop - step]
+            first, self._known = step, (step, lines)
+        found: RowNumbers = lines[step - first]
+        return found

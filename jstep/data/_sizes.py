@@ -1,11 +1,14 @@
-"""The number of rows of each batch, in closed form over runs of steps, in integer arithmetic."""
+"""The number of rows of each batch, in closed form over runs of steps, and the share of each process."""
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+
+from jstep.core.checks import as_int
+from jstep.core.staircase import Staircase
 from jstep.data._steps import Steps, count_of, within
 
 
@@ -37,15 +40,14 @@ class Run(NamedTuple):
         """Return the rows of the batch of a step."""
         return self.last if (step - self.first) % self.period == self.period - 1 else self.size
 
-    def ragged(self, steps: range) -> tuple[int, int] | None:
-        """Return which of the run's `steps` end an epoch: the index of the first and the distance between them."""
-        distance = math.gcd(steps.step, self.period)
-        missing, rest = divmod(self.first + self.period - 1 - steps.start, distance)
-        if rest:
-            return None
-        apart = self.period // distance
-        index = missing * pow(steps.step // distance, -1, apart) % apart
-        return (index, apart) if index < count_of(steps) else None
+    def first_other(self, steps: range, size: int) -> int | None:
+        """Return the first of some steps of the run whose batch has another size than `size`, or None."""
+        if steps.step == 1:
+            end_of_epoch = steps.start + (self.first - 1 - steps.start) % self.period
+            candidates: Iterable[int] = (steps.start, steps.start + 1, end_of_epoch)
+        else:
+            candidates = steps[: self.period if self.last != self.size else 1]  # then sizes repeat
+        return next((step for step in candidates if step in steps and self.at(step) != size), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +90,13 @@ def total(sizes: Sizes, steps: range) -> int:
     """Return the total rows of the batches of some steps."""
     rows = 0
     for inner, run in sizes.split(steps):
-        count, ragged = count_of(inner), run.ragged(inner)
-        shorter = 1 + (count - 1 - ragged[0]) // ragged[1] if ragged else 0
-        rows += count * run.size - shorter * (run.size - run.last)
+        if run.last == run.size:
+            rows += count_of(inner) * run.size
+        elif abs(inner.step) == 1:
+            first = min(inner[0], inner[-1])
+            rows += run.before_step(first + count_of(inner)) - run.before_step(first)
+        else:
+            rows += sum(map(run.at, inner))
     return rows
 
 
@@ -99,19 +105,10 @@ def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:
     size = sizes.at(steps[number])
     for first, part in steps.numbered(number + 1):
         for inner, run in sizes.split(part):
-            index = _first_other(inner, run, size)
-            if index is not None:
-                return first + (inner.start - part.start) // part.step + index
+            found = run.first_other(inner, size)
+            if found is not None:
+                return first + (found - part.start) // part.step
     return None
-
-
-def _first_other(steps: range, run: Run, size: int) -> int | None:
-    ragged = run.ragged(steps) if run.last != run.size else None
-    if run.size != size:
-        if run.last != size or ragged is None or ragged[0] > 0:
-            return 0
-        return 1 if ragged[1] > 1 and count_of(steps) > 1 else None
-    return ragged[0] if ragged else None
 
 
 def by_first_step(sizes: Sizes, steps: Steps) -> dict[int, int]:
@@ -123,3 +120,55 @@ def by_first_step(sizes: Sizes, steps: Steps) -> dict[int, int]:
             if run.size != size:
                 size = found[first + (inner.start - part.start) // part.step] = run.size
     return found
+
+
+class Share:
+    """This process's share of each batch.
+
+    Args:
+        sizes: The batch size by step; each a multiple of the number of processes.
+        process: The index of this process and the number of processes; None to query JAX at the first batch.
+
+    Attributes:
+        sizes: The batch size by step.
+
+    Raises:
+        ValueError: A size is not a multiple of the number of processes. With several stages, the message names
+            the stage.
+    """
+
+    def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
+        if process:
+            _check_divides(sizes, process[1])
+        self.sizes, self._process = sizes, process
+
+    def of(self, size: int) -> tuple[int, int]:
+        """Return the first and the last (exclusive) of this process's rows in a batch of `size`."""
+        if self._process is None:
+            # Deferred, because this initializes JAX's backends, and jax.distributed must be initialized before.
+            _check_divides(self.sizes, jax.process_count())
+            self._process = (jax.process_index(), jax.process_count())
+        index, count = self._process
+        return index * size // count, (index + 1) * size // count
+
+
+def _check_divides(sizes: Staircase[int], count: int) -> None:
+    """Check that processes can share batches evenly."""
+    for stage in sizes.stages():
+        if stage.value % count:
+            name = "batch_size" if len(sizes.values) == 1 else f"batch_size[{stage.first}]"
+            raise ValueError(
+                f"{name}={stage.value}: must be a multiple of {count}, the number of processes that share a batch"
+            )
+
+
+def given_process(index: Any, count: Any) -> tuple[int, int] | None:
+    """Return the validated arguments `process_index` and `process_count`; None if both are None."""
+    if index is None and count is None:
+        return None
+    if index is None or count is None:
+        raise ValueError(f"process_index={index!r}, process_count={count!r}: give both of them, or neither")
+    index, count = as_int(index, "process_index"), as_int(count, "process_count")
+    if not 0 <= index < count:
+        raise ValueError(f"process_index={index}: must be in range({count}), as process_count={count}")
+    return index, count

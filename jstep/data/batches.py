@@ -5,12 +5,12 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, shown
 from jstep.core.staircase import as_staircase
-from jstep.data._processes import Share, given_process
-from jstep.data._rows import Lookahead, Plan, positions_of, steps_in
-from jstep.data._sizes import total
+from jstep.data._permutation import RowNumbers
+from jstep.data._rows import Plan, Reader, positions_of, steps_in
+from jstep.data._sizes import Share, given_process, total
 from jstep.data._steps import NO_END, Steps, steps_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sources import RowNumbers, Rows, open_rows
+from jstep.data.sources import Rows, open_rows
 
 
 def batches(
@@ -126,7 +126,7 @@ class Batches(BatchSequence):
         self._rows = rows
         super().__init__(plan.sizes, steps)
 
-    def _reader(self) -> "Reader":
+    def _reader(self) -> Reader:
         return Reader(self._plan, self._rows)
 
     def _with(self, steps: Steps) -> "Batches":
@@ -147,7 +147,7 @@ class Batches(BatchSequence):
 
     def _rows_of(self, step: int) -> Iterator[tuple[str, slice, RowNumbers]]:
         plan = self._plan._replace(share=Share(self._plan.share.sizes, (0, 1)))
-        yield "", slice(0, plan.sizes.at(step)), Lookahead(plan).rows(step)
+        yield "", slice(0, plan.sizes.at(step)), Reader(plan, self._rows).numbers(step)
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
@@ -184,15 +184,3 @@ class Batches(BatchSequence):
         """
         parts = self._steps.numbered(0, self._as_step(step, end=1))
         return sum(total(self._sizes, part) for _, part in parts)
-
-
-class Reader:
-    """A function from step to batch, with the lookahead of one iterator."""
-
-    def __init__(self, plan: Plan, rows: Rows) -> None:
-        self._rows = rows
-        self._lookahead = Lookahead(plan)
-
-    def __call__(self, step: int) -> Any:
-        """Return the batch of a step."""
-        return self._rows.take(self._lookahead.rows(step))

@@ -5,14 +5,14 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.staircase import Staircase, as_staircase
-from jstep.data._merged import check_same_structure, merge
-from jstep.data._mixed_rows import Mix, MixedRows, Stream, derived_seed
-from jstep.data._processes import Share, given_process
-from jstep.data._sizes import Run, Sizes, sizes_of
+from jstep.data._counts import as_weights, counts_of
+from jstep.data._merged import check_same_structure
+from jstep.data._mixed_rows import Mix, Reader, Stream, derived_seed
+from jstep.data._permutation import RowNumbers
+from jstep.data._sizes import Run, Share, Sizes, given_process, sizes_of
 from jstep.data._steps import NO_END, Steps, count_of, steps_of
-from jstep.data._weights import as_weights, counts_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sources import RowNumbers, Rows, open_rows
+from jstep.data.sources import Rows, open_rows
 
 _ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""
@@ -128,7 +128,7 @@ class Mixture(BatchSequence):
         self._seed = seed
         super().__init__(mix.sizes, steps)
 
-    def _reader(self) -> "Reader":
+    def _reader(self) -> Reader:
         return Reader(self._mix, self._rows)
 
     def _with(self, steps: Steps) -> "Mixture":
@@ -142,7 +142,7 @@ class Mixture(BatchSequence):
 
     def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
         mix, names = self._mix, sorted(self._rows)
-        for of in MixedRows(mix._replace(share=Share(mix.share.sizes, (0, 1)))).of(step):
+        for of in Reader(mix._replace(share=Share(mix.share.sizes, (0, 1))), self._rows).numbers(step):
             yield names[of.source], of.indices, of.rows
 
     def __repr__(self) -> str:
@@ -174,19 +174,3 @@ class Mixture(BatchSequence):
                 for name, low, high in zip(sorted(total), *ends, strict=True):
                     total[name] += high - low
         return total
-
-
-class Reader:
-    """A function from step to batch, with the lookahead of one iterator."""
-
-    def __init__(self, mix: Mix, rows: dict[str, Rows]) -> None:
-        self._sources = [rows[name] for name in sorted(rows)]
-        self._mixed = MixedRows(mix)
-
-    def __call__(self, step: int) -> Any:
-        """Return the batch of a step."""
-        parts, indices = [], []
-        for taken in self._mixed.of(step):
-            parts.append(self._sources[taken.source].take(taken.rows))
-            indices.append(taken.indices)
-        return merge(parts, indices)

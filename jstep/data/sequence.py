@@ -7,10 +7,10 @@ from typing import Any, TypeVar, overload
 import jax
 
 from jstep.core.checks import as_int
-from jstep.data._processes import Share
-from jstep.data._sizes import Sizes, by_first_step, next_change
+from jstep.data._permutation import RowNumbers
+from jstep.data._sizes import Share, Sizes, by_first_step, next_change
 from jstep.data._steps import Steps
-from jstep.data.sources import RowNumbers, Rows
+from jstep.data.sources import Rows
 
 Self = TypeVar("Self", bound="BatchSequence")
 

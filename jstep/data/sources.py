@@ -10,10 +10,7 @@ from jstep.core.checks import shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.stack import stack_trees
 from jstep.core.trees import flatten, is_key, path_str, quoted
-from jstep.data import _permutation
-
-RowNumbers: TypeAlias = _permutation.Rows | slice
-"""Row numbers in any order, or a contiguous range of them."""
+from jstep.data._permutation import RowNumbers
 
 
 class ArraySource:
