@@ -194,8 +194,8 @@ def columns_of(
 def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """Compile `add(sums, calls, plain, count) -> sums`, for calls of one step that does not accumulate by itself.
 
-    `calls` are the values of the metrics `names` of some calls; `plain` are numbers of the host, as two floats, [2, steps, metrics],
-    or None. Only the first `count` steps count; the others are padding.
+    `calls` are the values of the metrics `names` of some calls; `plain` are numbers of the host, as two floats,
+    [2, steps, metrics], or None. Only the first `count` steps count; the others are padding.
     """
 
     def add(sums: Sums, calls: list[list[Any]], plain: Any, count: Any) -> Sums:
