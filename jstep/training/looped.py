@@ -87,13 +87,15 @@ class LoopedStep(TrainStep):
 
     def _parts(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any, Constants]:
         n, sums, *stacked = args
-        row = stacked if self._most is None else jax.tree.map(row_of, stacked)
+        if self._most is None:
+            stacked = jax.tree.map(_with_another, stacked)
+        row = jax.tree.map(row_of, stacked)
         one = self._traced[_key(state, tuple(row))]
         made, jaxpr, out = self._accumulate(one), one.traced.jaxpr, one.traced.out_tree
 
         def body(i: Any, carry: Any) -> Any:
             state, _, rows = carry
-            args = stacked if self._most is None else jax.tree.map(lambda x: _at(x, i), stacked)
+            args = jax.tree.map(lambda x: _at(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
             state, computed, _ = jax.tree.unflatten(out, values)
             # Reading the numbers must not change how XLA compiles the step.
@@ -150,6 +152,15 @@ def row_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape of one row of a stacked argument."""
     aval: Any = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+
+
+def _with_another(x: Any) -> Any:
+    """Stack a row with another one, which is not used.
+
+    XLA compiles a loop that takes its only row another way than a loop over several: work on it would move out.
+    """
+    x = jnp.asarray(x)
+    return jnp.stack([x, _zeros(jax.typeof(x))])
 
 
 def _at(x: Any, i: Any) -> Any:

@@ -98,6 +98,19 @@ def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> 
     return whole
 
 
+def test_one_row_is_looped_as_several_are() -> None:
+    """With the only row of a loop, XLA would compile this step another way."""
+    optimizer = jstep.skip_nonfinite(jstep.adam(1e-2))
+    x = np.random.default_rng(0).normal(size=(32, 8, 4)).astype(np.float32)
+    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2), optimizer)
+
+    def trained(steps_per_call: Any) -> jstep.TrainState:
+        state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
+        return jstep.train(step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False)
+
+    assert trained("auto") == trained(4) == trained(2)
+
+
 @pytest.mark.parametrize("net", ["dense", "convolutional"])
 def test_bits_do_not_depend_on_hooks_and_cuts(net: str, tmp_path: Path) -> None:
     assert_no_cut_changes_a_bit(Task(NETS[net]), tmp_path)
@@ -112,6 +125,7 @@ def test_bits_do_not_depend_on_steps_per_call(net: str, where: str, tmp_path: Pa
     task = Task(NETS[net], mesh)
     found = [assert_no_cut_changes_a_bit(task, tmp_path / str(k), steps_per_call=k) for k in (2, 7, 8, 100)]
     assert all(other == found[0] for other in found[1:])
+    assert task.trained(24, steps_per_call="auto") == found[0]
     if net == "convolutional":
         assert assert_no_cut_changes_a_bit(task, tmp_path / "1", steps_per_call=1) == found[0]
 
