@@ -111,17 +111,6 @@ def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:
     return None
 
 
-def by_first_step(sizes: Sizes, steps: Steps) -> dict[int, int]:
-    """Return the batch size by the step number at which it changes, ignoring the last batches of epochs."""
-    found: dict[int, int] = {}
-    size = None
-    for first, part in steps.numbered(0):
-        for inner, run in sizes.split(part):
-            if run.size != size:
-                size = found[first + (inner.start - part.start) // part.step] = run.size
-    return found
-
-
 class Share:
     """This process's share of each batch.
 

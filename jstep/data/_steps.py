@@ -3,6 +3,9 @@
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NO_END = 2**128
 """Sentinel for an endless sequence, larger than any step."""
@@ -54,6 +57,21 @@ class Steps:
             high = count_of(part) if stop is None else min(stop - first, count_of(part))
             if high > low:
                 yield first + low, part[low:high]
+
+    def changes(self, stages: Iterable[tuple[int, int | None, T]]) -> dict[int, T]:
+        """Return the values of stages by the step number from which they hold.
+
+        Args:
+            stages: The first step of each stage, the step after its last one or None for no end, and its value.
+        """
+        found: dict[int, T] = {}
+        ascending, last = list(stages), None
+        for number, part in self.numbered(0):
+            for first, stop, value in ascending if part.step > 0 else reversed(ascending):
+                inner = within(part, first, NO_END if stop is None else stop)
+                if inner and value != last:
+                    last = found[number + (inner.start - part.start) // part.step] = value
+        return found
 
 
 def steps_of(parts: Iterable[range]) -> Steps:

@@ -129,9 +129,6 @@ class Batches(BatchSequence):
     def _reader(self) -> Reader:
         return Reader(self._plan, self._rows)
 
-    def _with(self, steps: Steps) -> "Batches":
-        return Batches(self._plan, self._rows, steps)
-
     def _rows_and_share(self) -> tuple[Rows, Share]:
         return self._rows, self._plan.share
 

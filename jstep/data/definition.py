@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.data._steps import NO_END, within
+from jstep.data._steps import NO_END
 from jstep.data.mixture import Mixture
 from jstep.data.sequence import BatchSequence
 
@@ -21,18 +21,10 @@ def weights_of(batches: BatchSequence) -> dict[int, dict[str, float]]:
         >>> weights_of(mix.skip(2, 5))
         {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
     """
-    found: dict[int, dict[str, float]] = {}
     if not isinstance(batches, Mixture):
-        return found
-    last = None
-    for number, part in batches._steps.numbered(0):
-        for stage in list(batches._mix.weights.stages())[:: 1 if part.step > 0 else -1]:
-            inner = within(part, stage.first, NO_END if stage.stop is None else stage.stop)
-            if inner and stage.value != last:
-                last = stage.value
-                first = number + (inner.start - part.start) // part.step
-                found[first] = dict(zip(sorted(batches._rows), map(float, last), strict=True))
-    return found
+        return {}
+    found = batches._steps.changes(batches._mix.weights.stages())
+    return {step: dict(zip(sorted(batches._rows), map(float, of), strict=True)) for step, of in found.items()}
 
 
 def definition_of(batches: BatchSequence) -> dict[str, Any]:

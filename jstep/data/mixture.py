@@ -131,9 +131,6 @@ class Mixture(BatchSequence):
     def _reader(self) -> Reader:
         return Reader(self._mix, self._rows)
 
-    def _with(self, steps: Steps) -> "Mixture":
-        return Mixture(self._mix, self._rows, self._seed, steps)
-
     def _rows_and_share(self) -> tuple[Rows, Share]:
         return next(iter(self._rows.values())), self._mix.share
 

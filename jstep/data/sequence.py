@@ -1,6 +1,7 @@
 """The base class of the batch sequences that `batches` and `mixture` return."""
 
 import abc
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -8,7 +9,7 @@ import jax
 
 from jstep.core.checks import as_int
 from jstep.data._permutation import RowNumbers
-from jstep.data._sizes import Share, Sizes, by_first_step, next_change
+from jstep.data._sizes import Share, Sizes, next_change
 from jstep.data._steps import Steps
 from jstep.data.sources import Rows
 
@@ -27,17 +28,21 @@ class BatchSequence(abc.ABC):
 
     def __init__(self, sizes: Sizes, steps: Steps) -> None:
         self._sizes = sizes
-        self._steps = steps
-        self._count = steps.count
+        self._use(steps)
+
+    def _use(self, steps: Steps) -> None:
+        self._steps, self._count = steps, steps.count
         self._read = self._reader()
 
     @abc.abstractmethod
     def _reader(self) -> Callable[[int], Any]:
         """A new function from step to batch for one iterator, in steps of the original sequence (without slices)."""
 
-    @abc.abstractmethod
     def _with(self: Self, steps: Steps) -> Self:
         """The same sequence with other steps."""
+        other = copy.copy(self)
+        other._use(steps)
+        return other
 
     @abc.abstractmethod
     def _definition(self) -> dict[str, Any]:
@@ -65,7 +70,7 @@ class BatchSequence(abc.ABC):
 
         A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
-        found = by_first_step(self._sizes, self._steps)
+        found = self._steps.changes((run.first, run.stop, run.size) for run in self._sizes.runs)
         if not found:
             return self._sizes.runs[0].size
         return found[0] if len(found) == 1 else found
