@@ -5,14 +5,13 @@ import io
 import logging
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.place_leaf import sharding_of
 from jstep.core.contexts import internal_transfers
+from jstep.core.placing import parts_of, place, sharding_of, slices
 from jstep.weights.fit import Wanted
-from jstep.weights.read import Index, bounds, read_parts, read_whole
+from jstep.weights.read import read_parts, read_whole
 
 _logger = logging.getLogger("jstep")
 
@@ -29,10 +28,9 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
     sharding = None if wanted.on_host else sharding_of(wanted.leaf, wanted.path)
     if sharding is None:
         return from_host(wanted, read_whole(file, tensor))
-    indices = sharding.addressable_devices_indices_map(wanted.shape).values()
-    keys = list(dict.fromkeys(bounds(index, wanted.shape) for index in indices))
-    parts = dict(zip(keys, read_parts(file, tensor, keys), strict=True))
-    return _sharded(wanted, sharding, {key: _cast(wanted, part) for key, part in parts.items()})
+    parts = parts_of(wanted.shape, sharding)
+    values = (_cast(wanted, array) for array in read_parts(file, tensor, parts))
+    return place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
@@ -44,28 +42,8 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     if sharding is None:
         with internal_transfers():
             return jnp.array(array)
-    indices = sharding.addressable_devices_indices_map(wanted.shape).values()
-    keys = {bounds(index, wanted.shape) for index in indices}
-    parts = {key: np.array(array[tuple(slice(*one) for one in key)], order="C") for key in keys}
-    return _sharded(wanted, sharding, parts)
-
-
-def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any]]) -> jax.Array:
-    def part(index: Index | None) -> np.ndarray[Any, Any]:
-        return parts[bounds(index or (), wanted.shape)]
-
-    with internal_transfers():
-        made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
-        # The sharding of a copy on Explicit axes spells out all axes; restore the requested form.
-        return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made
-
-
-def _is_lent(made: jax.Array, parts: dict[Any, np.ndarray[Any, Any]]) -> bool:
-    """Return whether an array aliases NumPy memory, as JAX may do on the CPU: a donation would not reuse it."""
-    if {getattr(device, "platform", "") for device in made.sharding.device_set} != {"cpu"}:
-        return False
-    given = {array.ctypes.data for array in parts.values()}
-    return any(shard.data.unsafe_buffer_pointer() in given for shard in made.addressable_shards)
+    parts = {part: np.array(array[slices(part)], order="C") for part in parts_of(wanted.shape, sharding)}
+    return place(wanted.shape, wanted.dtype, sharding, parts)
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -8,18 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core.placing import Bounds, lengths, slices
 from jstep.weights.dtypes import dtype_of
 from jstep.weights.header import Tensor
 
-Index = tuple[slice, ...]
 _SHORT = 4096
 """Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
-
-
-def bounds(index: Index, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return a part as pairs (begin, end), one per axis: slices are not hashable, and may omit their ends."""
-    found = (one.indices(size) for one, size in zip(index, shape, strict=True))
-    return tuple((begin, max(begin, end)) for begin, end, _ in found)
 
 
 def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -28,9 +22,7 @@ def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def read_parts(
-    file: io.RawIOBase, tensor: Tensor, parts: Sequence[tuple[tuple[int, int], ...]]
-) -> list[np.ndarray[Any, Any]]:
+def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[Bounds]) -> list[np.ndarray[Any, Any]]:
     """Read parts of a tensor, each into new memory; each byte is read once.
 
     Args:
@@ -43,18 +35,15 @@ def read_parts(
     """
     dtype = dtype_of(tensor.code)
     assert dtype is not None
-    sizes = [math.prod(end - begin for begin, end in part) for part in parts]
+    sizes = [math.prod(lengths(part)) for part in parts]
     if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
         whole = read_whole(file, tensor)
-        return [whole[tuple(slice(*one) for one in part)].copy() for part in parts]
+        return [whole[slices(part)].copy() for part in parts]
     return [_part(file, tensor, dtype, part) for part in parts]
 
 
-def _part(
-    file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: tuple[tuple[int, int], ...]
-) -> np.ndarray[Any, Any]:
-    shape = tuple(end - begin for begin, end in part)
-    array = np.empty(shape, dtype)
+def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: Bounds) -> np.ndarray[Any, Any]:
+    array = np.empty(lengths(part), dtype)
     view = array.reshape(-1).view(np.uint8).data
     length = _run(tensor.shape, part)[1] * dtype.itemsize
     for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
@@ -65,16 +54,16 @@ def _part(
     return array
 
 
-def _run(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _run(shape: Sequence[int], part: Bounds) -> tuple[int, int]:
     """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
     axes = len(shape)
     while axes and part[axes - 1] == (0, shape[axes - 1]):
         axes -= 1
     axes = max(axes - 1, 0)
-    return axes, math.prod(end - begin for begin, end in part[axes:])
+    return axes, math.prod(lengths(part[axes:]))
 
 
-def _starts(shape: Sequence[int], part: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _starts(shape: Sequence[int], part: Bounds) -> Iterator[int]:
     """Yield the index of the first element of each run, in order."""
     axes, _ = _run(shape, part)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

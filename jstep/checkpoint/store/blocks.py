@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core.contexts import internal_transfers
+from jstep.core.placing import Bounds
 
 Box = tuple[slice, ...]
 
@@ -75,13 +76,13 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
                 yield (*whole[:axis], part, *rest)
 
 
-def overlap(box: Box, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Return the common elements of a block and a box, as indices into the box and the block; None if disjoint."""
+def overlap(part: Bounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+    """Return the common elements of a part and a block, as indices into the part and the block; None if disjoint."""
     inside, outside = [], []
-    for part, begin, size in zip(box, start, shape, strict=True):
-        first, last = max(part.start, begin), min(part.stop, begin + size)
+    for (lower, upper), begin, size in zip(part, start, shape, strict=True):
+        first, last = max(lower, begin), min(upper, begin + size)
         if first >= last:
             return None
-        inside.append(slice(first - part.start, last - part.start))
+        inside.append(slice(first - lower, last - lower))
         outside.append(slice(first - begin, last - begin))
     return tuple(inside), tuple(outside)

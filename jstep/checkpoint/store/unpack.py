@@ -1,21 +1,19 @@
 """Assembly of arrays from the blocks of an object store, onto any sharding; each process reads what it needs."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Manifest
 from jstep.checkpoint.store import packs
-from jstep.checkpoint.store.blocks import Box, overlap
+from jstep.checkpoint.store.blocks import overlap
 from jstep.checkpoint.store.packs import Stored
 from jstep.checkpoint.store.protocol import CorruptedError
-from jstep.core.contexts import internal_transfers
+from jstep.core.placing import lengths, parts_of, place
 from jstep.stores import ReadResult, TruncatedError
 
 
@@ -29,17 +27,8 @@ class ReadableObjects(Protocol):
         """Return the result of a read."""
 
 
-_Key = tuple[tuple[int, int], ...]
 _AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
-
-
-@dataclasses.dataclass
-class _Part:
-    """A box of an array that this process needs and fills."""
-
-    box: Box
-    values: np.ndarray[Any, Any]
 
 
 def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -83,34 +72,25 @@ def arrays(
         OSError: The store cannot be read.
     """
     kinds = check(manifest, blocks, list(shardings))
-    parts = {name: _parts(*kinds[name], sharding) for name, sharding in shardings.items()}
+    parts = {
+        name: {part: np.empty(lengths(part), kinds[name][1]) for part in parts_of(kinds[name][0], sharding)}
+        for name, sharding in shardings.items()
+    }
     needed = [
-        block
-        for block in blocks
-        if any(overlap(part.box, block.start, block.shape) for part in parts.get(block.array, {}).values())
+        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
     ]
 
     def fill(block: Stored, body: bytes) -> None:
         values = packs.decoded(block, body, kinds[block.array][1])
-        for part in parts[block.array].values():
-            if (both := overlap(part.box, block.start, block.shape)) is not None:
-                part.values[both[0]] = values[both[1]]
+        for part, filled in parts[block.array].items():
+            if (both := overlap(part, block.start, block.shape)) is not None:
+                filled[both[0]] = values[both[1]]
 
     read(objects, folder, needed, fill)
     out: dict[str, Any] = {}
     for name, sharding in shardings.items():
         mine = parts.pop(name)
-        if sharding is None:
-            out[name] = next(iter(mine.values())).values
-        else:
-            shape = kinds[name][0]
-            index = sharding.addressable_devices_indices_map(shape)
-            # No aliasing: on the CPU an array may alias NumPy memory, which is then not reused when donated.
-            with internal_transfers():
-                local = [
-                    jax.device_put(mine[_key(box, shape)].values, at, may_alias=False) for at, box in index.items()
-                ]
-            out[name] = jax.make_array_from_single_device_arrays(shape, sharding, local)
+        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
     return out
 
 
@@ -151,20 +131,3 @@ def read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: A
         raise
     if problems:
         raise CorruptedError(list(problems))
-
-
-def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
-    """Return the boxes of an array that this process needs; devices that hold the same box share it."""
-    whole = (slice(None),) * len(shape)
-    boxes = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-    found = {}
-    for box in boxes:
-        key = _key(box, shape)
-        if key not in found:
-            found[key] = _Part(tuple(slice(*ends) for ends in key), np.empty([b - a for a, b in key], dtype))
-    return found
-
-
-def _key(box: Box, shape: tuple[int, ...]) -> _Key:
-    """Return the bounds of a box as a key: slices are not hashable before Python 3.12."""
-    return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
