@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import processes
-from jstep.checkpoint.format import ages, left_out, place_leaf
+from jstep.checkpoint.format import left_out, place_leaf, slots
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
-from jstep.checkpoint.format.match_params import PARAMS, match_params
+from jstep.checkpoint.format.match import PARAMS, Match, Names, check, check_averages, match, match_params
 from jstep.checkpoint.store.listing import misnamed, name
 from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
+from jstep.core.matching import listing
 
 INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
 """Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
@@ -49,7 +49,8 @@ class Reader:
                 check_averages(averages, manifest.leaves, path)
             if target is None:
                 return self._read_nested(path, manifest, averages)
-            found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
+            found = match(target, manifest, averages, names, path)
+            check(found, manifest, partial, path)
             with internal_transfers():
                 values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
@@ -185,7 +186,7 @@ class Reader:
             listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
             listing("not used from the checkpoint", [repr(one) for one in found.extra]),
         )
-        if stale := ages.warning(target, values, left):
+        if stale := slots.stale_warning(target, values, left):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:

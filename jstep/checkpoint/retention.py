@@ -11,9 +11,9 @@ import jax
 
 from jstep.checkpoint import processes
 from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
-from jstep.checkpoint.format.match import listing
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Files, Store
+from jstep.core.matching import listing
 
 _logger = logging.getLogger("jstep")
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.match import as_text, listing
 from jstep.core import trees
+from jstep.core.matching import as_text, assign, listing
 from jstep.weights.dtypes import dtype_of
 from jstep.weights.header import Tensor
 from jstep.weights.names import Rule, rules, transformed
@@ -105,25 +105,31 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
         TypeError: A leaf of the target has no shape and dtype, or `names` is wrong.
         ValueError: `names` has a path that is not in the target.
     """
-    found = Fit([], [], [], [])
-    used = set()
-    for (path, leaf), rule in zip(trees.leaves_with_paths(target), rules(names, target, "target"), strict=True):
-        dtype = _dtype(leaf, path)
-        casts = float_dtype is not None and _is_floating(dtype)
-        tensor = None if rule.name is None else tensors.get(rule.name)
-        wanted = Wanted(path, leaf, rule, tensor, float_dtype if casts else dtype, casts)
-        if tensor is not None:
-            used.add(tensor.name)
-            problem = _problem(wanted, tensor)
-            if problem:
-                found.mismatched.append(problem)
-                wanted = dataclasses.replace(wanted, tensor=None)
-        elif rule.name is not None:
-            found.missing.append(repr(path) if rule.name == path else f"{rule.name!r} (for {path!r})")
-        found.wanted.append(wanted)
-    unused = [name for name in tensors if name not in used]
-    found.unused.extend(map(repr, unused))
-    return dataclasses.replace(found, hint=_separator_hint(found.wanted, used, set(unused)))
+    by_name = rules(names, target, "target")
+    wanted = [
+        _wanted(path, leaf, rule, float_dtype)
+        for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True)
+    ]
+    keys = [one.rule.name for one in wanted]
+    found = assign(keys, tensors, lambda i, tensor: _problem(wanted[i], tensor))
+    return Fit(
+        [dataclasses.replace(one, tensor=tensor) for one, tensor in zip(wanted, found.sources, strict=True)],
+        [_missing(wanted[i]) for i in found.missing],
+        list(map(repr, found.unused)),
+        found.differing,
+        _separator_hint(wanted, tensors.keys() - set(found.unused), set(found.unused)),
+    )
+
+
+def _wanted(path: str, leaf: Any, rule: Rule, float_dtype: Any) -> Wanted:
+    dtype = _dtype(leaf, path)
+    casts = float_dtype is not None and _is_floating(dtype)
+    return Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts)
+
+
+def _missing(wanted: Wanted) -> str:
+    same = wanted.rule.name == wanted.path
+    return repr(wanted.path) if same else f"{wanted.rule.name!r} (for {wanted.path!r})"
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:

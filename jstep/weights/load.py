@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.match import has_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
+from jstep.core.matching import has_value
 from jstep.weights.find import find_weights
 from jstep.weights.fit import Fit, Wanted, fit, with_transform_problems
 from jstep.weights.names import Names, transformed

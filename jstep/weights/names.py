@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jstep.core import paths, trees
 from jstep.core.checks import kind, shown
+from jstep.core.matching import entries
 from jstep.core.notes import note
 
 Transform = Callable[[Any], Any]
@@ -44,34 +45,10 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
     for path, count in Counter(found[0] for found in known).items():
         if count > 1:
             raise ValueError(paths.ambiguous(what, path, count))
-    if names is None:
-        return [Rule(found[0]) for found in known]
-    if isinstance(names, Mapping):
-        return _mapped(names, known, what)
-    if callable(names):
-        return [_rule(found[0], names(found[0])) for found in known]
-    raise TypeError(
-        f"names={shown(names)}: must be a mapping from paths of {what} to names of tensors, or a function "
-        f"(path) -> name, got {kind(names)}"
+    given = entries(
+        names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )
-
-
-def _mapped(names: Mapping[Any, Any], known: list[tuple[str, ...]], what: str) -> list[Rule]:
-    # The full path of a leaf takes precedence over the path of another leaf's container.
-    places = {found[1]: i for i, found in enumerate(known) if len(found) > 1}
-    places |= {found[0]: i for i, found in enumerate(known)}
-    found_at: dict[int, str] = {}
-    chosen = [Rule(found[0]) for found in known]
-    for path, entry in names.items():
-        place = places.get(path)
-        if place is None:
-            near = trees.nearest(str(path), [found[0] for found in known])
-            raise ValueError(f"names: {what} has no leaf at {shown(path)}{near}")
-        if place in found_at:
-            raise ValueError(f"names: {found_at[place]!r} and {path!r} are the same leaf of {what}; keep one of them")
-        found_at[place] = path
-        chosen[place] = _rule(path, entry)
-    return chosen
+    return [_rule(path, given[path]) if path in given else Rule(path) for path, *_ in known]
 
 
 def _rule(path: str, entry: Any) -> Rule:

@@ -10,8 +10,9 @@ import numpy as np
 
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Leaf
-from jstep.checkpoint.format.match import Wanted, average_of, has_value
+from jstep.checkpoint.format.match import Wanted, average_of
 from jstep.core import trees
+from jstep.core.matching import has_value
 from jstep.core.placing import place_anywhere, sharding_of
 
 
