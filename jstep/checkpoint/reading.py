@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import processes
 from jstep.checkpoint.format import left_out, place_leaf, slots
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.format.match import PARAMS, Match, Names, check, check_averages, match, match_params
@@ -18,6 +17,7 @@ from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.matching import listing
+from jstep.distributed import agreement
 
 INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
 """Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
@@ -87,7 +87,7 @@ class Reader:
         """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if requested is None else requested
         path = self._store.at(self._prefix, step)
-        if processes.any_process(path is None):
+        if agreement.any_process(path is None):
             if requested is None:
                 raise _GoneError(self._store.path(name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
@@ -103,11 +103,11 @@ class Reader:
             pass
         except CheckpointError as error:
             problem, way_out = str(error), MOVE if isinstance(error, UnsupportedFormatError) else DELETE
-        if processes.any_process(manifest is None and not problem):
+        if agreement.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
             problem, way_out = misnamed(self._prefix, step, manifest.step), MOVE
-        if processes.any_process(bool(problem)):
+        if agreement.any_process(bool(problem)):
             raise self._unusable(path, [problem or "see the error of another process"], way_out)
         assert manifest is not None
         return path, manifest
@@ -116,7 +116,7 @@ class Reader:
         """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
         newest = next(self._store.newest_first(self._prefix), None)
         broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
-        step = processes.broadcast_first(-2 if broken else -1 if newest is None else newest[0])
+        (step,) = agreement.broadcast_ints(-2 if broken else -1 if newest is None else newest[0])
         if step == -2:
             path, _, problem = (broken or [f"{self._prefix}-*: see the error of another process"])[0].partition(": ")
             raise self._unusable(path, [problem], DELETE)
@@ -209,10 +209,10 @@ class Reader:
                     problems = verdict.result() or problems
                 except OSError as error:  # it is not known whether it is corrupted
                     failure = error
-        if processes.any_process(bool(problems) or failure is not None):
-            if processes.any_process(self._is_gone(path, manifest)):
+        if agreement.any_process(bool(problems) or failure is not None):
+            if agreement.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
-            if processes.any_process(bool(problems)):
+            if agreement.any_process(bool(problems)):
                 raise self._unusable(path, problems or ["another process names the file"], DELETE)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure

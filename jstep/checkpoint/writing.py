@@ -4,7 +4,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from jstep.checkpoint import processes
 from jstep.checkpoint.format import compression, leaves, left_out
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.names import checkpoint_name
@@ -16,6 +15,7 @@ from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList
+from jstep.distributed import agreement
 
 
 class Writer:
@@ -50,7 +50,7 @@ class Writer:
                 self._store.claim(self._prefix)
             except (OSError, CheckpointError) as failure:
                 error = failure
-        if processes.any_process(error is not None):
+        if agreement.any_process(error is not None):
             raise error or CheckpointError(
                 f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
             )
@@ -69,7 +69,7 @@ class Writer:
             self.wait()
         except CheckpointError as error:
             failure = error
-        if processes.any_process(failure is not None):
+        if agreement.any_process(failure is not None):
             raise failure or CheckpointError("the last checkpoint was not saved; see the error of another process")
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:

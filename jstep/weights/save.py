@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
-from jstep.distributed.agreement import max_over_processes
+from jstep.distributed.agreement import any_process
 from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import transform_of_ones
@@ -100,8 +100,8 @@ def save_weights(
             failure = error
     if jax.process_count() > 1:
         collections.deque(arrays, maxlen=0)
-        if max_over_processes(np.array([failure is not None])).any() and failure is None:
-            raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
+    if any_process(failure is not None) and failure is None:
+        raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
     if failure is not None:
         raise failure
     return files.path

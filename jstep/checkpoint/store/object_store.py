@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.checkpoint.format import manifest as _manifest
 from jstep.checkpoint.format.manifest import CheckpointError
@@ -19,6 +18,7 @@ from jstep.checkpoint.store.object_names import Checkpoints
 from jstep.checkpoint.store.object_reader import HURRIED, ObjectReader
 from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.protocol import Commit
+from jstep.distributed import agreement
 from jstep.stores import Pending
 
 START = 38.0
@@ -57,7 +57,7 @@ class ObjectStore(ObjectReader):
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = _agreed_attempt(commit.saved_at)
+        attempt = names.attempt_of(*agreement.broadcast_ints(*names.new_attempt(commit.saved_at)))
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
@@ -187,15 +187,3 @@ class ObjectStore(ObjectReader):
         if self._claimed is not None:
             self._claimed.release(HURRIED if wait else 1)
             self._claimed = None
-
-
-def _agreed_attempt(now: float) -> str:
-    """Return the name of a new attempt, the same on all processes."""
-    attempt = names.new_attempt(now)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        halves = np.array([*divmod(attempt[0], 2**16), attempt[1]], np.int32)
-        high, low, number = map(int, np.asarray(multihost_utils.broadcast_one_to_all(halves)))
-        attempt = high * 2**16 + low, number
-    return names.attempt_of(attempt)
