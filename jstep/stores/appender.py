@@ -27,9 +27,10 @@ class ObjectAppender:
     Args:
         objects: The directory of objects.
         next_key: Returns the key of the first object, and of each one after it.
-        header: The first bytes of each object. The first header is written immediately, so that errors show early.
+        header: The first bytes of each object.
         secs: Seconds between two uploads.
         segmented: Whether a new object begins after `SEGMENT` bytes; if not, one object holds everything.
+        at_once: Whether to write the first header immediately, so that errors show early.
 
     Raises:
         OSError: The first upload, made here, failed.
@@ -43,12 +44,15 @@ class ObjectAppender:
         secs: float = PERIOD,
         *,
         segmented: bool = True,
+        at_once: bool = True,
     ) -> None:
         self._objects, self._next_key, self._header = objects, next_key, header
         self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else None
         self._full: list[tuple[str, bytes]] = []
         self._key, self._data = next_key(), bytearray(header)
-        self._changed, self._failing = True, False
+        self._changed, self._failing = at_once, False
+        self._hurried = not at_once
+        """Whether uploads must not delay the callers for long, since none has succeeded yet, or the last one failed."""
         self._lock = threading.Lock()
         self._last = -math.inf
         self.path = objects.at(self._key)
@@ -83,20 +87,19 @@ class ObjectAppender:
         """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
         return self._last + self._period if self._changed or self._full else math.inf
 
-    def upload(self) -> bool:
+    def sync(self) -> bool:
         """Upload new data and return whether that succeeded; a failure is logged once, and the data is kept."""
         try:
-            # Repeated failures must not delay the callers.
-            with self._objects.within(5 if self._failing else math.inf):
+            with self._objects.within(5 if self._hurried else math.inf):
                 self._put()
         except OSError as error:
             if not self._failing:
                 _logger.warning("%s; the data is kept, and the upload is retried", error)
-            self._failing = True
+            self._failing = self._hurried = True
             return False
         if self._failing:
             _logger.info("%s is uploaded again", self.path)
-        self._failing = False
+        self._failing = self._hurried = False
         return True
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class ObjectAppender:
         Raises:
             OSError: The upload failed.
         """
-        with self._objects.within(8 if self._failing else math.inf):
+        with self._objects.within(8 if self._hurried else math.inf):
             self._put()
 
     def _put(self) -> None:

@@ -10,7 +10,7 @@ from jstep.stores import ObjectAppender, Objects, is_url
 from jstep.summary.read.files import is_event_file
 from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes
-from jstep.summary.write.sinks import LocalFile, ObjectFile, Sink
+from jstep.summary.write.sinks import LocalFile, Sink
 
 FILE_VERSION = "brain.Event:2"
 """From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
@@ -46,14 +46,14 @@ def _new_path(logdir: str) -> str:
     return os.path.join(logdir, _file_name(filter(is_event_file, os.listdir(logdir))))
 
 
-def _objects(logdir: str, flush_secs: float) -> ObjectFile:
+def _objects(logdir: str, flush_secs: float) -> ObjectAppender:
     """Create objects, each with the first record of an event file; the first is written before this returns."""
     objects = Objects(logdir)
     with objects.within(_START):
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
         stem = name.rpartition(".")[0]
         later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
-        return ObjectFile(ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs))
+        return ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs)
 
 
 def _file_name(there: Iterable[str]) -> str:

@@ -1,12 +1,10 @@
-"""Destinations for a worker's records: a local file, or objects below a URL."""
+"""Destinations for a worker's records: a local file; below a URL, an `ObjectAppender`."""
 
 import logging
 import math
 import os
 from collections.abc import Callable
-from typing import Protocol
-
-from jstep.stores import ObjectAppender
+from typing import Any, Protocol
 
 _logger = logging.getLogger("jstep")
 
@@ -19,7 +17,7 @@ class Sink(Protocol):
     def write(self, data: bytes) -> None:
         """Append records atomically: on an error, none of them is written."""
 
-    def sync(self) -> None:
+    def sync(self) -> Any:
         """Make the written records visible to readers. Does not raise: failures are retried."""
 
     def due(self) -> float:
@@ -97,27 +95,3 @@ class LocalFile:
     def close(self) -> None:
         """See `Sink.close`."""
         self._file.close()
-
-
-class ObjectFile:
-    """Objects below a URL: one that grows; past a megabyte the next one is started."""
-
-    def __init__(self, appender: ObjectAppender) -> None:
-        self.path = appender.path
-        self._appender = appender
-
-    def write(self, data: bytes) -> None:
-        """See `Sink.write`; records are buffered in memory."""
-        self._appender.write(data)
-
-    def sync(self) -> None:
-        """See `Sink.sync`; the records are uploaded."""
-        self._appender.upload()
-
-    def due(self) -> float:
-        """See `Sink.due`."""
-        return self._appender.due()
-
-    def close(self) -> None:
-        """See `Sink.close`."""
-        self._appender.close()
