@@ -2,9 +2,9 @@
 
 import json
 import os
+import threading
 import time
 
-from jstep.core.contexts import Thread
 from jstep.stores.appender import ObjectAppender
 from jstep.stores.objects import Objects
 from jstep.stores.urls import is_url, split
@@ -84,7 +84,7 @@ class ObjectLines:
         above, name = split(path)
         objects = Objects(above)
         self.path = path
-        self._thread: Thread | None = None
+        self._thread: threading.Thread | None = None
         with objects.within(_START):
             header = complete(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
@@ -99,6 +99,8 @@ class ObjectLines:
             self._wait()
             self._appender.sync()
         elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            from jstep.core.contexts import Thread  # not at the top: it imports JAX
+
             self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
             self._thread.start()
 

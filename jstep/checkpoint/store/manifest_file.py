@@ -4,6 +4,7 @@ import functools
 import os
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, decode, encode
+from jstep.stores import new_file
 
 
 def read(checkpoint: str) -> Manifest:
@@ -28,7 +29,5 @@ _decoded = functools.lru_cache(maxsize=4)(decode)
 
 def write(checkpoint: str, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint, and flush it to disk."""
-    with open(os.path.join(checkpoint, NAME), "wb") as file:
+    with new_file(os.path.join(checkpoint, NAME)) as file:
         file.write(encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())

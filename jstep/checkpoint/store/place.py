@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable
 
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
+from jstep.stores import sync_folder
 
 _logger = logging.getLogger("jstep")
 
@@ -34,7 +35,7 @@ def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
             os.rename(final, replaced)
         else:
             _set_aside(final)
-    sync(temporary)
+    sync_folder(temporary)
     os.rename(temporary, final)
     lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
     if lacks is not None:
@@ -43,7 +44,7 @@ def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
         if os.path.lexists(replaced):
             os.rename(replaced, final)
         raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
-    sync(os.path.dirname(final))
+    sync_folder(os.path.dirname(final))
     remove(replaced)
 
 
@@ -108,13 +109,3 @@ def _restore_replaced(replaced: str, final: str) -> None:
         else:
             _set_aside(final)
     os.rename(replaced, final)
-
-
-def sync(folder: str) -> None:
-    """Flush the entries of a folder to disk, if the system supports that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
