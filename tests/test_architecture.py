@@ -43,7 +43,7 @@ BUILDERS = {"sharding.layout"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
 READERS = {"core.placements"}
 """Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
-STAGES = {"checkpoint.stage"}
+STAGES = {"checkpoint.writing"}
 """Copies a state into the staging buffer of a Saver: it donates this buffer, never a state."""
 SUMS = {"hooks.metric_sums_program"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""

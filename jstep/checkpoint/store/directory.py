@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
+from jstep.checkpoint.store import checksums, listing, owner, place
 from jstep.checkpoint.store.claim import Claim, file_of
-from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.protocol import Commit
 
 _logger = logging.getLogger("jstep")
@@ -49,22 +48,22 @@ class Directory:
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
-        return manifest_file.read(path)
+        return listing.read_manifest(path)
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
         if manifest.is_packed:  # copied from a bucket
-            from jstep.checkpoint.store import packed  # not at the top: it imports JAX
+            from jstep.checkpoint.store import unpack  # not at the top: it imports JAX
 
-            return packed.find_corruption(packed.LocalObjects(path), "", manifest, share)
+            return unpack.find_corruption(unpack.LocalObjects(path), "", manifest, share)
         return checksums.find_corruption(path, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""
-        from jstep.checkpoint.store import packed, tensors  # not at the top: importing tensorstore is slow
+        from jstep.checkpoint.store import tensors, unpack  # not at the top: importing tensorstore is slow
 
         if manifest.is_packed:
-            return packed.read(packed.LocalObjects(path), "", manifest, shardings)
+            return unpack.read(unpack.LocalObjects(path), "", manifest, shardings)
         return tensors.read(tensors.in_folder(path), manifest, shardings)
 
     def claim(self, prefix: str) -> None:
@@ -74,7 +73,7 @@ class Directory:
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._is_cleaned:
-            place.remove_leftovers(self.directory, prefix, IN_FLIGHT.__contains__)
+            place.remove_leftovers(self.directory, prefix, place.IN_FLIGHT.__contains__)
             self._is_cleaned = True
 
     def _take(self, prefix: str) -> Claim:
@@ -126,7 +125,7 @@ class Directory:
             # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
             if lost := _lost(lambda: tensors.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
-            manifest_file.write(temporary, manifest)
+            listing.write_manifest(temporary, manifest)
             place.publish(temporary, final, [NAME, *manifest.files])
             commit.committed()
 
@@ -150,8 +149,8 @@ class Directory:
             raise
 
     def _explain(self, error: Exception) -> None:
-        if no_space.is_full(error):
-            raise no_space.full(self.directory, self._bytes) from error
+        if place.is_full(error):
+            raise place.full_disk(self.directory, self._bytes) from error
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""

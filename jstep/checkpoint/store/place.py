@@ -1,4 +1,4 @@
-"""Atomic publication and deletion of checkpoints in a directory.
+"""Atomic publication and deletion of checkpoints in a directory, and errors of a full disk.
 
 A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
 """
@@ -10,9 +10,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
+from jstep.core.sizes import size
 from jstep.stores import sync_folder
+
+IN_FLIGHT: dict[str, Any] = {}
+"""Path of a temporary folder → the checkpointer that writes it."""
+
 
 _logger = logging.getLogger("jstep")
 
@@ -109,3 +115,30 @@ def _restore_replaced(replaced: str, final: str) -> None:
         else:
             _set_aside(final)
     os.rename(replaced, final)
+
+
+_WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
+_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, reports a full disk or an exceeded quota."""
+    seen = 0
+    while error is not None and seen < 20:
+        if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def full_disk(directory: str, needed: int) -> OSError:
+    """Return the error to raise, with the bytes needed and the bytes free."""
+    try:
+        free = f"{size(shutil.disk_usage(directory).free)} free"
+    except OSError:
+        free = "free space unknown"
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full ({size(needed)} needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
+        "fewer checkpoints by max_to_keep",
+    )

@@ -17,6 +17,8 @@ from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.placing import parts_of, place, slices
+from jstep.stores import Objects, Pending
+from jstep.stores.objects import spec
 
 _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
 
@@ -59,6 +61,22 @@ def read(
     if problems:
         raise CorruptedError(problems)
     return dict(_read_ahead(opened, shardings, wait))
+
+
+def read_copy(objects: Objects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arrays of a checkpoint that was written to a disk and copied below a URL, unverified; see `read`.
+
+    Args:
+        objects: The objects.
+        above: What the keys of the checkpoint begin with: its name and a slash.
+        manifest: The manifest of the checkpoint.
+        shardings: Name → sharding of the array; None for a NumPy array.
+    """
+
+    def wait(future: Any, nbytes: int) -> Any:
+        return Pending(objects, future, "read", above, nbytes).result()
+
+    return read(spec(objects.at(above.rstrip("/"))), manifest, shardings, wait)
 
 
 def _spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
