@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jstep.core.contexts import Thread, internal_transfers
 from jstep.core.notes import note
 from jstep.summary.records import frame
-from jstep.summary.write.sinks import Sink
+from jstep.summary.write.event_file import Sink
 
 Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
 """(job, step, time) → (serialized events, errors)."""
