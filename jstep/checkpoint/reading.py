@@ -115,12 +115,12 @@ class Reader:
     def _newest(self) -> int:
         """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
         newest = next(self._store.newest_first(self._prefix), None)
-        broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
-        (step,) = agreement.broadcast_ints(-2 if broken else -1 if newest is None else newest[0])
-        if step == -2:
-            path, _, problem = (broken or [f"{self._prefix}-*: see the error of another process"])[0].partition(": ")
+        (step,) = agreement.broadcast_ints(-1 if newest is None else newest[0])
+        broken = self._store.broken(self._prefix, step)
+        if agreement.any_process(bool(broken)):
+            path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
             raise self._unusable(path, [problem], DELETE)
-        if step == -1:
+        if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
@@ -265,7 +265,7 @@ class Reader:
 
     def _removal(self, in_the_way: dict[str, str], above: int, purpose: str) -> str:
         """Return what to remove before `train` resumes from a step. What is intact is never to be deleted."""
-        in_the_way |= {line.partition(": ")[0]: DELETE for line in self._store.broken(self._prefix, above)}
+        in_the_way |= {path: DELETE for path, _ in self._store.broken(self._prefix, above)}
         delete, move = ([path for path, found in in_the_way.items() if found == way] for way in (DELETE, MOVE))
         steps = [f"delete {' and '.join(delete)}"] if delete else []
         steps += [f"move {' and '.join(move)} to another directory"] if move else []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, owner, place
+from jstep.checkpoint.store import checksums, listing, place
 from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.protocol import Commit
 
@@ -42,7 +42,7 @@ class Directory:
         """See `Store.at`."""
         return listing.at(self.directory, prefix, step)
 
-    def broken(self, prefix: str, above: int) -> list[str]:
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`."""
         return listing.broken(self.directory, prefix, above)
 
@@ -69,7 +69,7 @@ class Directory:
     def claim(self, prefix: str) -> None:
         """See `Store.claim`."""
         self._make()
-        if self._claim is None or not self._claim.is_held():
+        if self._claim is None or not self.holds_claim():
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._is_cleaned:
@@ -79,14 +79,18 @@ class Directory:
     def _take(self, prefix: str) -> Claim:
         try:
             return Claim(self.directory, prefix)
-        except CheckpointError as error:
-            if owner.THIS_ONE not in str(error):
+        except CheckpointError:
+            file = os.path.realpath(file_of(self.directory, prefix))
+            if not _is_held_here(file):
                 raise
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
-            holder = _HOLDERS.get(os.path.realpath(file_of(self.directory, prefix)))
-            if holder is not None and holder.is_left:
+            if (holder := _HOLDERS.get(file)) is not None and holder.is_left:
                 holder.finish()
             return Claim(self.directory, prefix)
+
+    def holds_claim(self) -> bool:
+        """Return whether this store has the claim, in this process and not in the parent of a fork."""
+        return self._claim is not None and self._claim.is_held()
 
     def finish(self) -> None:
         """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
@@ -121,13 +125,13 @@ class Directory:
 
             from jstep.checkpoint.store import tensors
 
-            manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
+            manifest, committed = commit.seal(checksums.collect(temporary, jax.process_count()))
             # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
             if lost := _lost(lambda: tensors.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
             listing.write_manifest(temporary, manifest)
             place.publish(temporary, final, [NAME, *manifest.files])
-            commit.committed()
+            committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
         try:
@@ -168,6 +172,11 @@ class Directory:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+
+
+def _is_held_here(file: str) -> bool:
+    holder = _HOLDERS.get(file)
+    return holder is not None and holder.holds_claim()
 
 
 def _lost(missing: Callable[[], str | None]) -> str | None:

@@ -156,8 +156,8 @@ def missing(path: str) -> str | None:
     return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
 
 
-def broken(directory: str, prefix: str, above: int) -> list[str]:
-    """Return problems of our checkpoints at higher steps that lack files.
+def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
+    """Return path and problem of our checkpoints at higher steps that lack files.
 
     No crash leaves such a checkpoint: a folder gets its name when it is complete, and loses it before it is deleted.
     Only in a copy from a bucket, data without a manifest may come from an interrupted save.
@@ -178,7 +178,7 @@ def broken(directory: str, prefix: str, above: int) -> list[str]:
                 NAME,
             )
         else:
-            problems.append(f"{path}: {lacks} is missing")
+            problems.append((path, f"{lacks} is missing"))
     return problems
 
 

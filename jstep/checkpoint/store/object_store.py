@@ -70,7 +70,7 @@ class ObjectStore:
         there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
         return self.path(name) if there else None
 
-    def broken(self, prefix: str, above: int) -> list[str]:
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`."""
         return []
 
@@ -153,12 +153,12 @@ class ObjectStore:
         keys = self._list(self._prefix)
         self._keys = keys  # one list request per save
         try:
-            sealed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
+            sealed, committed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
             data = _manifest.encode(dataclasses.replace(sealed, data=attempt))
             self._put(f"{name}/{_manifest.NAME}", data, before)
             self._saving = ""
             with self._never_failing():
-                commit.committed()
+                committed()
                 if not self._forbidden:
                     self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
         finally:
