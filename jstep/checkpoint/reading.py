@@ -51,10 +51,8 @@ class Reader:
                 return self._read_nested(path, manifest, averages)
             found = match(target, manifest, averages, names, path)
             check(found, manifest, partial, path)
-            with internal_transfers():
-                values = self._read_leaves(path, manifest, found)
+            values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
-            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
         return self._retry(step, read)
@@ -67,10 +65,7 @@ class Reader:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
-            with internal_transfers():
-                values = self._read_leaves(path, manifest, found)
-            self._warn_of_changed(path, found, values)
-            return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
+            return jax.tree.unflatten(trees.structure(params), self._read_leaves(path, manifest, found))
 
         return self._retry(step, read)
 
@@ -129,28 +124,32 @@ class Reader:
         return place_leaf.nested_values(manifest.leaves, arrays, averages)
 
     def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
-        left = {
-            i: place_leaf.keep_target_leaf(want, manifest.step)
-            for i, want in enumerate(found.wanted)
-            if want.source is None
-        }
-        sources = [want.source for want in found.wanted if want.source is not None]
-        uses = Counter(source.array for source in sources)
-        shardings: dict[str, Any] = {}
-        for want in found.wanted:
-            if want.source is not None and want.source.array is not None:
-                shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
-        arrays = self._read(path, manifest, shardings)
+        """Return the leaves of a target in its order: restored, or kept."""
+        with internal_transfers():
+            kept = {
+                i: place_leaf.keep_target_leaf(want, manifest.step)
+                for i, want in enumerate(found.wanted)
+                if want.source is None
+            }
+            sources = [want.source for want in found.wanted if want.source is not None]
+            uses = Counter(source.array for source in sources)
+            shardings: dict[str, Any] = {}
+            for want in found.wanted:
+                if want.source is not None and want.source.array is not None:
+                    shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
+            arrays = self._read(path, manifest, shardings)
 
-        def value(i: int) -> Any:
-            want = found.wanted[i]
-            if want.source is None:
-                return left[i]
-            array: Any = arrays.get(want.source.array or "")
-            shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-            return place_leaf.place_leaf(want, array.copy() if shared else array)
+            def value(i: int) -> Any:
+                want = found.wanted[i]
+                if want.source is None:
+                    return kept[i]
+                array: Any = arrays.get(want.source.array or "")
+                shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
+                return place_leaf.place_leaf(want, array.copy() if shared else array)
 
-        return [value(i) for i in range(len(found.wanted))]
+            values = [value(i) for i in range(len(found.wanted))]
+        self._warn_of_changed(path, found, values)
+        return values
 
     def _warn_of_changed(self, path: str, found: Match, values: Sequence[Any]) -> None:
         """Warn of leaves that were left out of the checkpoint and have other values in the target."""
