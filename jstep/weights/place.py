@@ -3,6 +3,7 @@
 import functools
 import io
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -48,6 +49,11 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     keys = {bounds(index, wanted.shape) for index in indices}
     parts = {key: np.array(array[tuple(slice(*one) for one in key)], order="C") for key in keys}
     return _sharded(wanted, sharding, parts)
+
+
+def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Index, np.ndarray[Any, Any]]]) -> jax.Array:
+    """Return a leaf from the parts of this process on the host, as pairs (index, values)."""
+    return _sharded(wanted, sharding, {bounds(index, wanted.shape): _cast(wanted, values) for index, values in parts})
 
 
 def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any]]) -> jax.Array:
