@@ -1,4 +1,4 @@
-"""Atomic checkpoints of training states. The only package that imports Orbax, and only when a Saver saves."""
+"""Atomic checkpoints of training states. It imports Orbax only when a Saver saves."""
 
 from typing import TYPE_CHECKING
 

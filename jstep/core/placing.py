@@ -12,6 +12,12 @@ Bounds = tuple[tuple[int, int], ...]
 """A part of an array: (begin, end) for each axis. Slices may omit theirs, and are not hashable before Python 3.12."""
 
 
+def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+    """Return the bounds of an index; None is that of a scalar."""
+    found = (one.indices(size) for one, size in zip(index or (), shape, strict=True))
+    return tuple((begin, max(begin, end)) for begin, end, _ in found)
+
+
 def slices(part: Bounds) -> tuple[slice, ...]:
     """Return the part as an index."""
     return tuple(slice(*ends) for ends in part)
@@ -26,7 +32,7 @@ def parts_of(shape: Sequence[int], sharding: Any) -> list[Bounds]:
     """Return the distinct parts of an array that the devices of this process hold; the whole array without sharding."""
     whole = (slice(None),) * len(shape)
     indices: Iterable[Any] = [whole] if sharding is None else _indices(shape, sharding).values()
-    return list(dict.fromkeys(_bounds(index, shape) for index in indices))
+    return list(dict.fromkeys(bounds(index, shape) for index in indices))
 
 
 def place(shape: Sequence[int], dtype: Any, sharding: Any, parts: Mapping[Bounds, np.ndarray[Any, Any]]) -> jax.Array:
@@ -40,7 +46,7 @@ def place(shape: Sequence[int], dtype: Any, sharding: Any, parts: Mapping[Bounds
     """
     indices = _indices(shape, sharding)
     devices = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in indices]
-    values = [parts[_bounds(index, shape)] for index in indices.values()]
+    values = [parts[bounds(index, shape)] for index in indices.values()]
     with internal_transfers():
         placed = [_own(*pair) for pair in zip(jax.device_put(values, devices), values, strict=True)]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, placed, dtype=dtype)
@@ -96,8 +102,3 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
 
 def _indices(shape: Sequence[int], sharding: Any) -> Mapping[Any, Any]:
     return sharding.addressable_devices_indices_map(tuple(shape))
-
-
-def _bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
-    found = (one.indices(size) for one, size in zip(index or (), shape, strict=True))
-    return tuple((begin, max(begin, end)) for begin, end, _ in found)

@@ -10,8 +10,6 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.matching import as_text, assign, listing
-from jstep.weights.dtypes import dtype_of
-from jstep.weights.header import Tensor
 from jstep.weights.names import Rule, rules, transformed
 
 _SHOWN = 200  # entries of a list in a message: enough to show the names of a model's layers
@@ -33,7 +31,7 @@ class Wanted:
     path: str
     leaf: Any
     rule: Rule
-    tensor: Tensor | None
+    tensor: Any
     dtype: Any
     casts: bool
 
@@ -92,7 +90,7 @@ class Fit:
         )
 
 
-def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any) -> Fit:
+def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -> Fit:
     """Find the tensor of each leaf of a target.
 
     Args:
@@ -159,7 +157,7 @@ def with_transform_problems(found: Fit) -> Fit:
 def _transform_problem(wanted: Wanted) -> str:
     if wanted.tensor is None or wanted.rule.transform is None:
         return ""
-    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
+    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, wanted.tensor.dtype, wanted.path)
     return "" if found is None else wanted.difference(found.shape, found.dtype)
 
 
@@ -173,12 +171,12 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: st
         return None
 
 
-def _problem(wanted: Wanted, tensor: Tensor) -> str:
-    dtype = dtype_of(tensor.code)
+def _problem(wanted: Wanted, tensor: Any) -> str:
+    dtype = tensor.dtype
     if dtype is None:
-        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which JAX cannot hold"
+        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which load_weights cannot load"
     if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
-        return f"{wanted.path!r} is {wanted.dtype} in target, which safetensors does not have; map it to None in names"
+        return f"{wanted.path!r} is {wanted.dtype} in target, which load_weights does not load; map it to None in names"
     return "" if wanted.rule.transform else wanted.difference(tensor.shape, dtype)
 
 

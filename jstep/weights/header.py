@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from jstep.core.checks import shown
-from jstep.weights.dtypes import bits_of, known
+from jstep.weights.dtypes import bits_of, dtype_of, known
 
 METADATA = "__metadata__"
 LARGEST = 100_000_000
@@ -37,6 +39,11 @@ class Tensor(NamedTuple):
     file: str
     start: int
     nbytes: int
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """The NumPy dtype; None if JAX cannot hold it."""
+        return dtype_of(self.code)
 
 
 class Header(NamedTuple):

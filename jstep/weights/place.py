@@ -3,13 +3,15 @@
 import functools
 import io
 import logging
+from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.contexts import internal_transfers
-from jstep.core.placing import parts_of, place, sharding_of, slices
+from jstep.core.placing import bounds, parts_of, place, sharding_of, slices
 from jstep.weights.fit import Wanted
 from jstep.weights.read import read_parts, read_whole
 
@@ -44,6 +46,12 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
             return jnp.array(array)
     parts = {part: np.array(array[slices(part)], order="C") for part in parts_of(wanted.shape, sharding)}
     return place(wanted.shape, wanted.dtype, sharding, parts)
+
+
+def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndarray[Any, Any]]]) -> jax.Array:
+    """Return a leaf from the parts of this process on the host, as pairs (index, values)."""
+    values = {bounds(index, wanted.shape): _cast(wanted, part) for index, part in parts}
+    return place(wanted.shape, wanted.dtype, sharding, values)
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

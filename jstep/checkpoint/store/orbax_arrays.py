@@ -1,4 +1,6 @@
-"""Writing of named arrays to a folder with Orbax. The only module that imports Orbax.
+"""Writing of named arrays to a folder with Orbax.
+
+It is all that uses more than Orbax's public API.
 
 Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the
 folder is passed to `publish` instead, which adds the manifest and renames it.
