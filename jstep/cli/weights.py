@@ -12,8 +12,8 @@ from jstep.cli.command import OK
 from jstep.cli.output import as_json, cell, printable, table
 from jstep.core.sizes import size
 from jstep.stores import is_url
-from jstep.weights.dtypes import name_of
 from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
+from jstep.weights.header import name_of
 from jstep.weights.orbax_folder import folder_of
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.placing import sharding_of
-from jstep.weights.fit import Fit, Wanted, fit
-from jstep.weights.names import Rule, rules
+from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts
 
 PARAMS = "params"

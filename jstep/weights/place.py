@@ -1,9 +1,11 @@
-"""Placement of tensors as the leaves of a target, on its devices and in their own memory."""
+"""Reading of tensors, or only the parts that the devices of this process hold, and their placement as leaves."""
 
 import functools
 import io
+import itertools
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +13,81 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.contexts import internal_transfers
-from jstep.core.placing import bounds, parts_of, place, sharding_of, slices
+from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, sharding_of, slices
 from jstep.weights.fit import Wanted
-from jstep.weights.read import read_parts, read_whole
+from jstep.weights.header import Tensor, dtype_of
+
+_SHORT = 4096
+"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
+
+
+def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Read a whole tensor into new memory."""
+    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
+    return array
+
+
+def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[Bounds]) -> list[np.ndarray[Any, Any]]:
+    """Read parts of a tensor, each into new memory; each byte is read once.
+
+    Args:
+        file: The tensor's file, unbuffered.
+        tensor: The tensor.
+        parts: The bounds of the parts; no two of them share an element.
+
+    Raises:
+        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
+    """
+    dtype = dtype_of(tensor.code)
+    assert dtype is not None
+    sizes = [math.prod(lengths(part)) for part in parts]
+    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
+        whole = read_whole(file, tensor)
+        return [whole[slices(part)].copy() for part in parts]
+    return [_part(file, tensor, dtype, part) for part in parts]
+
+
+def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: Bounds) -> np.ndarray[Any, Any]:
+    array = np.empty(lengths(part), dtype)
+    view = array.reshape(-1).view(np.uint8).data
+    length = _run(tensor.shape, part)[1] * dtype.itemsize
+    for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
+        at = number * length
+        _fill(file, view[at : at + length], tensor.start + start * dtype.itemsize, tensor)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+    return array
+
+
+def _run(shape: Sequence[int], part: Bounds) -> tuple[int, int]:
+    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
+    axes = len(shape)
+    while axes and part[axes - 1] == (0, shape[axes - 1]):
+        axes -= 1
+    axes = max(axes - 1, 0)
+    return axes, math.prod(lengths(part[axes:]))
+
+
+def _starts(shape: Sequence[int], part: Bounds) -> Iterator[int]:
+    """Yield the index of the first element of each run, in order."""
+    axes, _ = _run(shape, part)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
+    for at in itertools.product(*(range(*one) for one in part[:axes])):
+        yield first + sum(i * stride for i, stride in zip(at, strides, strict=False))
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
+        done += count
+
 
 _logger = logging.getLogger("jstep")
 

@@ -15,11 +15,9 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
 from jstep.distributed.agreement import any_process
-from jstep.weights.dtypes import bits_of, code_of
 from jstep.weights.find import INDEX, local
-from jstep.weights.fit import transform_of_ones
-from jstep.weights.header import METADATA
-from jstep.weights.names import Names, Rule, rules, transformed
+from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
+from jstep.weights.header import METADATA, bits_of, code_of
 from jstep.weights.package import package
 from jstep.weights.write import Entry, Files, header_of, write_tensor
 

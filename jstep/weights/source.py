@@ -16,8 +16,7 @@ from jstep.weights.fit import Fit, Wanted, fit
 from jstep.weights.header import Tensor
 from jstep.weights.orbax_folder import folder_of
 from jstep.weights.package import confirm
-from jstep.weights.place import placed
-from jstep.weights.read import read_whole
+from jstep.weights.place import placed, read_whole
 
 
 class Source(Protocol):
