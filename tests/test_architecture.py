@@ -43,11 +43,15 @@ BUILDERS = {"sharding.layout"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
 READERS = {"core.placements"}
 """Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
-STAGES = {"checkpoint.stage"}
+STAGES = {"checkpoint.writing"}
 """Copies a state into the staging buffer of a Saver: it donates this buffer, never a state."""
 SUMS = {"hooks.metric_sums_program"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""
-LOADED_WHEN_USED = {"checkpoint.store.orbax_arrays": {"orbax"}, "checkpoint.store.tensors": {"tensorstore"}}
+LOADED_WHEN_USED = {
+    "checkpoint.store.orbax_arrays": {"orbax"},
+    "checkpoint.store.tensors": {"tensorstore"},
+    "weights.orbax_checkpoint": {"orbax"},
+}
 """Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {
     "core.meshes",  # a function that JAX may reject leaves nothing in the caller's program

@@ -1,10 +1,9 @@
-"""Atomic checkpoints of training states. The only package that imports Orbax, and only when a Saver saves."""
+"""Atomic checkpoints of training states. It imports Orbax only when a Saver saves."""
 
 from typing import TYPE_CHECKING
 
 from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
-from jstep.checkpoint.store.open import open_store
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
 from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
 

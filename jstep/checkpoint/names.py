@@ -1,10 +1,32 @@
-"""Names of checkpoints, and the newest checkpoint of a directory."""
+"""Names of checkpoints, the newest checkpoint of a directory, and its store."""
 
 import os
 
 from jstep.checkpoint import arguments as checked
 from jstep.checkpoint.store import listing
-from jstep.checkpoint.store.open import open_store
+from jstep.checkpoint.store.directory import Directory
+from jstep.checkpoint.store.protocol import Store
+from jstep.stores import is_url
+
+
+def leave(store: Store) -> None:
+    """Mark the store of a Saver that was not closed and is no longer referenced: the next writer finishes its save."""
+    if isinstance(store, Directory):
+        store.is_left = True
+
+
+def open_store(directory: str, prefix: str | None = None) -> Store:
+    """Return the store of a directory.
+
+    Args:
+        directory: An absolute path or a URL, as `arguments.directory` returns it.
+        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
+    """
+    if not is_url(directory):
+        return Directory(directory, prefix)
+    from jstep.checkpoint.store.object_store import ObjectStore  # not at the top: it imports JAX
+
+    return ObjectStore(directory)
 
 
 def checkpoint_name(prefix: str, step: int) -> str:

@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import processes
-from jstep.checkpoint.format import ages, left_out, place_leaf
+from jstep.checkpoint.format import left_out, place_leaf, slots
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.format.match import Match, Names, check_averages, listing, match
-from jstep.checkpoint.format.match_params import PARAMS, match_params
+from jstep.checkpoint.format.match import PARAMS, Match, Names, check, check_averages, match, match_params
 from jstep.checkpoint.store.listing import misnamed, name
 from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
+from jstep.core.matching import listing
+from jstep.distributed import agreement
 
 INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
 """Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
@@ -49,11 +49,10 @@ class Reader:
                 check_averages(averages, manifest.leaves, path)
             if target is None:
                 return self._read_nested(path, manifest, averages)
-            found = match(target, manifest.leaves, averages, partial, names, path, manifest.left_out)
-            with internal_transfers():
-                values = self._read_leaves(path, manifest, found)
+            found = match(target, manifest, averages, names, path)
+            check(found, manifest, partial, path)
+            values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
-            self._warn_of_changed(path, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
 
         return self._retry(step, read)
@@ -66,10 +65,7 @@ class Reader:
             if averages is not None:
                 check_averages(averages, manifest.leaves, path)
             found = match_params(target, manifest, averages, names, path)
-            with internal_transfers():
-                values = self._read_leaves(path, manifest, found)
-            self._warn_of_changed(path, found, values)
-            return jax.tree.unflatten(trees.structure(target), values)[PARAMS]
+            return jax.tree.unflatten(trees.structure(params), self._read_leaves(path, manifest, found))
 
         return self._retry(step, read)
 
@@ -86,7 +82,7 @@ class Reader:
         """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if requested is None else requested
         path = self._store.at(self._prefix, step)
-        if processes.any_process(path is None):
+        if agreement.any_process(path is None):
             if requested is None:
                 raise _GoneError(self._store.path(name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
@@ -102,11 +98,11 @@ class Reader:
             pass
         except CheckpointError as error:
             problem, way_out = str(error), MOVE if isinstance(error, UnsupportedFormatError) else DELETE
-        if processes.any_process(manifest is None and not problem):
+        if agreement.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
             problem, way_out = misnamed(self._prefix, step, manifest.step), MOVE
-        if processes.any_process(bool(problem)):
+        if agreement.any_process(bool(problem)):
             raise self._unusable(path, [problem or "see the error of another process"], way_out)
         assert manifest is not None
         return path, manifest
@@ -114,12 +110,12 @@ class Reader:
     def _newest(self) -> int:
         """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
         newest = next(self._store.newest_first(self._prefix), None)
-        broken = self._store.broken(self._prefix, -1 if newest is None else newest[0])
-        step = processes.broadcast_first(-2 if broken else -1 if newest is None else newest[0])
-        if step == -2:
-            path, _, problem = (broken or [f"{self._prefix}-*: see the error of another process"])[0].partition(": ")
+        (step,) = agreement.broadcast_ints(-1 if newest is None else newest[0])
+        broken = self._store.broken(self._prefix, step)
+        if agreement.any_process(bool(broken)):
+            path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
             raise self._unusable(path, [problem], DELETE)
-        if step == -1:
+        if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
@@ -128,28 +124,32 @@ class Reader:
         return place_leaf.nested_values(manifest.leaves, arrays, averages)
 
     def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
-        left = {
-            i: place_leaf.keep_target_leaf(want, manifest.step)
-            for i, want in enumerate(found.wanted)
-            if want.source is None
-        }
-        sources = [want.source for want in found.wanted if want.source is not None]
-        uses = Counter(source.array for source in sources)
-        shardings: dict[str, Any] = {}
-        for want in found.wanted:
-            if want.source is not None and want.source.array is not None:
-                shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
-        arrays = self._read(path, manifest, shardings)
+        """Return the leaves of a target in its order: restored, or kept."""
+        with internal_transfers():
+            kept = {
+                i: place_leaf.keep_target_leaf(want, manifest.step)
+                for i, want in enumerate(found.wanted)
+                if want.source is None
+            }
+            sources = [want.source for want in found.wanted if want.source is not None]
+            uses = Counter(source.array for source in sources)
+            shardings: dict[str, Any] = {}
+            for want in found.wanted:
+                if want.source is not None and want.source.array is not None:
+                    shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
+            arrays = self._read(path, manifest, shardings)
 
-        def value(i: int) -> Any:
-            want = found.wanted[i]
-            if want.source is None:
-                return left[i]
-            array: Any = arrays.get(want.source.array or "")
-            shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-            return place_leaf.place_leaf(want, array.copy() if shared else array)
+            def value(i: int) -> Any:
+                want = found.wanted[i]
+                if want.source is None:
+                    return kept[i]
+                array: Any = arrays.get(want.source.array or "")
+                shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
+                return place_leaf.place_leaf(want, array.copy() if shared else array)
 
-        return [value(i) for i in range(len(found.wanted))]
+            values = [value(i) for i in range(len(found.wanted))]
+        self._warn_of_changed(path, found, values)
+        return values
 
     def _warn_of_changed(self, path: str, found: Match, values: Sequence[Any]) -> None:
         """Warn of leaves that were left out of the checkpoint and have other values in the target."""
@@ -185,7 +185,7 @@ class Reader:
             listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
             listing("not used from the checkpoint", [repr(one) for one in found.extra]),
         )
-        if stale := ages.warning(target, values, left):
+        if stale := slots.stale_warning(target, values, left):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,10 +208,10 @@ class Reader:
                     problems = verdict.result() or problems
                 except OSError as error:  # it is not known whether it is corrupted
                     failure = error
-        if processes.any_process(bool(problems) or failure is not None):
-            if processes.any_process(self._is_gone(path, manifest)):
+        if agreement.any_process(bool(problems) or failure is not None):
+            if agreement.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
-            if processes.any_process(bool(problems)):
+            if agreement.any_process(bool(problems)):
                 raise self._unusable(path, problems or ["another process names the file"], DELETE)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
@@ -264,7 +264,7 @@ class Reader:
 
     def _removal(self, in_the_way: dict[str, str], above: int, purpose: str) -> str:
         """Return what to remove before `train` resumes from a step. What is intact is never to be deleted."""
-        in_the_way |= {line.partition(": ")[0]: DELETE for line in self._store.broken(self._prefix, above)}
+        in_the_way |= {path: DELETE for path, _ in self._store.broken(self._prefix, above)}
         delete, move = ([path for path, found in in_the_way.items() if found == way] for way in (DELETE, MOVE))
         steps = [f"delete {' and '.join(delete)}"] if delete else []
         steps += [f"move {' and '.join(move)} to another directory"] if move else []

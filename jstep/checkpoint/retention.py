@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import processes
 from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
-from jstep.checkpoint.format.match import listing
 from jstep.checkpoint.store.listing import name
-from jstep.checkpoint.store.protocol import Files, Store
+from jstep.checkpoint.store.protocol import Commit, Files, Store
+from jstep.core.matching import listing
+from jstep.distributed import agreement
 
 _logger = logging.getLogger("jstep")
 
@@ -91,9 +91,15 @@ class RetentionManager:
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
-    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> "PendingCommit":
+    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> Commit:
         """Return the commit of a save whose manifest still lacks files, retention and left-out leaves."""
-        return PendingCommit(self, manifest, left_out)
+
+        def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
+            victims, retained = self.decide(manifest)
+            sealed = dataclasses.replace(manifest, retention=retained.to_json(), files=files, left_out=left_out())
+            return sealed, lambda: self.done(manifest, retained, victims)
+
+        return Commit(manifest.saved_at, seal)
 
     def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
@@ -124,14 +130,14 @@ class RetentionManager:
             FileNotFoundError: There is no checkpoint of this step.
         """
         path = self._store.at(self._prefix, step)
-        if processes.any_process(path is None):
+        if agreement.any_process(path is None):
             raise FileNotFoundError(
                 f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
             )
         if jax.process_index() == 0 and path is not None:
             self._store.evict(path)
         self._times.pop(step, None)
-        processes.any_process(False)
+        agreement.any_process(False)
 
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
@@ -194,27 +200,3 @@ class RetentionManager:
         if newest is None or "kept" not in newest.retention:
             return RetainedSteps(frozenset(), self._since)
         return RetainedSteps.from_json(newest.retention)
-
-
-class PendingCommit:
-    """The `Commit` of one save."""
-
-    def __init__(
-        self, retention: RetentionManager, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]
-    ) -> None:
-        self._retention, self._manifest, self._left_out = retention, manifest, left_out
-        self.saved_at = manifest.saved_at
-        self._victims: list[str] = []
-        self._retained: RetainedSteps | None = None
-
-    def seal(self, files: Files) -> Manifest:
-        """See `Commit.seal`."""
-        self._victims, self._retained = self._retention.decide(self._manifest)
-        return dataclasses.replace(
-            self._manifest, retention=self._retained.to_json(), files=files, left_out=self._left_out()
-        )
-
-    def committed(self) -> None:
-        """See `Commit.committed`."""
-        assert self._retained is not None
-        self._retention.done(self._manifest, self._retained, self._victims)

@@ -1,21 +1,24 @@
 """Writing checkpoints, one at a time in the background, and reporting failures."""
 
+import functools
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
-from jstep.checkpoint import processes
-from jstep.checkpoint.format import compression, leaves, left_out
+from jstep.checkpoint import arguments as checked
+from jstep.checkpoint.format import leaves, left_out
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.reading import newest_in_words, short
 from jstep.checkpoint.retention import RetentionManager
-from jstep.checkpoint.stage import Stage
-from jstep.checkpoint.step_of import step_of
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.var_list import VarList
+from jstep.distributed import agreement
 
 
 class Writer:
@@ -50,7 +53,7 @@ class Writer:
                 self._store.claim(self._prefix)
             except (OSError, CheckpointError) as failure:
                 error = failure
-        if processes.any_process(error is not None):
+        if agreement.any_process(error is not None):
             raise error or CheckpointError(
                 f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
             )
@@ -69,7 +72,7 @@ class Writer:
             self.wait()
         except CheckpointError as error:
             failure = error
-        if processes.any_process(failure is not None):
+        if agreement.any_process(failure is not None):
             raise failure or CheckpointError("the last checkpoint was not saved; see the error of another process")
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
@@ -98,7 +101,7 @@ class Writer:
             records = left_out.started([everything[i] for i in sorted(absent)])
             if self._stage is not None:
                 arrays = self._stage.copy(arrays)
-            compress = compression.is_worthwhile(arrays.values()) if self._compress is None else self._compress
+            compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
             self._store.save(path, arrays, compress, self._retention.commit_of(manifest, records))
         except Exception as error:
             self._give_up(error)
@@ -130,3 +133,94 @@ class Writer:
         """End the threads, release the claim, and free the staging buffers."""
         self._store.close(wait)
         self._stage = None
+
+
+def step_of(state: Any, given: Any = None) -> int:
+    """Return the global step of a state: a field, a key, or the common step of the members of a population.
+
+    Args:
+        state: A `TrainState`, or any pytree with a `global_step`.
+        given: The step to use for a population whose members differ; usually None.
+
+    Raises:
+        TypeError: The step is not an integer.
+        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
+            or `given` differs from the step of the state.
+    """
+    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
+    if step is None:
+        raise ValueError(
+            "state: it has no global step, which names the checkpoint; "
+            "add one with state.replace(global_step=jstep.create_global_step())"
+        )
+    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
+        return _of_population(step, given)
+    number = checked.step(step, "state: global_step")
+    if given is not None and checked.step(given) != number:
+        raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
+    return number
+
+
+def _of_population(steps: Any, given: Any) -> int:
+    if given is not None:
+        return checked.step(given)
+    found = np.unique(np.asarray(steps))
+    if len(found) != 1:
+        raise ValueError(
+            f"state: global_step has the shape {np.shape(steps)} and the values {found[:5].tolist()}: the members of "
+            "this population have no step in common; name the checkpoint with save(state, step=…)"
+        )
+    return checked.step(found[0], "state: global_step")
+
+
+class Stage:
+    """Buffers into which arrays are copied, reused while shapes and shardings stay the same."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, jax.Array] = {}
+
+    def copy(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the arrays into the staging buffers. Arrays that an earlier call returned are deleted."""
+        held, self._held = self._held, {}
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array):
+                old = held.pop(name, None)
+                fits = old is not None and old.aval == array.aval and old.sharding == array.sharding
+                self._held[name] = _copy_into(old, array) if fits else array.copy()
+        return {**arrays, **self._held}
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _copy_into(old: Any, new: jax.Array) -> jax.Array:
+    del old  # donated: the result reuses its memory
+    return new.copy()
+
+
+_ARRAYS = 64  # number of arrays to sample, of all sizes
+_SAMPLE = 1024  # bytes from the middle of each array
+_WORTH_IT = 0.6
+
+
+def is_worthwhile(arrays: Iterable[Any]) -> bool:
+    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
+
+    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
+    """
+    by_size = sorted(arrays, key=lambda array: int(array.nbytes))
+    looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
+    if jax.process_count() > 1 or not all(_is_on_cpu(array) for array in looked_into):
+        return False
+    before = sum(array.nbytes for array in looked_into)
+    after = sum(array.nbytes * _ratio(array) for array in looked_into)
+    return bool(after < _WORTH_IT * before)
+
+
+def _is_on_cpu(array: Any) -> bool:
+    return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.sharding.device_set)
+
+
+def _ratio(array: Any) -> float:
+    part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
+    start = part.size // 2
+    sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
+    return min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))

@@ -104,9 +104,9 @@ def at(path: str) -> Checkpoint | None:
     store, step = open_store(above), int(match[2])
     found = store.at(match[1], step)
     if found is None:
-        broken = [line for line in store.broken(match[1], step - 1) if line.startswith(path)]
-        if broken:
-            raise CheckpointError(f"{broken[0]}: the checkpoint is corrupted")
+        for broken, problem in store.broken(match[1], step - 1):
+            if broken == path:
+                raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
     try:
         manifest = store.manifest(found)
@@ -126,7 +126,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     for prefix in _prefixes(directory, store):
         for _, path in store.newest_first(prefix):
             found[path] = prefix
-        problems += store.broken(prefix, -1)
+        problems += [f"{path}: {problem}" for path, problem in store.broken(prefix, -1)]
     checkpoints = []
     for path in found:
         try:

@@ -1,4 +1,4 @@
-"""`inspect`: the contents of a checkpoint or a safetensors file, or the checkpoints in a directory."""
+"""`inspect`: the contents of a checkpoint or of safetensors files, or the checkpoints in a directory."""
 
 import argparse
 from typing import Any
@@ -25,12 +25,19 @@ def _run(arguments: argparse.Namespace) -> int:
     path = location(arguments.path, "path")
     if weights.are_at(path):
         return weights.show(path, arguments)
+    problem = None
+    try:
+        folder = weights.orbax_folder(path)
+    except ValueError as error:  # this may be a directory of checkpoints of jstep
+        folder, problem = None, error
+    if folder is not None:
+        return weights.show_orbax(folder, arguments)
     one = at(path)
     if one is not None:
         return _checkpoint(one, arguments)
     if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
-    return _directory(path, arguments)
+    return _directory(path, arguments, problem)
 
 
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
@@ -89,9 +96,11 @@ def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _directory(path: str, arguments: argparse.Namespace) -> int:
+def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
     checkpoints, problems = below(path)
     if not checkpoints and not problems:
+        if not_one is not None:
+            raise not_one
         raise FileNotFoundError(
             f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         )

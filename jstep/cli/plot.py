@@ -11,8 +11,7 @@ from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import complain, printable
 from jstep.stores import absolute, is_directory, is_url, location
 from jstep.summary import DataLossError
-from jstep.summary.read.files import find_runs
-from jstep.summary.read.series import Point, read_scalars
+from jstep.summary.read import Point, find_runs, read_scalars
 
 
 def plot_scalars(

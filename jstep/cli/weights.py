@@ -1,4 +1,4 @@
-"""`inspect` of safetensors files, from their headers, without reading any tensor."""
+"""`inspect` of safetensors files and of Orbax checkpoints, without reading any tensor."""
 
 import argparse
 import math
@@ -6,13 +6,15 @@ import os
 from typing import Any
 
 from jstep.checkpoint import CheckpointError
+from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.cli.checkpoints import at, below
 from jstep.cli.command import OK
 from jstep.cli.output import as_json, cell, printable, table
 from jstep.core.sizes import size
 from jstep.stores import is_url
-from jstep.weights.dtypes import name_of
 from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
+from jstep.weights.header import name_of
+from jstep.weights.orbax_folder import folder_of
 
 
 def are_at(path: str) -> bool:
@@ -45,23 +47,64 @@ def show(path: str, arguments: argparse.Namespace) -> int:
         "metadata": dict(weights.metadata),
         "files": [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files],
     }
-    rows = _rows(weights)
+    several = len(weights.files) > 1
+    where = f"in {len(weights.files)} file{'s' * several}"
+    _print(about, _rows(weights), where, ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several, arguments)
+    return OK
+
+
+def orbax_folder(path: str) -> str | None:
+    """Return the folder with the arrays of the Orbax checkpoint at a path; None if Orbax did not write any.
+
+    Raises:
+        ValueError: The checkpoint is incomplete, or the path has several checkpoints or items.
+    """
+    if is_url(path) or not os.path.isdir(path) or os.path.lexists(os.path.join(path, MANIFEST)):
+        return None
+    return folder_of(path)
+
+
+def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
+    """Print the arrays of an Orbax checkpoint, from its metadata.
+
+    Raises:
+        ValueError: Orbax cannot read it, or jstep wrote it and its manifest is missing.
+    """
+    if arguments.verify:
+        raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
+    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
+
+    arrays = orbax_checkpoint.opened(folder).arrays.values()
+    about: dict[str, Any] = {
+        "path": folder,
+        "format": "orbax",
+        "bytes": sum(array.nbytes for array in arrays),
+        "parameters": sum(math.prod(array.shape) for array in arrays),
+        "metadata": {},
+    }
+    rows = [
+        {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
+        for array in sorted(arrays, key=lambda array: array.name)
+    ]
+    _print(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
+    return OK
+
+
+def _print(
+    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
+) -> None:
     if arguments.json:
         print(as_json({**about, "tensors": rows}))
-        return OK
-    several = len(weights.files) > 1
-    print(printable(weights.path))
+        return
+    print(printable(about["path"]))
     print(
-        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, {size(about['bytes'])}, "
-        f"in {len(weights.files)} file{'s' * several}"
+        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, {size(about['bytes'])}, {where}"
     )
-    if weights.metadata:
+    if about["metadata"]:
         print(f"metadata {printable(as_json(about['metadata']))}")
     print()
-    heads = ["tensor", "dtype", "stored as", "shape", "bytes"] + ["file"] * several
-    keys = ["name", "dtype", "stored_as", "shape", "bytes"] + ["file"] * several
-    table(heads, [[cell(row[key]) for key in keys] for row in rows], left=4)
-    return OK
+    heads = ["tensor", *(column.replace("_", " ") for column in columns)]
+    table(heads, [[cell(row[column]) for column in ("name", *columns)] for row in rows], left=heads.index("bytes"))
 
 
 def _rows(weights: Weights) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Collective decisions of the processes of a run: when to stop, and when to save."""
+"""Agreement of the processes of a run: when to stop, when to save, and on values."""
 
 import itertools
 import os
@@ -15,6 +15,7 @@ from jstep.core.contexts import internal_transfers
 
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
+_SMALLEST = 1024  # minimum number of bytes to exchange
 
 
 def reached_stop() -> bool:
@@ -57,9 +58,8 @@ class AgreedClock:
         per_step = (now - self._began) / max(1, step - self._first_step)
         left = max(0.0, self._secs - (now - self._last))
         gap = min(left, self._secs / 10) / max(per_step, 1e-6)
-        mine = np.array([now - self._last >= self._secs, min(max(1, int(gap)), 100_000)], np.int32)
-        over, gap_of_all = _of_process_0(mine)
-        self._ask_at = step + int(gap_of_all)
+        over, gap_of_all = broadcast_ints(now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
+        self._ask_at = step + gap_of_all
         return bool(over)
 
     def done(self) -> None:
@@ -68,25 +68,58 @@ class AgreedClock:
         self._ask_at = 0
 
 
+def is_single_process() -> bool:
+    """Whether this is the only process."""
+    return jax.process_count() == 1
+
+
+# Collectives, exempt from the caller's transfer guards. They block, and all processes must call them; a single process
+# communicates nothing.
+
+
+def any_process(true: bool) -> bool:
+    """Return whether the value is true on any process."""
+    return bool(max_over_processes(np.array([true]))[0])
+
+
+def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the elementwise maximum over all processes."""
+    return _gathered(mine).max(axis=0)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the string of each process, in process order."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = _gathered(np.array([data.size], np.int32))[:, 0]
+    # Few sizes, so that a string that grows by one digit does not compile another program.
+    room = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+    rows = _gathered(np.pad(data, (0, room - data.size)))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def broadcast_bytes(data: bytes) -> bytes:
-    """Return the data of process 0 on every process; a blocking collective that all processes must call."""
-    size = int(_of_process_0(np.array([len(data)], np.int32))[0])
+    """Return the data of process 0."""
+    (size,) = broadcast_ints(len(data))
     mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
     return _of_process_0(mine).astype(np.uint8).tobytes() if size else b""
 
 
-def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the elementwise maximum over all processes; a blocking collective that all processes must call."""
+def broadcast_ints(*numbers: int) -> list[int]:
+    """Return the integers of process 0, which may have up to 62 bits."""
+    halves = np.array([divmod(number, 2**31) for number in numbers], np.int32)
+    return [int(high) * 2**31 + int(low) for high, low in _of_process_0(halves)]
+
+
+def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the arrays of all processes, stacked."""
+    if is_single_process():
+        return mine[None]
     with internal_transfers():
-        return np.asarray(multihost_utils.process_allgather(mine)).max(axis=0)
+        return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def _of_process_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array of process 0 on every process, exempt from the caller's transfer guards."""
+    if is_single_process():
+        return mine
     with internal_transfers():
         return np.asarray(multihost_utils.broadcast_one_to_all(mine))
-
-
-def is_single_process() -> bool:
-    """Whether this is the only process."""
-    return jax.process_count() == 1

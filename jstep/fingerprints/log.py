@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
-import os
 import re
-import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jstep.core.checks import shown
-from jstep.core.contexts import Thread
-from jstep.stores import ObjectAppender, Objects, is_url, opened, split
+from jstep.stores import opened
 
 NAME = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
@@ -43,14 +40,10 @@ class Log:
     Attributes:
         entries: Step → its last entry.
         corrupted: A description of the problem for each invalid line.
-        whole: The number of bytes up to the end of the last complete line; the rest is an interrupted write.
-        torn: Whether there is such a rest.
     """
 
     entries: Mapping[int, Entry]
     corrupted: tuple[str, ...]
-    whole: int
-    torn: bool
 
 
 def read(path: str) -> Log:
@@ -65,18 +58,14 @@ def read(path: str) -> Log:
 
 def parsed(data: bytes) -> Log:
     """Parse the bytes of a log."""
-    entries, corrupted, at = {}, [], 0
+    entries, corrupted = {}, []
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         entry = _entry(raw)
-        last = at + len(raw) == len(data)
-        if entry is None and last and not raw.endswith(b"\n"):
-            break
-        if entry is None and raw.strip():
-            corrupted.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
-        elif entry is not None:
+        if entry is not None:
             entries[entry.step] = entry
-        at += len(raw)
-    return Log(entries, tuple(corrupted), at, at < len(data))
+        elif raw.strip() and raw.endswith((b"\n", b"\r")):  # the last line may be an interrupted write
+            corrupted.append(f"line {number} is not a fingerprint: {shown(raw.decode(errors='replace').strip(), 60)}")
+    return Log(entries, tuple(corrupted))
 
 
 def _entry(raw: bytes) -> Entry | None:
@@ -91,100 +80,6 @@ def _entry(raw: bytes) -> Entry | None:
     if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
         return None
     return Entry(step, state, leaves)
-
-
-class Appender(Protocol):
-    """Log to which entries can be appended."""
-
-    def append(self, entry: Entry) -> None:
-        """Append an entry."""
-
-    def flush(self, *, to_disk: bool) -> None:
-        """Flush the entries to the system, or durably with `to_disk`."""
-
-    def close(self) -> None:
-        """Close the log; raises if entries would be lost."""
-
-
-def appender(path: str) -> Appender:
-    """Open a log for appending; an incomplete last line is removed first.
-
-    Raises:
-        OSError: The log cannot be created or written.
-    """
-    return _ObjectAppender(path) if is_url(path) else _FileAppender(path)
-
-
-class _FileAppender:
-    def __init__(self, path: str) -> None:
-        folder = os.path.dirname(path)
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-        self._file = open(path, "ab")  # noqa: SIM115  closed by `close`
-        if self._file.tell():
-            log = read(path)
-            if log.torn:
-                self._file.truncate(log.whole)
-            elif not _ends_line(path):
-                self._file.write(b"\n")
-
-    def append(self, entry: Entry) -> None:
-        """Append an entry."""
-        self._file.write(entry.line().encode())
-
-    def flush(self, *, to_disk: bool) -> None:
-        """Flush the entries to the system, and to disk with `to_disk`."""
-        self._file.flush()
-        if to_disk:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Flush all entries to disk and close the file."""
-        if not self._file.closed:
-            self.flush(to_disk=True)
-            self._file.close()
-
-
-class _ObjectAppender:
-    """An object that is kept in memory and periodically uploaded in the background."""
-
-    def __init__(self, path: str) -> None:
-        above, name = split(path)
-        objects = Objects(above)
-        with objects.within(38):
-            data = objects.read(name).data or b""
-            whole = data[: parsed(data).whole]
-            header = whole if not whole or whole.endswith(b"\n") else whole + b"\n"
-            self._appender = ObjectAppender(objects, lambda: name, header, segmented=False)
-        self._thread: Thread | None = None
-
-    def append(self, entry: Entry) -> None:
-        """As `Appender.append`."""
-        self._appender.write(entry.line().encode())
-
-    def flush(self, *, to_disk: bool) -> None:
-        """As `Appender.flush`: steps never block on an upload, checkpoints do."""
-        if to_disk:
-            self._wait()
-            self._appender.upload()
-        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            self._thread = Thread(target=self._appender.upload, name="jstep-fingerprints", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """As `Appender.close`."""
-        self._wait()
-        self._appender.close()
-
-    def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-
-def _ends_line(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
-from jstep.stores import is_directory, join, location
+from jstep.stores import LocalLines, ObjectLines, is_directory, join, location, open_lines
 
 _logger = logging.getLogger("jstep")
 
@@ -107,7 +107,7 @@ class FingerprintHook(RunHook):
         self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._logdir: str | None = None
         self._path = ""
-        self._file: _log.Appender | None = None
+        self._file: LocalLines | ObjectLines | None = None
         self._before: dict[int, _log.Entry] = {}
         self._pending: deque[_Pending] = deque()
 
@@ -133,7 +133,7 @@ class FingerprintHook(RunHook):
         named_leaves(state)  # raises now, not at the first fingerprint
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
-            self._file = _log.appender(self._path)
+            self._file = open_lines(self._path)
         if self._raises and not agreement.is_single_process():
             self._before = _broadcast(self._before)
 
@@ -157,7 +157,7 @@ class FingerprintHook(RunHook):
         while self._pending and (self._pending[0].step <= before if together else self._pending[0].is_ready()):
             self._finish(self._pending.popleft())
         if self._file is not None:
-            self._file.flush(to_disk=False)
+            self._file.sync(to_disk=False)
 
     def before_save(self, step: int) -> None:
         """Write all lines to disk.
@@ -190,7 +190,7 @@ class FingerprintHook(RunHook):
         try:
             with contextlib.closing(file):
                 while self._pending:
-                    file.append(self._entry(self._pending.popleft()))
+                    file.write(self._entry(self._pending.popleft()).line().encode())
         except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
         finally:
@@ -206,7 +206,7 @@ class FingerprintHook(RunHook):
                 self._finish(self._pending.popleft())
         finally:
             if self._file is not None:
-                self._file.flush(to_disk=True)
+                self._file.sync(to_disk=True)
 
     def _entry(self, pending: _Pending) -> _log.Entry:
         return _log.as_entry(pending.step, pending.paths, pending.words(), per_leaf=self._per_leaf)
@@ -216,7 +216,7 @@ class FingerprintHook(RunHook):
             return  # only process 0 writes and warns
         entry = self._entry(pending)
         if self._file is not None:
-            self._file.append(entry)
+            self._file.write(entry.line().encode())
         before = self._before.pop(entry.step, None)
         difference = None if before is None else _log.difference(before, entry)
         if before is None or difference is None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.checkpoint import processes
 from jstep.core.checks import kind
+from jstep.distributed import agreement
 from jstep.loop import tagged_json
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
@@ -117,7 +117,7 @@ def gather_positions(position: Any) -> dict[str, Any]:
     """
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
-    positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
+    positions = [json.loads(text) for text in agreement.gather_texts(json.dumps(position))]
     if all(one is None for one in positions):
         return {}
     first = {} if positions[0] is None else {POSITION: positions[0]}

@@ -3,17 +3,19 @@
 tensorstore is imported when the first URL is used.
 """
 
-from jstep.stores.appender import ObjectAppender
 from jstep.stores.directory import Directory
 from jstep.stores.errors import StoreError, TruncatedError
-from jstep.stores.files import is_directory, names_in, opened, walked
+from jstep.stores.files import is_directory, names_in, new_file, opened, replace_file, sync_folder, walked
+from jstep.stores.growing import LocalLines, ObjectAppender, ObjectLines, open_lines
 from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult
 from jstep.stores.urls import absolute, is_url, join, location, split
 
 __all__ = [
     "ABSENT",
     "Directory",
+    "LocalLines",
     "ObjectAppender",
+    "ObjectLines",
     "Objects",
     "Pending",
     "ReadResult",
@@ -25,7 +27,11 @@ __all__ = [
     "join",
     "location",
     "names_in",
+    "new_file",
+    "open_lines",
     "opened",
+    "replace_file",
     "split",
+    "sync_folder",
     "walked",
 ]

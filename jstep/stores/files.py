@@ -1,7 +1,10 @@
-"""Reading of local files and objects, for logs and the command line."""
+"""Reading of local files and objects, for logs and the command line, and atomic writing of files."""
 
+import contextlib
 import io
 import os
+import secrets
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from jstep.stores.directory import Directory
@@ -57,3 +60,38 @@ def walked(path: str) -> list[tuple[str, list[str]]]:
         folder, _, name = key.rpartition("/")
         found.setdefault(join(path, folder) if folder else path, []).append(name)
     return sorted(found.items())
+
+
+@contextlib.contextmanager
+def new_file(path: str) -> Iterator[BinaryIO]:
+    """A context that opens a new file for writing, with the umask's mode, and at its end flushes it to disk."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Write a file atomically: readers find the older one, or all of this one. Creates its folder."""
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    partial = os.path.join(folder, f".{name}.{secrets.token_hex(16)}")
+    try:
+        with new_file(partial) as file:
+            file.write(data)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    sync_folder(folder)
+
+
+def sync_folder(folder: str) -> None:
+    """Flush the entries of a folder to disk, if the system supports that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING
 
 from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.summary.read.iterator import summary_iterator
+from jstep.summary.read import summary_iterator
 from jstep.summary.records import DataLossError
 
 if TYPE_CHECKING:
     from jstep.summary.collected import collect, merge_all
     from jstep.summary.graph.write_graph import write_graph
-    from jstep.summary.make.histogram import histogram
-    from jstep.summary.make.image import image
-    from jstep.summary.make.merge import merge, summaries_in
-    from jstep.summary.make.scalar import scalar, zero_fraction
-    from jstep.summary.make.text import text
+    from jstep.summary.histograms import histogram
+    from jstep.summary.make import image, merge, scalar, summaries_in, text, zero_fraction
     from jstep.summary.values import Summary
-    from jstep.summary.write.to_proto import to_proto
+    from jstep.summary.write.encode import to_proto
     from jstep.summary.write.writer import SummaryWriter
 else:  # these import JAX
     __getattr__, __dir__ = _load_when_used(
@@ -30,15 +27,15 @@ else:  # these import JAX
             "collect": "jstep.summary.collected",
             "merge_all": "jstep.summary.collected",
             "write_graph": "jstep.summary.graph.write_graph",
-            "histogram": "jstep.summary.make.histogram",
-            "image": "jstep.summary.make.image",
-            "merge": "jstep.summary.make.merge",
-            "summaries_in": "jstep.summary.make.merge",
-            "scalar": "jstep.summary.make.scalar",
-            "zero_fraction": "jstep.summary.make.scalar",
-            "text": "jstep.summary.make.text",
+            "histogram": "jstep.summary.histograms",
+            "image": "jstep.summary.make",
+            "merge": "jstep.summary.make",
+            "summaries_in": "jstep.summary.make",
+            "scalar": "jstep.summary.make",
+            "zero_fraction": "jstep.summary.make",
+            "text": "jstep.summary.make",
             "Summary": "jstep.summary.values",
-            "to_proto": "jstep.summary.write.to_proto",
+            "to_proto": "jstep.summary.write.encode",
             "SummaryWriter": "jstep.summary.write.writer",
         },
     )

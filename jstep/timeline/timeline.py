@@ -2,21 +2,15 @@
 
 import json
 import logging
-import os
 import secrets
 import threading
-import time
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
-from jstep.stores import ObjectAppender, Objects, is_url, join
+from jstep.stores import LocalLines, ObjectLines, is_url, join
 from jstep.timeline.lines import NAME, OBJECTS, TIMES
 
 _logger = logging.getLogger("jstep")
-
-
-_PAUSE = 60.0
-"""Seconds between two attempts to create the object of a timeline."""
 
 
 class Timeline:
@@ -38,7 +32,14 @@ class Timeline:
         self._start, self._prefix = secrets.token_hex(4), prefix
         self._lock = threading.Lock()
         self._failing = False
-        self._to: _Sink = _Object(where, self._start) if is_url(where) else _File(where)
+        self._replaceable = 0
+        self._is_object = is_url(where)
+        if self._is_object:
+            now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
+            path = join(where, f"{OBJECTS}{now}-{self._start}.jsonl")
+            self._lines: LocalLines | ObjectLines = ObjectLines(path, resume=False)
+        else:
+            self._lines = LocalLines(join(where, NAME))
 
     def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
         """Write a line.
@@ -49,14 +50,17 @@ class Timeline:
             **fields: Other fields, with JSON values.
         """
         line = {"kind": kind, "start": self._start, "prefix": self._prefix, **fields}
-        text = json.dumps(line, allow_nan=False) + "\n"
+        text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             try:
-                self._to.add(text.encode(), replaceable=kind == TIMES and not to_disk)
-                self._to.upload(now=to_disk)
+                replaced, self._replaceable = self._replaceable, 0
+                self._lines.write(text, instead_of=replaced)
+                self._replaceable = len(text) if kind == TIMES and not to_disk else 0
+                if self._is_object:
+                    self._lines.sync(to_disk=to_disk)
             except OSError as error:
                 if not self._failing:
-                    _logger.warning("%s: the times of this run cannot be kept: %s", self._to.path, error)
+                    _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
                 self._failing = True
             else:
                 self._failing = False
@@ -65,99 +69,6 @@ class Timeline:
         """Close the timeline."""
         with self._lock:
             try:
-                self._to.close()
+                self._lines.close()
             except OSError as error:
-                _logger.warning("%s: the last times of this run are lost: %s", self._to.path, error)
-
-
-class _Sink(Protocol):
-    path: str
-
-    def add(self, line: bytes, *, replaceable: bool) -> None: ...
-
-    def upload(self, *, now: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _File:
-    """A file that other runs may append to concurrently, under another prefix: each line is one appending write."""
-
-    def __init__(self, folder: str) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self.path = join(folder, NAME)
-        with open(self.path, "ab+") as file:
-            whole = _whole(file)
-            if whole is not None:
-                file.truncate(whole)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed by `close`
-
-    def add(self, line: bytes, *, replaceable: bool) -> None:
-        wrote = self._file.write(line)
-        if wrote is not None and wrote < len(line):  # the disk is full: end the partial line
-            self._file.write(b"\n")
-            raise OSError(f"{wrote} of {len(line)} bytes were written")
-
-    def upload(self, *, now: bool) -> None:
-        """Do nothing, because the operating system already has the data."""
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _whole(file: Any) -> int | None:
-    """Return the number of bytes up to the end of the last complete line; None if that is the end of the file."""
-    end = size = file.seek(0, os.SEEK_END)
-    while end:
-        first = max(0, end - 4096)
-        file.seek(first)
-        newline = file.read(end - first).rfind(b"\n")
-        if newline >= 0:
-            end = first + newline + 1
-            break
-        end = first
-    return None if end == size else end
-
-
-class _Object:
-    """The object of one start, below a URL."""
-
-    def __init__(self, url: str, start: str) -> None:
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
-        self._key = f"{OBJECTS}{now}-{start}.jsonl"
-        self._objects = Objects(url)
-        self.path = self._objects.at(self._key)
-        self._appender: ObjectAppender | None = None
-        self._first = b""
-        self._problem: OSError | None = None
-        self._again = 0.0
-        self._replaceable = 0
-
-    def add(self, line: bytes, *, replaceable: bool) -> None:
-        if self._appender is None:
-            self._first = self._first[: len(self._first) - self._replaceable] + line
-            self._replaceable = len(line) if replaceable else 0
-            self._open()
-            self._replaceable = 0  # the line is in the header
-            return
-        self._appender.write(line, instead_of=self._replaceable)
-        self._replaceable = len(line) if replaceable else 0
-
-    def _open(self) -> None:
-        """Upload the first lines. If that fails, the other threads of the run do not wait for the next attempts."""
-        if self._problem is not None and time.monotonic() < self._again:
-            raise self._problem
-        try:
-            with self._objects.within(8):
-                self._appender = ObjectAppender(self._objects, lambda: self._key, self._first, segmented=False)
-        except OSError as error:
-            self._problem, self._again = error, time.monotonic() + _PAUSE
-            raise
-
-    def upload(self, *, now: bool) -> None:
-        if self._appender is not None and (now or self._appender.due() <= time.monotonic()):
-            self._appender.upload()
-
-    def close(self) -> None:
-        if self._appender is not None:
-            self._appender.close()
+                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)

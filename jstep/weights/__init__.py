@@ -1,4 +1,4 @@
-"""Loading and saving of weights in the safetensors format, as used by Hugging Face."""
+"""Loading and saving of weights in the safetensors format, as used by Hugging Face; loading from checkpoints."""
 
 from typing import TYPE_CHECKING
 

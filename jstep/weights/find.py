@@ -79,7 +79,10 @@ def _chosen(folder: str) -> str:
         shards = {shard for name in indexes for shard in _files_of(os.path.join(folder, name)).values()}
         found = indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
     if not found:
-        raise FileNotFoundError(f"path={folder!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX})")
+        raise FileNotFoundError(
+            f"path={folder!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a "
+            "checkpoint of Orbax or jstep"
+        )
     if len(found) > 1:
         listed = ", ".join(map(repr, found[:10]))
         raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); pass the path of one")

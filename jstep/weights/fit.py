@@ -1,18 +1,84 @@
-"""Matching of tensors to the leaves of a target, with a list of everything that does not fit."""
+"""Matching of tensors to the leaves of a target, by the `names` argument, and what does not fit."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.match import as_text, listing
-from jstep.core import trees
-from jstep.weights.dtypes import dtype_of
-from jstep.weights.header import Tensor
-from jstep.weights.names import Rule, rules, transformed
+from jstep.core import paths, trees
+from jstep.core.checks import kind, shown
+from jstep.core.matching import as_text, assign, entries, listing
+from jstep.core.notes import note
+
+Transform = Callable[[Any], Any]
+Entry = str | tuple[str, Transform] | None
+Names = Mapping[str, Entry] | Callable[[str], Entry]
+"""Path of a leaf → the name of its tensor, a pair of that and a function of the tensor, or None for no tensor."""
+
+_FORM = "must be the name of a tensor, a pair (name, transform), or None"
+
+
+class Rule(NamedTuple):
+    """The tensor of a leaf.
+
+    Attributes:
+        name: The name of the tensor; None if the leaf has no tensor.
+        transform: From the stored tensor to the leaf, or from the leaf to the tensor to store; None for the identity.
+    """
+
+    name: str | None
+    transform: Transform | None = None
+
+
+def rules(names: Any, tree: Any, what: str) -> list[Rule]:
+    """Return the rule of each leaf of a tree, in JAX's order.
+
+    Args:
+        names: The user's argument.
+        tree: The tree.
+        what: The name of the tree's argument, for errors.
+
+    Raises:
+        TypeError: `names` has values other than names.
+        ValueError: `names` has a path that is not in the tree, or two leaves share a path.
+    """
+    known = paths.names_of(tree)
+    for path, count in Counter(found[0] for found in known).items():
+        if count > 1:
+            raise ValueError(paths.ambiguous(what, path, count))
+    given = entries(
+        names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
+    )
+    return [_rule(path, given[path]) if path in given else Rule(path) for path, *_ in known]
+
+
+def _rule(path: str, entry: Any) -> Rule:
+    if entry is None or isinstance(entry, str):
+        return Rule(entry)
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
+        return Rule(*entry)
+    raise TypeError(f"names: for {path!r} it has {shown(entry)}: {_FORM}, got {kind(entry)}")
+
+
+def transformed(transform: Transform, array: Any, path: str) -> Any:
+    """Call a user's transform.
+
+    Raises:
+        TypeError: It did not return an array.
+    """
+    try:
+        result = transform(array)
+    except Exception as error:
+        note(error, f"(in the transform of names for {path!r})")
+        raise
+    if not trees.is_array(result):
+        raise TypeError(f"names: the transform for {path!r} returned {kind(result)}: must return an array")
+    return result
+
 
 _SHOWN = 200  # entries of a list in a message: enough to show the names of a model's layers
 
@@ -33,7 +99,7 @@ class Wanted:
     path: str
     leaf: Any
     rule: Rule
-    tensor: Tensor | None
+    tensor: Any
     dtype: Any
     casts: bool
 
@@ -92,7 +158,7 @@ class Fit:
         )
 
 
-def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any) -> Fit:
+def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -> Fit:
     """Find the tensor of each leaf of a target.
 
     Args:
@@ -105,25 +171,31 @@ def fit(target: Any, tensors: Mapping[str, Tensor], names: Any, float_dtype: Any
         TypeError: A leaf of the target has no shape and dtype, or `names` is wrong.
         ValueError: `names` has a path that is not in the target.
     """
-    found = Fit([], [], [], [])
-    used = set()
-    for (path, leaf), rule in zip(trees.leaves_with_paths(target), rules(names, target, "target"), strict=True):
-        dtype = _dtype(leaf, path)
-        casts = float_dtype is not None and _is_floating(dtype)
-        tensor = None if rule.name is None else tensors.get(rule.name)
-        wanted = Wanted(path, leaf, rule, tensor, float_dtype if casts else dtype, casts)
-        if tensor is not None:
-            used.add(tensor.name)
-            problem = _problem(wanted, tensor)
-            if problem:
-                found.mismatched.append(problem)
-                wanted = dataclasses.replace(wanted, tensor=None)
-        elif rule.name is not None:
-            found.missing.append(repr(path) if rule.name == path else f"{rule.name!r} (for {path!r})")
-        found.wanted.append(wanted)
-    unused = [name for name in tensors if name not in used]
-    found.unused.extend(map(repr, unused))
-    return dataclasses.replace(found, hint=_separator_hint(found.wanted, used, set(unused)))
+    by_name = rules(names, target, "target")
+    wanted = [
+        _wanted(path, leaf, rule, float_dtype)
+        for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True)
+    ]
+    keys = [one.rule.name for one in wanted]
+    found = assign(keys, tensors, lambda i, tensor: _problem(wanted[i], tensor))
+    return Fit(
+        [dataclasses.replace(one, tensor=tensor) for one, tensor in zip(wanted, found.sources, strict=True)],
+        [_missing(wanted[i]) for i in found.missing],
+        list(map(repr, found.unused)),
+        found.differing,
+        _separator_hint(wanted, tensors.keys() - set(found.unused), set(found.unused)),
+    )
+
+
+def _wanted(path: str, leaf: Any, rule: Rule, float_dtype: Any) -> Wanted:
+    dtype = _dtype(leaf, path)
+    casts = float_dtype is not None and _is_floating(dtype)
+    return Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts)
+
+
+def _missing(wanted: Wanted) -> str:
+    same = wanted.rule.name == wanted.path
+    return repr(wanted.path) if same else f"{wanted.rule.name!r} (for {wanted.path!r})"
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
@@ -153,7 +225,7 @@ def with_transform_problems(found: Fit) -> Fit:
 def _transform_problem(wanted: Wanted) -> str:
     if wanted.tensor is None or wanted.rule.transform is None:
         return ""
-    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, dtype_of(wanted.tensor.code), wanted.path)
+    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, wanted.tensor.dtype, wanted.path)
     return "" if found is None else wanted.difference(found.shape, found.dtype)
 
 
@@ -167,12 +239,12 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: st
         return None
 
 
-def _problem(wanted: Wanted, tensor: Tensor) -> str:
-    dtype = dtype_of(tensor.code)
+def _problem(wanted: Wanted, tensor: Any) -> str:
+    dtype = tensor.dtype
     if dtype is None:
-        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which JAX cannot hold"
+        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which load_weights cannot load"
     if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
-        return f"{wanted.path!r} is {wanted.dtype} in target, which safetensors does not have; map it to None in names"
+        return f"{wanted.path!r} is {wanted.dtype} in target, which load_weights does not load; map it to None in names"
     return "" if wanted.rule.transform else wanted.difference(tensor.shape, dtype)
 
 

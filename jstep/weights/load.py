@@ -1,8 +1,6 @@
-"""`load_weights`: loading of safetensors files."""
+"""`load_weights`: loading of safetensors files, and of weights from checkpoints."""
 
-import contextlib
 import dataclasses
-import io
 import logging
 import os
 from typing import Any
@@ -11,17 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.match import has_value
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
-from jstep.weights.find import find_weights
-from jstep.weights.fit import Fit, Wanted, fit, with_transform_problems
-from jstep.weights.names import Names, transformed
-from jstep.weights.package import confirm
-from jstep.weights.place import from_host, placed
-from jstep.weights.read import read_whole
+from jstep.core.matching import has_value
+from jstep.weights.fit import Fit, Names, Wanted, transformed, with_transform_problems
+from jstep.weights.place import from_host
+from jstep.weights.source import open_source
 
 _logger = logging.getLogger("jstep")
 
@@ -33,14 +28,21 @@ def load_weights(
     dtype: Any = None,
     partial: bool = False,
 ) -> Any:
-    """Load weights from safetensors files, such as those of the Hugging Face Hub.
+    """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
 
     A leaf is `transform(tensors[names(path)])`. Only the necessary bytes are read: each device reads its own part of a
     file, and parts that several devices of a process hold are read once. For a leaf with a transform, however, each
     process reads the whole tensor.
 
+    A checkpoint is a folder that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
+    `CheckpointManager`, which stands for its default item or its only one), or a checkpoint of jstep, which is verified
+    by its checksums. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/` may be
+    omitted. It may hold more than weights: if tensors below `params` are loaded, whole groups beside it (`opt_state`,
+    `slots`) do not count as unused; if `names` only puts a group before all paths, nothing outside of this group does.
+
     Args:
-        path: A file, a folder, or an index (`model.safetensors.index.json`) next to its shards, on this machine.
+        path: A file, a folder, an index (`model.safetensors.index.json`) next to its shards, or a checkpoint, on this
+            machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
@@ -57,11 +59,13 @@ def load_weights(
         A tree like target. Its new arrays share no memory with anything and may be donated.
 
     Raises:
+        CheckpointError: A checkpoint of jstep is corrupted.
         FileNotFoundError: There are no weights at path, or an index names a missing file.
         ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
         TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
-        ValueError: A file is corrupted or malicious; names has a path that is not in target; target does not fit: lists
-            all tensors that are missing, unused or mismatched (shapes, dtypes); or a leaf to keep has no value.
+        ValueError: A file is corrupted or malicious; a checkpoint of Orbax is incomplete, or path has several; names
+            has a path that is not in target; target does not fit: lists all tensors that are missing, unused or
+            mismatched (shapes, dtypes); or a leaf to keep has no value.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jstep
@@ -73,32 +77,36 @@ def load_weights(
         >>> jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", loaded)
         {'dense': {'bias': 'bfloat16(3,)', 'kernel': 'bfloat16(2, 3)'}}
 
+        From a checkpoint:
+
+        >>> state = jstep.TrainState.create(params, jstep.adam())
+        >>> with jstep.Saver(tempfile.mkdtemp()) as saver:
+        ...     path = saver.save(state)
+        >>> loaded = jstep.load_weights(path, jax.eval_shape(lambda: params))
+        >>> second_moments = jstep.load_weights(path, params, lambda path: f"slots/v/{path}")
+        >>> float(loaded["dense"]["kernel"].sum()), float(second_moments["dense"]["kernel"].sum())
+        (6.0, 0.0)
+
     Source: https://huggingface.co/docs/safetensors
     """
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     refuse_compile_only(target, "target")
-    weights = find_weights(path)
-    confirm(header.file for header in weights.files)
-    found = fit(target, weights.tensors, names, float_dtype)
-    if found.problems() and not partial:
-        raise _misfit(with_transform_problems(found), weights.path)
-    for wanted in found.wanted:
-        if wanted.tensor is None:
-            _check_kept(wanted)
-    leaves = [wanted.leaf for wanted in found.wanted]
-    with contextlib.ExitStack() as stack:
-        files = {
-            name: stack.enter_context(open(name, "rb", buffering=0))
-            for name in dict.fromkeys(wanted.tensor.file for wanted in found.wanted if wanted.tensor)
-        }
+    with open_source(path) as source:
+        found = source.fit(target, names, float_dtype)
+        if found.problems() and not partial:
+            raise _misfit(with_transform_problems(found), source.path)
+        for wanted in found.wanted:
+            if wanted.tensor is None:
+                _check_kept(wanted)
+        leaves = [wanted.leaf for wanted in found.wanted]
         # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
             if wanted.tensor is not None and wanted.rule.transform is not None:
-                array = _transformed(wanted, files[wanted.tensor.file])
+                array = _transformed(wanted, source.whole(wanted.tensor))
                 problem = wanted.difference(array.shape, array.dtype)
                 if problem and not partial:
                     rest = with_transform_problems(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
-                    raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), weights.path)
+                    raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), source.path)
                 if problem:
                     found.mismatched.append(problem)
                     found.wanted[i] = dataclasses.replace(wanted, tensor=None)
@@ -108,18 +116,17 @@ def load_weights(
         if found.problems():
             nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
             _logger.warning(
-                "load_weights: %s does not fit target%s%s", weights.path, nothing, found.problems() + found.hint
+                "load_weights: %s does not fit target%s%s", source.path, nothing, found.problems() + found.hint
             )
-        for i, wanted in enumerate(found.wanted):
-            if wanted.tensor is not None and wanted.rule.transform is None:
-                leaves[i] = placed(wanted, files[wanted.tensor.file])
+        plain = [i for i, one in enumerate(found.wanted) if one.tensor is not None and one.rule.transform is None]
+        for i, leaf in zip(plain, source.leaves([found.wanted[i] for i in plain]), strict=True):
+            leaves[i] = leaf
     return jax.tree.unflatten(trees.structure(target), leaves)
 
 
-def _transformed(wanted: Wanted, file: io.RawIOBase) -> np.ndarray[Any, Any]:
-    assert wanted.tensor is not None
+def _transformed(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     assert wanted.rule.transform is not None
-    result = transformed(wanted.rule.transform, read_whole(file, wanted.tensor), wanted.path)
+    result = transformed(wanted.rule.transform, array, wanted.path)
     with internal_transfers():
         return np.asarray(result)
 

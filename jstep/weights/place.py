@@ -1,18 +1,93 @@
-"""Placement of tensors as the leaves of a target, on its devices and in their own memory."""
+"""Reading of tensors, or only the parts that the devices of this process hold, and their placement as leaves."""
 
 import functools
 import io
+import itertools
 import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.place_leaf import sharding_of
 from jstep.core.contexts import internal_transfers
+from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, sharding_of, slices
 from jstep.weights.fit import Wanted
-from jstep.weights.read import Index, bounds, read_parts, read_whole
+from jstep.weights.header import Tensor, dtype_of
+
+_SHORT = 4096
+"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
+
+
+def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Read a whole tensor into new memory."""
+    (array,) = read_parts(file, tensor, [tuple((0, size) for size in tensor.shape)])
+    return array
+
+
+def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[Bounds]) -> list[np.ndarray[Any, Any]]:
+    """Read parts of a tensor, each into new memory; each byte is read once.
+
+    Args:
+        file: The tensor's file, unbuffered.
+        tensor: The tensor.
+        parts: The bounds of the parts; no two of them share an element.
+
+    Raises:
+        ValueError: The file ends early, or holds bools that are neither 0 nor 1.
+    """
+    dtype = dtype_of(tensor.code)
+    assert dtype is not None
+    sizes = [math.prod(lengths(part)) for part in parts]
+    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
+        whole = read_whole(file, tensor)
+        return [whole[slices(part)].copy() for part in parts]
+    return [_part(file, tensor, dtype, part) for part in parts]
+
+
+def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: Bounds) -> np.ndarray[Any, Any]:
+    array = np.empty(lengths(part), dtype)
+    view = array.reshape(-1).view(np.uint8).data
+    length = _run(tensor.shape, part)[1] * dtype.itemsize
+    for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
+        at = number * length
+        _fill(file, view[at : at + length], tensor.start + start * dtype.itemsize, tensor)
+    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
+    return array
+
+
+def _run(shape: Sequence[int], part: Bounds) -> tuple[int, int]:
+    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
+    axes = len(shape)
+    while axes and part[axes - 1] == (0, shape[axes - 1]):
+        axes -= 1
+    axes = max(axes - 1, 0)
+    return axes, math.prod(lengths(part[axes:]))
+
+
+def _starts(shape: Sequence[int], part: Bounds) -> Iterator[int]:
+    """Yield the index of the first element of each run, in order."""
+    axes, _ = _run(shape, part)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
+    for at in itertools.product(*(range(*one) for one in part[:axes])):
+        yield first + sum(i * stride for i, stride in zip(at, strides, strict=False))
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
+        done += count
+
 
 _logger = logging.getLogger("jstep")
 
@@ -29,10 +104,9 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
     sharding = None if wanted.on_host else sharding_of(wanted.leaf, wanted.path)
     if sharding is None:
         return from_host(wanted, read_whole(file, tensor))
-    indices = sharding.addressable_devices_indices_map(wanted.shape).values()
-    keys = list(dict.fromkeys(bounds(index, wanted.shape) for index in indices))
-    parts = dict(zip(keys, read_parts(file, tensor, keys), strict=True))
-    return _sharded(wanted, sharding, {key: _cast(wanted, part) for key, part in parts.items()})
+    parts = parts_of(wanted.shape, sharding)
+    values = (_cast(wanted, array) for array in read_parts(file, tensor, parts))
+    return place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
@@ -44,28 +118,14 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     if sharding is None:
         with internal_transfers():
             return jnp.array(array)
-    indices = sharding.addressable_devices_indices_map(wanted.shape).values()
-    keys = {bounds(index, wanted.shape) for index in indices}
-    parts = {key: np.array(array[tuple(slice(*one) for one in key)], order="C") for key in keys}
-    return _sharded(wanted, sharding, parts)
+    parts = {part: np.array(array[slices(part)], order="C") for part in parts_of(wanted.shape, sharding)}
+    return place(wanted.shape, wanted.dtype, sharding, parts)
 
 
-def _sharded(wanted: Wanted, sharding: Any, parts: dict[Any, np.ndarray[Any, Any]]) -> jax.Array:
-    def part(index: Index | None) -> np.ndarray[Any, Any]:
-        return parts[bounds(index or (), wanted.shape)]
-
-    with internal_transfers():
-        made = jax.make_array_from_callback(wanted.shape, sharding, part, dtype=wanted.dtype)
-        # The sharding of a copy on Explicit axes spells out all axes; restore the requested form.
-        return jax.device_put(made.copy(), sharding) if _is_lent(made, parts) else made
-
-
-def _is_lent(made: jax.Array, parts: dict[Any, np.ndarray[Any, Any]]) -> bool:
-    """Return whether an array aliases NumPy memory, as JAX may do on the CPU: a donation would not reuse it."""
-    if {getattr(device, "platform", "") for device in made.sharding.device_set} != {"cpu"}:
-        return False
-    given = {array.ctypes.data for array in parts.values()}
-    return any(shard.data.unsafe_buffer_pointer() in given for shard in made.addressable_shards)
+def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndarray[Any, Any]]]) -> jax.Array:
+    """Return a leaf from the parts of this process on the host, as pairs (index, values)."""
+    values = {bounds(index, wanted.shape): _cast(wanted, part) for index, part in parts}
+    return place(wanted.shape, wanted.dtype, sharding, values)
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

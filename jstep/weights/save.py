@@ -14,12 +14,10 @@ from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
-from jstep.distributed.agreement import max_over_processes
-from jstep.weights.dtypes import bits_of, code_of
+from jstep.distributed.agreement import any_process
 from jstep.weights.find import INDEX, local
-from jstep.weights.fit import transform_of_ones
-from jstep.weights.header import METADATA
-from jstep.weights.names import Names, Rule, rules, transformed
+from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
+from jstep.weights.header import METADATA, bits_of, code_of
 from jstep.weights.package import package
 from jstep.weights.write import Entry, Files, header_of, write_tensor
 
@@ -100,8 +98,8 @@ def save_weights(
             failure = error
     if jax.process_count() > 1:
         collections.deque(arrays, maxlen=0)
-        if max_over_processes(np.array([failure is not None])).any() and failure is None:
-            raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
+    if any_process(failure is not None) and failure is None:
+        raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
     if failure is not None:
         raise failure
     return files.path

@@ -8,12 +8,13 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jstep.checkpoint.store import owner
+from jstep.stores import new_file, sync_folder
 from jstep.weights.find import INDEX
 from jstep.weights.header import LARGEST, METADATA
 from jstep.weights.package import confirm
@@ -96,11 +97,9 @@ class Files:
         """Create the folder if necessary."""
         os.makedirs(self._folder or ".", exist_ok=True)
 
-    @contextlib.contextmanager
-    def writing(self, number: int) -> Iterator[Any]:
+    def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
         """A context that opens a file under its temporary name for writing."""
-        with self._new(self.names[number]) as file:
-            yield file
+        return new_file(self._temporary(self.names[number]))
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove those of an older save.
@@ -139,23 +138,16 @@ class Files:
         for name in [*sorted(stale, key=lambda name: name != index), *self._orphans()]:  # the index first
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self._at(name))
-        _sync(self._folder)
+        sync_folder(self._folder)
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
         """Replace the index with one that refers to files of these names."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        with self._new(self._base + INDEX) as file:
+        with new_file(self._temporary(self._base + INDEX)) as file:
             file.write(json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
-        _sync(self._folder)
+        sync_folder(self._folder)
         os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
-
-    @contextlib.contextmanager
-    def _new(self, name: str) -> Iterator[Any]:
-        with open(self._temporary(name), "xb") as file:  # the umask sets its mode
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
 
     def discard(self) -> None:
         """Remove the temporary files that were not published."""
@@ -211,12 +203,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without links
         shutil.copyfile(source, target)
-
-
-def _sync(folder: str) -> None:
-    if os.name == "posix":
-        fd = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -10,7 +10,7 @@ from checkpoint_states import assert_same, state_at
 
 import jstep
 from jstep.checkpoint import Saver
-from jstep.checkpoint.format import place_leaf as _restored
+from jstep.core.placing import place_anywhere
 
 
 class TestTraining:
@@ -72,7 +72,7 @@ class TestTraining:
         buffer = np.zeros(4096 + 64, np.uint8)
         start = -buffer.ctypes.data % 64 + offset
         array = buffer[start : start + 400].view(np.float32)
-        state = _restored._own(array)
+        state = place_anywhere(array)
         assert state.unsafe_buffer_pointer() != array.ctypes.data
         assert not state.committed
         assert not state.weak_type

@@ -1,10 +1,11 @@
-"""`python -m jstep inspect` of safetensors files shows their headers; errors for bad files are one line."""
+"""`python -m jstep inspect` shows safetensors files and checkpoints of Orbax; errors for bad files are one line."""
 
 import json
 import struct
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jstep
@@ -94,3 +95,35 @@ def test_names_of_tensors_are_escaped_for_the_terminal(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert len(out.splitlines()) == 6
+
+
+def test_checkpoints_of_orbax(tmp_path, capsys):
+    arrays = {"params": {"layers": [jnp.ones((4, 3)), jnp.ones(4, jnp.bfloat16)]}, "step": 3, "note": "x"}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(7, args=ocp.args.PyTreeSave(arrays))
+        manager.wait_until_finished()
+    path = str(tmp_path / "run" / "7" / "default")
+    for location in (path, str(tmp_path / "run" / "7")):
+        assert main(["inspect", location, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert (result["path"], result["format"], result["parameters"]) == (path, "orbax", 17)
+        assert [one["name"] for one in result["tensors"]] == ["params/layers/0", "params/layers/1", "step"]
+        assert result["tensors"][1] == {"name": "params/layers/1", "dtype": "bfloat16", "shape": [4], "bytes": 8}
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert "3 tensors, 17 parameters" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("params/layers/0"))
+    assert line.split() == ["params/layers/0", "float32", "[4,3]", "48"]
+    for location, message in (
+        ([str(tmp_path / "run")], "is a directory of checkpoints (7)"),
+        ([path, "--verify"], "no checksums"),
+    ):
+        assert main(["inspect", *location]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_orbax_named_like_one_of_jstep(tmp_path, capsys):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "gpt-2", {"w": jnp.ones(3)})
+    assert main(["inspect", str(tmp_path / "gpt-2")]) == 0
+    assert "1 tensor, 3 parameters" in capsys.readouterr().out

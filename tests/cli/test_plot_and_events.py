@@ -15,8 +15,7 @@ from jstep import summary
 from jstep.cli.main import main
 from jstep.cli.plot import _smooth
 from jstep.summary import records
-from jstep.summary.read.files import find_runs
-from jstep.summary.read.series import read_scalars
+from jstep.summary.read import find_runs, read_scalars
 
 
 def write(path, values, tag="loss", start=None):

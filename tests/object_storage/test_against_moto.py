@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.stores import ABSENT, Objects, appender
+from jstep.stores import ABSENT, Objects, growing
 from jstep.summary import SummaryWriter, scalar
-from jstep.summary.read.series import read_scalars
+from jstep.summary.read import read_scalars
 
 pytestmark = pytest.mark.thorough
 
@@ -113,7 +113,7 @@ def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
     # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
     monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(appender, "SEGMENT", 600)
+    monkeypatch.setattr(growing, "SEGMENT", 600)
     with SummaryWriter("s3://bkt/board") as writer:
         board, counts = None, []
         for step in range(20):

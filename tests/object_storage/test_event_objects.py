@@ -4,10 +4,9 @@ import pytest
 
 import jstep
 from jstep import stores
-from jstep.stores import appender, objects
+from jstep.stores import growing, objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
-from jstep.summary.read.files import event_files, find_runs
-from jstep.summary.read.series import read_scalars
+from jstep.summary.read import event_files, find_runs, read_scalars
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def test_flush_uploads_new_points(store):
 
 
 def test_uploads_are_rate_limited(store, monkeypatch):
-    monkeypatch.setattr(appender, "PERIOD", 10_000.0)
+    monkeypatch.setattr(growing, "PERIOD", 10_000.0)
     with SummaryWriter(store.run, max_queue=1, flush_secs=0.01) as writer:
         for step in range(100):
             writer.add_summary(scalar("loss", 1.0), step)
@@ -61,7 +60,7 @@ def test_uploads_are_rate_limited(store, monkeypatch):
 
 
 def test_points_are_uploaded_periodically(store, monkeypatch):
-    monkeypatch.setattr(appender, "PERIOD", 0.05)
+    monkeypatch.setattr(growing, "PERIOD", 0.05)
     with SummaryWriter(store.run, flush_secs=0.01) as writer:
         writer.add_summary(scalar("loss", 1.0), 1)
         directory = stores.Objects(store.run)
@@ -74,7 +73,7 @@ def test_points_are_uploaded_periodically(store, monkeypatch):
 
 
 def test_a_full_segment_starts_another_file(store, monkeypatch):
-    monkeypatch.setattr(appender, "SEGMENT", 2000)
+    monkeypatch.setattr(growing, "SEGMENT", 2000)
     with SummaryWriter(store.run) as writer:
         for step in range(200):
             writer.add_summary(scalar("loss", float(step)), step)

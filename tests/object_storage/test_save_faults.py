@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.summary.read.series import read_scalars
+from jstep.summary.read import read_scalars
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 

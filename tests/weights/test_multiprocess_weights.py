@@ -10,13 +10,13 @@ from safetensors_files import write_arrays
 import jstep
 
 SCRIPT = """
-from jstep.weights import read
+from jstep.weights import place
 sizes = []
-fill = read._fill
+fill = place._fill
 def counting(file, view, start, tensor):
     sizes.append(view.nbytes)
     fill(file, view, start, tensor)
-read._fill = counting
+place._fill = counting
 
 for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

@@ -3,18 +3,20 @@
 import functools
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.manifest import CheckpointError, Leaf
+from jstep.checkpoint.format.manifest import CheckpointError, Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.checks import kind
 
 # Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
+
+_Record = TypeVar("_Record", Leaf, LeftOut)
 
 
 def named(state: Any) -> list[tuple[Leaf, Any]]:
@@ -131,7 +133,7 @@ def _key_data(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def by_id(saved: Sequence[Leaf]) -> dict[tuple[str, int], Leaf]:
+def by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
     """Return the leaves by path and number, which distinguishes leaves with the same path."""
     return dict(zip(ids(leaf.path for leaf in saved), saved, strict=True))
 

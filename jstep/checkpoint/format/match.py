@@ -3,25 +3,29 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jstep.checkpoint.format import counts
-from jstep.checkpoint.format.former_names import former_paths
+from jstep.checkpoint.format import slots
 from jstep.checkpoint.format.leaves import by_id, dtype_name, ids
-from jstep.checkpoint.format.manifest import Leaf, LeftOut
-from jstep.core import trees
+from jstep.checkpoint.format.manifest import Leaf, LeftOut, Manifest
+from jstep.checkpoint.format.slots import GLOBAL_STEP, Keys, Kind
+from jstep.core import paths, trees
 from jstep.core.checks import kind, shown
+from jstep.core.matching import SHOWN, as_text, assign, entries, has_value, listing
 from jstep.core.slot_roles import roles_in
 
-STEP = counts.GLOBAL_STEP
-_SHOWN = 20  # paths listed in a message
+PARAMS = "params"
 _GROUPS = 8  # prefixes listed in a message
+_NAMED = 5  # entries of params named in a message
 
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
+_FORM = "a mapping from paths of the target to paths in the checkpoint, or a function (path) -> path or None"
+_Id = tuple[str, int]
+"""A path, and the number of the leaf among those with that path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,100 +74,115 @@ class Match:
         )
 
 
-def match(
-    target: Any,
-    saved: Sequence[Leaf],
-    averages: str | None,
-    partial: bool,
-    names: Names | None,
-    where: str,
-    left_out: Sequence[LeftOut] = (),
-) -> Match:
+class _TargetLeaf(NamedTuple):
+    id: _Id
+    keys: Keys
+    leaf: Any
+    kind: Kind
+
+
+def match(target: Any, manifest: Manifest, averages: str | None, names: Names | None, where: str) -> Match:
     """Find the saved leaf of each leaf of a target.
 
     Args:
         target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
-        saved: The leaves of the checkpoint.
+        manifest: The manifest of the checkpoint.
         averages: The slot of moving averages that replace params; None to restore params.
-        partial: Whether leaves that do not fit are skipped.
         names: Paths in the checkpoint for paths of the target; None if all are the same.
         where: The name of the checkpoint, for errors.
-        left_out: The leaves that were left out of the checkpoint.
 
     Raises:
         TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
-        ValueError: Something does not fit, or names has a path that does not exist; lists it.
+        ValueError: names has a path that does not exist.
     """
-    records, absent = by_id(saved), dict(zip(ids(leaf.path for leaf in left_out), left_out, strict=True))
-    flat = trees.leaves_with_paths(target)
-    paths = [path for path, _ in flat]
-    saved_paths = {leaf.path for leaf in saved} | {leaf.path for leaf in left_out}
-    all_keys = [keys_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
-    renamed = _renamed(names, paths, saved_paths, where)
-    former = former_paths(dict(zip(paths, all_keys, strict=True)), saved_paths)
-    renamed |= {path: other for path, other in former.items() if renamed.get(path, path) == path}
-    found = Match([], [], [], [])
-    used: set[tuple[str, int]] = set()
-    kinds = [_kind(leaf, path) for path, leaf in flat]
-    steps = next((shape for keys, (shape, _) in zip(all_keys, kinds, strict=True) if keys == (STEP,)), ())
-    missing = {}
-    for (path, leaf), (_, number), keys, wanted_kind in zip(flat, ids(paths), all_keys, kinds, strict=True):
-        key = (renamed.get(path, path), number)
-        used.add(key)
-        source, average = records.get(key), average_of(key, records, averages)
-        kept = absent.get(key) if source is None and average is None else None
-        if average is not None and records[average].shape == wanted_kind[0]:
-            used.add(average)
-            source = records[average]
-        elif kept is not None and (kept.shape, kept.dtype) != wanted_kind:
-            found.differing.append(
-                f"{path!r} (left out as {as_text(kept.shape, kept.dtype)}, and {as_text(*wanted_kind)} in target)"
-            )
-            kept = None
-        elif source is None and kept is None:
-            found.missing.append(path)
-            missing[keys] = wanted_kind
-        elif (
-            source is not None
-            and (source.shape, source.dtype) != wanted_kind
-            and not counts.converts(keys, (source.shape, source.dtype), wanted_kind, steps)
-        ):
-            found.differing.append(
-                f"{path!r} ({as_text(source.shape, source.dtype)}, and {as_text(*wanted_kind)} in target)"
-            )
-            source = None
-        found.wanted.append(Wanted(path, leaf, source, left_out=kept))
-    extra = (key[0] for key in records if key not in used)
-    found.extra.extend(path for path in extra if not _is_average(path, averages) and path not in _ages_of(averages))
-    guards = counts.guards(missing, steps, roles_in(target))
-    for i, keys in enumerate(all_keys):
-        if found.wanted[i].source is None and keys in guards:
-            found.wanted[i] = dataclasses.replace(found.wanted[i], is_guard=True)
-            found.missing.remove(found.wanted[i].path)
+    records = by_id(manifest.leaves)
+    saved: dict[_Id, Leaf | LeftOut] = {**by_id(manifest.left_out), **records}
+    leaves = _leaves_of(target)
+    steps = next((leaf.kind[0] for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
+    renamed = _renamed(names, target, leaves, {path for path, _ in saved}, where)
+    own = [(renamed.get(leaf.id[0], leaf.id[0]), leaf.id[1]) for leaf in leaves]
+
+    def average(i: int) -> _Id | None:
+        found = average_of(own[i], records, averages)
+        return found if found is not None and records[found].shape == leaves[i].kind[0] else None
+
+    found = assign(
+        [average(i) or key for i, key in enumerate(own)],
+        saved,
+        lambda i, source: "" if average(i) else _difference(leaves[i], source, steps),
+    )
+    guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
+    of_guards = {i for i in found.missing if leaves[i].keys in guards}
+    passed_over = set(own)  # by averages in their place
+    return Match(
+        [_wanted(leaf, found.sources[i], i in of_guards) for i, leaf in enumerate(leaves)],
+        [leaves[i].id[0] for i in found.missing if i not in of_guards],
+        [key[0] for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)],
+        found.differing,
+    )
+
+
+def _leaves_of(target: Any) -> list[_TargetLeaf]:
+    flat = jax.tree_util.tree_leaves_with_path(target)
+    by_path = ids(trees.path_str(keys) for keys, _ in flat)
+    return [
+        _TargetLeaf(name, slots.keys_of(keys), leaf, _kind(leaf, name[0]))
+        for name, (keys, leaf) in zip(by_path, flat, strict=True)
+    ]
+
+
+def _wanted(leaf: _TargetLeaf, source: Leaf | LeftOut | None, is_guard: bool) -> Wanted:
+    if isinstance(source, LeftOut):
+        return Wanted(leaf.id[0], leaf.leaf, None, is_guard, source)
+    return Wanted(leaf.id[0], leaf.leaf, source, is_guard)
+
+
+def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
+    """Describe why a saved leaf does not fit; the empty string if it fits."""
+    saved = source.shape, source.dtype
+    if saved == leaf.kind or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, leaf.kind, steps)):
+        return ""
+    left_out = "left out as " if isinstance(source, LeftOut) else ""
+    return f"{leaf.id[0]!r} ({left_out}{as_text(*saved)}, and {as_text(*leaf.kind)} in target)"
+
+
+def _is_extra(key: _Id, source: Leaf | LeftOut, averages: str | None) -> bool:
+    """Return whether a saved leaf that the target does not use is worth a message."""
+    return isinstance(source, Leaf) and not _is_average(key[0], averages) and key[0] not in _ages_of(averages)
+
+
+def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
+    """Check that a state can be restored from what was matched.
+
+    Args:
+        found: The result of `match`.
+        manifest: The manifest of the checkpoint.
+        partial: Whether leaves that do not fit are skipped.
+        where: The name of the checkpoint, for errors.
+
+    Raises:
+        ValueError: Something does not fit (lists it); or, if partial, nothing or not the step.
+    """
     if not partial and found.differences():
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
         )
-    if flat and all(wanted.source is None for wanted in found.wanted):
+    if found.wanted and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
             f"target has nothing in common with {where}"
             + listing("differing", found.differing)
-            + listing("target has", [repr(path) for path in paths])
-            + listing("the checkpoint has", [repr(leaf.path) for leaf in saved])
-            + listing("left out of it", [repr(leaf.path) for leaf in left_out])
+            + listing("target has", [repr(wanted.path) for wanted in found.wanted])
+            + listing("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
+            + listing("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
         )
-    left = [
-        wanted for keys, wanted in zip(all_keys, found.wanted, strict=True) if keys == (STEP,) and not wanted.source
-    ]
-    if left:
+    if any(wanted.path == GLOBAL_STEP and wanted.source is None for wanted in found.wanted):
         raise ValueError(
             f"partial=True: {where} has no global_step that fits{found.differences()}; a trained state whose step "
             "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
             "a step, such as {'params': params}."
         )
     _check_left_out(found, where)
-    return found
 
 
 def _check_left_out(found: Match, where: str) -> None:
@@ -178,32 +197,13 @@ def _check_left_out(found: Match, where: str) -> None:
         )
 
 
-def has_value(leaf: Any) -> bool:
-    """Return whether a leaf of a target is an array or number that can be read."""
-    return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
-
-
-def keys_of(path: Any) -> tuple[str, ...]:
-    """Return the keys of a leaf as strings."""
-    return tuple(trees.path_str((key,)) for key in path)
-
-
-def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: str) -> dict[str, str]:
+def _renamed(
+    names: Names | None, target: Any, leaves: Sequence[_TargetLeaf], saved: set[str], where: str
+) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    if names is None:
-        return {}
-    if isinstance(names, Mapping):
-        given = dict(names)
-        for path in given:
-            if path not in paths:
-                raise ValueError(f"names: target has no leaf at {path!r}{trees.nearest(str(path), paths)}")
-    elif callable(names):
-        given = {path: other for path in paths if (other := names(path)) is not None}
-    else:
-        raise TypeError(
-            f"names={shown(names)}: must be a mapping from paths of the target to paths in the checkpoint, or a "
-            f"function (path) -> path or None, got {kind(names)}"
-        )
+    given = entries(names, paths.names_of(target), "target", _FORM)
+    if not isinstance(names, Mapping):
+        given = {path: other for path, other in given.items() if other is not None}
     for path, other in given.items():
         if not isinstance(other, str):
             raise TypeError(f"names: for {path!r} it has {shown(other)}: must be a path, got {kind(other)}")
@@ -213,10 +213,11 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: set[str], where: 
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
                 + trees.nearest(other, sorted(saved))
             )
-    return given
+    former = slots.former_paths({leaf.id[0]: leaf.keys for leaf in leaves}, saved)
+    return given | {path: other for path, other in former.items() if given.get(path, path) == path}
 
 
-def average_of(key: tuple[str, int], known: Mapping[tuple[str, int], Any], slot: str | None) -> Any:
+def average_of(key: _Id, known: Mapping[_Id, Any], slot: str | None) -> _Id | None:
     """Return the key of the moving average of a parameter, or None."""
     path, number = key
     if slot is None or (path != "params" and not path.startswith("params/")):
@@ -260,22 +261,83 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     )
 
 
-def as_text(shape: Sequence[int], dtype: Any) -> str:
-    """Format the shape and dtype of an array, such as `float32[2,3]`."""
-    return f"{dtype}[{','.join(map(str, shape))}]"
+def match_params(
+    target: Mapping[str, Any], manifest: Manifest, averages: str | None, names: Names | None, where: str
+) -> Match:
+    """Find the saved leaves like `match`, for a target `{"params": params}`.
+
+    Args:
+        target: The tree to restore into.
+        manifest: The manifest of the checkpoint.
+        averages: The slot of moving averages that replace params; None to restore params.
+        names: Paths in the checkpoint for paths of the target, each with or without `params/` before it.
+        where: The name of the checkpoint, for errors.
+
+    Raises:
+        TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
+        ValueError: Something does not fit, or the checkpoint has no params; lists it.
+    """
+    if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
+        raise ValueError(
+            f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
+            "restore(None) returns them"
+        )
+    whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
+    # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
+    found = match(target, manifest, averages, whole, where)
+    check(found, manifest, True, where)
+    extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
+    found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
+    if found.differences():
+        raise ValueError(
+            f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
+            "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
+            + _without_absent(target[PARAMS], found)
+        )
+    return found
 
 
-def listing(title: str, items: Sequence[str], most: int = _SHOWN) -> str:
-    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
-    if not items:
+def _without_absent(params: Any, found: Match) -> str:
+    """Describe how to restore the rest if all that does not fit are entries of params that the checkpoint lacks."""
+    if not isinstance(params, Mapping) or found.extra or found.differing:
         return ""
-    more = f", … and {len(items) - most} more" if len(items) > most else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
+    missing = set(found.missing)
+    of_entries = {name: set(trees.paths_of({PARAMS: {name: params[name]}})) for name in params}
+    absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
+    rest = [name for name, paths in of_entries.items() if paths - missing]
+    if not rest or set().union(*(of_entries[name] for name in absent)) != missing:
+        return ""
+    whole = f" The checkpoint has nothing of {', '.join(map(repr, absent[:_NAMED]))}{', …' * (len(absent) > _NAMED)}: "
+    entries = ", ".join(f"{name!r}: …" for name in rest[:_NAMED]) + ", …" * (len(rest) > _NAMED)
+    return f"{whole}restore_params({{{entries}}}) restores the rest."
+
+
+def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
+    """Return the names with `params/` added to the paths that need it."""
+
+    def whole(path: Any, known: set[str]) -> Any:
+        with_params = f"{PARAMS}/{path}"
+        return with_params if isinstance(path, str) and path not in known and with_params in known else path
+
+    if isinstance(names, Mapping):
+        return {whole(path, paths): whole(other, saved) for path, other in names.items()}
+    if names is None or not callable(names):
+        return names
+    given: Callable[[str], str | None] = names
+
+    def renamed(path: str) -> Any:
+        other, short = given(path), path.removeprefix(f"{PARAMS}/")
+        if other in (None, path) and path not in saved and short != path:
+            of_short = given(short)
+            other = other if of_short in (None, short) else of_short
+        return whole(other, saved)
+
+    return renamed
 
 
 def _by_prefix(paths: Sequence[str]) -> str:
     """Count paths by their common prefixes, for the end of a listing that does not show all of them."""
-    if len(paths) <= _SHOWN:
+    if len(paths) <= SHOWN:
         return ""
     split = [path.split("/") for path in paths]
     by_entry, by_field = (_groups(split, depth) for depth in (2, 1))

@@ -10,42 +10,10 @@ import numpy as np
 
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Leaf
-from jstep.checkpoint.format.match import Wanted, average_of, has_value
+from jstep.checkpoint.format.match import Wanted, average_of
 from jstep.core import trees
-
-
-def sharding_of(leaf: Any, path: str) -> Any:
-    """Return the sharding of a leaf of a target; None to leave the placement to JAX.
-
-    An uncommitted array has no sharding here, so that a compiled step sees a restored state as it sees a newly
-    created one.
-
-    Raises:
-        ValueError: The sharding does not fit the leaf, or names no devices.
-    """
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return None
-    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        sharding = _on_devices(sharding, path)
-    try:
-        sharding.shard_shape(tuple(leaf.shape))
-    except ValueError as error:
-        raise ValueError(f"target: {path!r} cannot be sharded as requested: {error}") from None
-    return sharding
-
-
-def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
-    """Return the sharding over the current mesh if that has the form of the abstract mesh from `jax.eval_shape`."""
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
-        raise ValueError(
-            f"target: the sharding of {path!r} is over an abstract mesh; pass one over devices, or restore inside "
-            "jax.set_mesh(mesh)"
-        )
-    return jax.sharding.NamedSharding(mesh, sharding.spec)
+from jstep.core.matching import has_value
+from jstep.core.placing import place_anywhere, sharding_of
 
 
 def stored_sharding(wanted: Wanted) -> Any:
@@ -109,21 +77,12 @@ def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
     if record.key_impl is not None:
-        return jax.random.wrap_key_data(_own(array), impl=record.key_impl)
+        return jax.random.wrap_key_data(place_anywhere(array), impl=record.key_impl)
     value = _leaves.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
-    return _own(value)
-
-
-def _own(array: np.ndarray[Any, Any]) -> jax.Array:
-    # On the CPU, JAX may alias the memory of a NumPy array, which is then not reused when the array is donated.
-    made = jax.device_put(array)
-    lent = {device.platform for device in made.devices()} == {
-        "cpu"
-    } and made.unsafe_buffer_pointer() == array.ctypes.data
-    return made.copy() if lent else made
+    return place_anywhere(value)
 
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
@@ -155,7 +114,7 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
         since = np.full(np.shape(leaf), step, dtype_of(wanted))
         if isinstance(leaf, np.ndarray | np.generic):
             return since
-        return jax.device_put(_own(since), sharding_of(leaf, wanted.path))
+        return jax.device_put(place_anywhere(since), sharding_of(leaf, wanted.path))
     if not has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "

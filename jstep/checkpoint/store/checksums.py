@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint in a directory.
+"""Checksums of the files of a checkpoint that was written to a disk, there or copied below a URL.
 
 Files are checksummed rather than arrays, so that a process that wrote only its shards can compute its part, and a
 process on another mesh, or with other shards, can verify them.
@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
+from jstep.stores import Objects, Pending, TruncatedError
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
 _PIECE = 2**20  # bytes that fit the cache of a core
 _PART = "checksums.process_"
+_AT_ONCE = 4
+"""Concurrent reads of objects: 256 MB at most."""
 
 
 def files_below(checkpoint: str) -> list[str]:
@@ -93,6 +96,50 @@ def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) ->
     bad = [i for i, pair in enumerate(zip(actual["crc32"], sums, strict=True)) if pair[0] != pair[1]]
     ranges = ", ".join(f"[{i * BLOCK}, {min((i + 1) * BLOCK, expected['bytes'])})" for i in bad)
     return f"the checksum of bytes {ranges} differs" if bad else ""
+
+
+def find_corruption_of_copy(objects: Objects, above: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
+    """Return descriptions of what is wrong with the objects of a checkpoint that was copied from a disk; see above."""
+    paths = sorted(manifest.files)[share[0] :: share[1]]
+    actual = _records_of_objects(objects, above, {path: manifest.files[path]["bytes"] for path in paths})
+    return [
+        f"{objects.at(above + path)}: {problem}"
+        for path in paths
+        if (problem := difference(manifest.files[path], actual.get(path)))
+    ]
+
+
+def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return the sizes and checksums of objects, as `records` does for files; missing ones are left out."""
+    found: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in sizes}
+    missing = set()
+    reading: list[tuple[str, Pending]] = []
+
+    def end_one() -> None:
+        path, pending = reading.pop(0)
+        try:
+            data = objects.read_result(pending).data
+        except TruncatedError:
+            return  # the size that was read until here differs
+        if data is None:
+            missing.add(path)
+        else:
+            found[path]["bytes"] += len(data)
+            found[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
+
+    try:
+        for path, size in sizes.items():
+            for at in range(0, max(size, 1), BLOCK):
+                if len(reading) == _AT_ONCE:
+                    end_one()
+                stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
+                reading.append((path, objects.start_read(above + path, at, stop)))
+        while reading:
+            end_one()
+    finally:
+        for _, pending in reading:
+            pending.give_up()
+    return {path: record for path, record in found.items() if path not in missing}
 
 
 def write_part(checkpoint: str, process: int) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, manifest_file, no_space, owner, place
+from jstep.checkpoint.store import checksums, listing, place
 from jstep.checkpoint.store.claim import Claim, file_of
-from jstep.checkpoint.store.in_flight import IN_FLIGHT
 from jstep.checkpoint.store.protocol import Commit
 
 _logger = logging.getLogger("jstep")
@@ -43,51 +42,55 @@ class Directory:
         """See `Store.at`."""
         return listing.at(self.directory, prefix, step)
 
-    def broken(self, prefix: str, above: int) -> list[str]:
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
         """See `Store.broken`."""
         return listing.broken(self.directory, prefix, above)
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
-        return manifest_file.read(path)
+        return listing.read_manifest(path)
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
         if manifest.is_packed:  # copied from a bucket
-            from jstep.checkpoint.store import packed  # not at the top: it imports JAX
+            from jstep.checkpoint.store import unpack  # not at the top: it imports JAX
 
-            return packed.find_corruption(packed.LocalObjects(path), "", manifest, share)
+            return unpack.find_corruption(unpack.LocalObjects(path), "", manifest, share)
         return checksums.find_corruption(path, manifest, share)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""
-        from jstep.checkpoint.store import packed, tensors  # not at the top: importing tensorstore is slow
+        from jstep.checkpoint.store import tensors, unpack  # not at the top: importing tensorstore is slow
 
         if manifest.is_packed:
-            return packed.read(packed.LocalObjects(path), "", manifest, shardings)
+            return unpack.read(unpack.LocalObjects(path), "", manifest, shardings)
         return tensors.read(tensors.in_folder(path), manifest, shardings)
 
     def claim(self, prefix: str) -> None:
         """See `Store.claim`."""
         self._make()
-        if self._claim is None or not self._claim.is_held():
+        if self._claim is None or not self.holds_claim():
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._is_cleaned:
-            place.remove_leftovers(self.directory, prefix, IN_FLIGHT.__contains__)
+            place.remove_leftovers(self.directory, prefix, place.IN_FLIGHT.__contains__)
             self._is_cleaned = True
 
     def _take(self, prefix: str) -> Claim:
         try:
             return Claim(self.directory, prefix)
-        except CheckpointError as error:
-            if owner.THIS_ONE not in str(error):
+        except CheckpointError:
+            file = os.path.realpath(file_of(self.directory, prefix))
+            if not _is_held_here(file):
                 raise
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
-            holder = _HOLDERS.get(os.path.realpath(file_of(self.directory, prefix)))
-            if holder is not None and holder.is_left:
+            if (holder := _HOLDERS.get(file)) is not None and holder.is_left:
                 holder.finish()
             return Claim(self.directory, prefix)
+
+    def holds_claim(self) -> bool:
+        """Return whether this store has the claim, in this process and not in the parent of a fork."""
+        return self._claim is not None and self._claim.is_held()
 
     def finish(self) -> None:
         """Finish the save of an unreferenced Saver; an error is logged, since no call can raise it."""
@@ -122,13 +125,13 @@ class Directory:
 
             from jstep.checkpoint.store import tensors
 
-            manifest = commit.seal(checksums.collect(temporary, jax.process_count()))
+            manifest, committed = commit.seal(checksums.collect(temporary, jax.process_count()))
             # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
             if lost := _lost(lambda: tensors.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
-            manifest_file.write(temporary, manifest)
+            listing.write_manifest(temporary, manifest)
             place.publish(temporary, final, [NAME, *manifest.files])
-            commit.committed()
+            committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
         try:
@@ -150,8 +153,8 @@ class Directory:
             raise
 
     def _explain(self, error: Exception) -> None:
-        if no_space.is_full(error):
-            raise no_space.full(self.directory, self._bytes) from error
+        if place.is_full(error):
+            raise place.full_disk(self.directory, self._bytes) from error
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""
@@ -169,6 +172,11 @@ class Directory:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+
+
+def _is_held_here(file: str) -> bool:
+    holder = _HOLDERS.get(file)
+    return holder is not None and holder.holds_claim()
 
 
 def _lost(missing: Callable[[], str | None]) -> str | None:

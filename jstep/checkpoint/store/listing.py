@@ -1,13 +1,41 @@
-"""Listing of the checkpoints in a directory: their names, and which of them are complete."""
+"""Listing of the checkpoints in a directory: their names and manifests, and which of them are complete."""
 
+import functools
 import logging
 import os
 import re
 from collections.abc import Collection, Iterator
 
-from jstep.checkpoint.format.manifest import NAME, CheckpointError
-from jstep.checkpoint.store import manifest_file
+from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store.object_names import is_attempt
+from jstep.stores import new_file
+
+
+def read_manifest(checkpoint: str) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: The manifest is corrupted (names its path).
+        FileNotFoundError: There is no manifest.
+    """
+    path = os.path.join(checkpoint, NAME)
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        return _decoded(data)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+# A manifest is decoded three times in a row when a checkpoint is listed, found and read. Callers must not modify it.
+_decoded = functools.lru_cache(maxsize=4)(decode)
+
+
+def write_manifest(checkpoint: str, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint, and flush it to disk."""
+    with new_file(os.path.join(checkpoint, NAME)) as file:
+        file.write(encode(manifest))
+
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
@@ -119,7 +147,7 @@ def _warn(path: str, lacks: str | None) -> None:
 def missing(path: str) -> str | None:
     """Return the first missing file of a checkpoint; None if it is complete."""
     try:
-        manifest = manifest_file.read(path)
+        manifest = read_manifest(path)
     except CheckpointError:
         # An unreadable manifest without any other file of ours belongs to another program.
         return None if _has_data(path) else NAME
@@ -128,8 +156,8 @@ def missing(path: str) -> str | None:
     return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
 
 
-def broken(directory: str, prefix: str, above: int) -> list[str]:
-    """Return problems of our checkpoints at higher steps that lack files.
+def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
+    """Return path and problem of our checkpoints at higher steps that lack files.
 
     No crash leaves such a checkpoint: a folder gets its name when it is complete, and loses it before it is deleted.
     Only in a copy from a bucket, data without a manifest may come from an interrupted save.
@@ -150,7 +178,7 @@ def broken(directory: str, prefix: str, above: int) -> list[str]:
                 NAME,
             )
         else:
-            problems.append(f"{path}: {lacks} is missing")
+            problems.append((path, f"{lacks} is missing"))
     return problems
 
 

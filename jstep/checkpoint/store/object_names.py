@@ -17,9 +17,9 @@ _ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
 HOUR = 3600
 
 
-def attempt_of(time_and_number: tuple[int, int]) -> str:
+def attempt_of(time: int, number: int) -> str:
     """Return the name of an attempt, which contains its time."""
-    return f"data.{time_and_number[0]}-{time_and_number[1]:08x}"
+    return f"data.{time}-{number:08x}"
 
 
 def new_attempt(now: float) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import packs
-from jstep.checkpoint.store.blocks import Block
 from jstep.checkpoint.store.object_claim import BEAT, claimant, key_of
+from jstep.checkpoint.store.packs import Block
 from jstep.core.contexts import Thread
 from jstep.stores import Directory
 

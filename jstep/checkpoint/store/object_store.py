@@ -3,24 +3,26 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.format.manifest import CheckpointError, Manifest
+from jstep.checkpoint.store import checksums, packs, unpack
 from jstep.checkpoint.store import object_names as names
-from jstep.checkpoint.store import packs
-from jstep.checkpoint.store.blocks import own_blocks
 from jstep.checkpoint.store.object_claim import ObjectClaim
 from jstep.checkpoint.store.object_names import Checkpoints
-from jstep.checkpoint.store.object_reader import HURRIED, ObjectReader
 from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
-from jstep.checkpoint.store.protocol import Commit
-from jstep.stores import Pending
+from jstep.checkpoint.store.packs import own_blocks
+from jstep.checkpoint.store.protocol import Commit, CorruptedError
+from jstep.distributed import agreement
+from jstep.stores import Directory, Pending
 
+HURRIED = 5.0
+"""Seconds for optional requests."""
 START = 38.0
 """Seconds within which the start of a run checks that it can read, list and write."""
 _AT_ONCE = 16
@@ -28,16 +30,90 @@ _AT_ONCE = 16
 _logger = logging.getLogger("jstep")
 
 
-class ObjectStore(ObjectReader):
+class ObjectStore:
     """A `Store` below a URL."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url)
+        self.directory = url
+        self._objects = Directory(url)
+        self._keys: list[str] | None = None
+        """The list of a save in progress, while it decides which checkpoints to keep."""
+        self._hurried = False
         self._claimed: ObjectClaim | None = None
         self._prefix = ""
         self._save: ObjectSave | None = None
         self._saving = ""
         self._warned = self._forbidden = False
+
+    def path(self, name: str) -> str:
+        """See `Store.path`."""
+        return self._objects.at(name)
+
+    def _name(self, path: str) -> str:
+        return path.removeprefix(self.directory + "/")
+
+    def _list(self, prefix: str | None) -> list[str]:
+        return self._objects.listing("" if prefix is None else f"{prefix}-")
+
+    def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
+        """See `Store.newest_first`. Only manifests are listed; missing objects are found on restore."""
+        del trusted
+        hurried, self._hurried = self._hurried, False
+        with self._objects.within(HURRIED if hurried else math.inf):
+            keys = self._list(prefix) if self._keys is None else self._keys
+        for step, name in Checkpoints(keys, prefix).newest_first():
+            yield step, self.path(name)
+
+    def at(self, prefix: str, step: int) -> str | None:
+        """See `Store.at`."""
+        name = f"{prefix}-{step}"
+        there = self._objects.read(f"{name}/{_manifest.NAME}").data is not None
+        return self.path(name) if there else None
+
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
+        """See `Store.broken`."""
+        return []
+
+    def manifest(self, path: str) -> Manifest:
+        """See `Store.manifest`."""
+        return self._manifest(path)[0]
+
+    def _manifest(self, path: str) -> tuple[Manifest, bytes]:
+        url = f"{path}/{_manifest.NAME}"
+        found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
+        if found.data is None:
+            raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
+        try:
+            manifest = _manifest.decode(found.data)
+            if manifest.is_packed and not names.is_attempt(manifest.data):
+                raise CheckpointError(f"its data is in {manifest.data!r:.50}, where jstep never puts it")
+        except CheckpointError as error:
+            raise type(error)(f"{url}: {error}") from None
+        return manifest, found.stamp
+
+    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """See `Store.find_corruption`. Reads every byte."""
+        above = f"{self._name(path)}/"
+        if manifest.is_packed:
+            return unpack.find_corruption(self._objects, above, manifest, share)
+        return checksums.find_corruption_of_copy(self._objects, above, manifest, share)
+
+    def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
+        if not shardings:
+            return {}
+        above = f"{self._name(path)}/"
+        if not manifest.is_packed:
+            from jstep.checkpoint.store import tensors  # not at the top: importing tensorstore is slow
+
+            return tensors.read_copy(self._objects, above, manifest, shardings)
+        try:
+            return unpack.read(self._objects, above, manifest, shardings)
+        except CorruptedError:
+            with contextlib.suppress(CheckpointError, OSError):
+                if self.manifest(path).data != manifest.data:
+                    raise CheckpointError(f"{path} was replaced while it was read; restore it again") from None
+            raise
 
     def claim(self, prefix: str) -> None:
         """See `Store.claim`. Reads, lists and writes once, within `START` seconds."""
@@ -57,7 +133,7 @@ class ObjectStore(ObjectReader):
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = _agreed_attempt(commit.saved_at)
+        attempt = names.attempt_of(*agreement.broadcast_ints(*names.new_attempt(commit.saved_at)))
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
@@ -77,12 +153,12 @@ class ObjectStore(ObjectReader):
         keys = self._list(self._prefix)
         self._keys = keys  # one list request per save
         try:
-            sealed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
+            sealed, committed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
             data = _manifest.encode(dataclasses.replace(sealed, data=attempt))
             self._put(f"{name}/{_manifest.NAME}", data, before)
             self._saving = ""
             with self._never_failing():
-                commit.committed()
+                committed()
                 if not self._forbidden:
                     self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
         finally:
@@ -187,15 +263,3 @@ class ObjectStore(ObjectReader):
         if self._claimed is not None:
             self._claimed.release(HURRIED if wait else 1)
             self._claimed = None
-
-
-def _agreed_attempt(now: float) -> str:
-    """Return the name of a new attempt, the same on all processes."""
-    attempt = names.new_attempt(now)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        halves = np.array([*divmod(attempt[0], 2**16), attempt[1]], np.int32)
-        high, low, number = map(int, np.asarray(multihost_utils.broadcast_one_to_all(halves)))
-        attempt = high * 2**16 + low, number
-    return names.attempt_of(attempt)

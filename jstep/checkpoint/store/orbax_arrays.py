@@ -1,11 +1,15 @@
-"""Writing of named arrays to a folder with Orbax. The only module that imports Orbax.
+"""Writing of named arrays to a folder with Orbax.
+
+It is all that uses more than Orbax's public API.
 
 Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the
 folder is passed to `publish` instead, which adds the manifest and renames it.
 """
 
+import asyncio
 import atexit
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -18,10 +22,100 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jstep.checkpoint.store import checksums, orbax_logs
-from jstep.checkpoint.store.in_flight import IN_FLIGHT
+from jstep.checkpoint.store import checksums
 from jstep.checkpoint.store.listing import TEMPORARY
-from jstep.checkpoint.store.orbax_writes import TrackedWrites
+from jstep.checkpoint.store.place import IN_FLIGHT
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _is_not_jsteps(record: logging.LogRecord) -> bool:
+    """Return whether an asyncio record is unrelated to jstep; Orbax leaves failed futures to garbage collection."""
+    return TEMPORARY not in record.getMessage()
+
+
+_FILTERS = {"absl": _is_not_orbax, "asyncio": _is_not_jsteps}
+_lock = threading.Lock()
+_writers = 0
+
+
+def silence() -> None:
+    """Drop Orbax's log lines from all threads, until `unsilence` was called as often."""
+    global _writers
+    with _lock:
+        _writers += 1
+        for name, one in _FILTERS.items():
+            logging.getLogger(name).addFilter(one)  # adding it again has no effect
+
+
+def unsilence() -> None:
+    """Undo one call of `silence`."""
+    global _writers
+    with _lock:
+        _writers -= 1
+        if not _writers:
+            for name, one in _FILTERS.items():
+                logging.getLogger(name).removeFilter(one)
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """A context manager or decorator that drops Orbax's log lines."""
+    silence()
+    try:
+        yield
+    finally:
+        unsilence()
+
+
+class TrackedWrites:
+    """Mixin of an Orbax handler that records its writes.
+
+    Args:
+        begun: The list to append every started write to. A write ends when all tasks in its loop have ended.
+        options: Options of the handler.
+    """
+
+    def __init__(self, begun: list[Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._begun = begun
+
+    async def serialize(self, values: Any, infos: Sequence[Any], args: Any = None) -> Any:
+        """Start to write in the background."""
+        futures = await super().serialize(values, [_with_path_hook(info) for info in infos], args)  # type: ignore[misc]
+        self._begun.extend(futures)
+        return futures
+
+
+def _with_path_hook(info: Any) -> Any:
+    """Return Orbax's info of an array with a hook, which Orbax calls in the loop before it writes there."""
+    if not hasattr(info, "await_path_creation"):
+        return info  # another version of Orbax, which does not call the hook
+    hooked = copy.copy(info)
+
+    async def await_path_creation() -> None:
+        finish_before_closing(asyncio.get_running_loop())
+        await type(hooked).await_path_creation(hooked)
+
+    hooked.await_path_creation = await_path_creation
+    return hooked
+
+
+def finish_before_closing(loop: asyncio.AbstractEventLoop) -> None:
+    """Make a loop finish its tasks in `close`."""
+    if not isinstance(loop.close, functools.partial):
+        loop.close = functools.partial(_finish_tasks, loop, loop.close)  # type: ignore[method-assign]
+
+
+def _finish_tasks(loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
+    try:
+        if tasks := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(tasks))
+    finally:
+        close()
+
 
 _TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest disk
 
@@ -159,7 +253,7 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 class Checkpointer:
     """Writer of named arrays to a folder with Orbax, all processes together."""
 
-    @orbax_logs.silenced()
+    @silenced()
     def __init__(self, prefix: str) -> None:
         begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -180,12 +274,12 @@ class Checkpointer:
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
 
-    @orbax_logs.silenced()
+    @silenced()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         if path + TEMPORARY not in IN_FLIGHT:
-            orbax_logs.silence()
+            silence()
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
         self._async.save(path, args=SaveArgs(dict(arrays), compress))
@@ -201,7 +295,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a fork does not have the threads
         try:
-            with orbax_logs.silenced():
+            with silenced():
                 self._async.wait_until_finished()
             if self._failure.error is not None:
                 raise self._failure.error
@@ -212,9 +306,9 @@ class Checkpointer:
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
             del IN_FLIGHT[path]
-            orbax_logs.unsilence()
+            unsilence()
 
-    @orbax_logs.silenced()
+    @silenced()
     def close(self) -> None:
         """End the threads."""
         self._async.close()

@@ -6,8 +6,6 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-THIS_ONE = ", which is this one"
-
 
 def this_process() -> dict[str, Any]:
     """Return a JSON dict that identifies this process among all hosts."""
@@ -53,7 +51,7 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
     """Return the error message for a second writer."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
     mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
-    who = f"process {pid} on {host}" + (THIS_ONE if mine else "")
+    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
     way_out = (
         "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
     )

@@ -1,4 +1,4 @@
-"""Atomic publication and deletion of checkpoints in a directory.
+"""Atomic publication and deletion of checkpoints in a directory, and errors of a full disk.
 
 A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
 """
@@ -10,8 +10,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
+from jstep.core.sizes import size
+from jstep.stores import sync_folder
+
+IN_FLIGHT: dict[str, Any] = {}
+"""Path of a temporary folder → the checkpointer that writes it."""
+
 
 _logger = logging.getLogger("jstep")
 
@@ -34,7 +41,7 @@ def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
             os.rename(final, replaced)
         else:
             _set_aside(final)
-    sync(temporary)
+    sync_folder(temporary)
     os.rename(temporary, final)
     lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
     if lacks is not None:
@@ -43,7 +50,7 @@ def publish(temporary: str, final: str, files: Iterable[str] = ()) -> None:
         if os.path.lexists(replaced):
             os.rename(replaced, final)
         raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
-    sync(os.path.dirname(final))
+    sync_folder(os.path.dirname(final))
     remove(replaced)
 
 
@@ -110,11 +117,28 @@ def _restore_replaced(replaced: str, final: str) -> None:
     os.rename(replaced, final)
 
 
-def sync(folder: str) -> None:
-    """Flush the entries of a folder to disk, if the system supports that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+_WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
+_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, reports a full disk or an exceeded quota."""
+    seen = 0
+    while error is not None and seen < 20:
+        if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def full_disk(directory: str, needed: int) -> OSError:
+    """Return the error to raise, with the bytes needed and the bytes free."""
+    try:
+        free = f"{size(shutil.disk_usage(directory).free)} free"
+    except OSError:
+        free = "free space unknown"
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full ({size(needed)} needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
+        "fewer checkpoints by max_to_keep",
+    )

@@ -4,7 +4,8 @@ A Saver handles states, steps and retention; a store handles names and bytes, an
 happens, a path holds a complete checkpoint or none.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
@@ -25,17 +26,18 @@ class CorruptedError(CheckpointError):
         self.problems = list(problems)
 
 
-class Commit(Protocol):
-    """The two callbacks at the end of a save, called in this order on the first process, in the background."""
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """The end of a save, on the first process and in the background.
+
+    Attributes:
+        saved_at: The start time of the save, by the Saver's clock.
+        seal: Called with the written files: returns the manifest, which is published last, and a function to call when
+            the checkpoint exists, which deletes those that it supersedes.
+    """
 
     saved_at: float
-    """The start time of the save, by the Saver's clock."""
-
-    def seal(self, files: Files) -> Manifest:
-        """Return the manifest of the written files, which is published last."""
-
-    def committed(self) -> None:
-        """The checkpoint exists: delete those that it supersedes."""
+    seal: Callable[[Files], tuple[Manifest, Callable[[], None]]]
 
 
 class Store(Protocol):
@@ -64,8 +66,8 @@ class Store(Protocol):
     def at(self, prefix: str, step: int) -> str | None:
         """Return the path of the complete checkpoint of a step, or None."""
 
-    def broken(self, prefix: str, above: int) -> list[str]:
-        """Return incomplete checkpoints at steps above a given one as `path: what is wrong`, highest step first.
+    def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
+        """Return path and problem of incomplete checkpoints at steps above a given one, highest step first.
 
         These are only checkpoints that files were removed from; no crash leaves them. Object stores report none.
         """
@@ -119,8 +121,8 @@ class Store(Protocol):
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
         """Start to write arrays, all processes together; return when their memory may be donated.
 
-        When everything is written, the manifest that `commit.seal` returns is published atomically, and
-        `commit.committed` is called.
+        When everything is written, the manifest that `commit.seal` returns is published atomically, and the function
+        that it returns is called.
         """
 
     def wait(self) -> None:

@@ -10,18 +10,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import tensorstore as ts
 
 from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.store.protocol import CorruptedError
+from jstep.core.placing import parts_of, place, slices
+from jstep.stores import Objects, Pending
+from jstep.stores.objects import spec
 
 _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
-
-Index = tuple[slice, ...]
 
 
 def in_folder(path: str) -> dict[str, Any]:
@@ -62,6 +61,22 @@ def read(
     if problems:
         raise CorruptedError(problems)
     return dict(_read_ahead(opened, shardings, wait))
+
+
+def read_copy(objects: Objects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arrays of a checkpoint that was written to a disk and copied below a URL, unverified; see `read`.
+
+    Args:
+        objects: The objects.
+        above: What the keys of the checkpoint begin with: its name and a slash.
+        manifest: The manifest of the checkpoint.
+        shardings: Name → sharding of the array; None for a NumPy array.
+    """
+
+    def wait(future: Any, nbytes: int) -> Any:
+        return Pending(objects, future, "read", above, nbytes).result()
+
+    return read(spec(objects.at(above.rstrip("/"))), manifest, shardings, wait)
 
 
 def _spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -113,43 +128,22 @@ def _read_ahead(
     under_way: collections.deque[tuple[str, dict[Any, Any]]] = collections.deque()
     ahead = 0
     for name, stored in opened.items():
-        parts = {_key(index): stored[index].read(order="C") for index in _indices(stored, shardings[name])}
+        parts = {part: stored[slices(part)].read(order="C") for part in parts_of(stored.shape, shardings[name])}
         under_way.append((name, parts))
         ahead += _nbytes(stored)
         while ahead > _IN_FLIGHT and len(under_way) > 1:
             first, found = under_way.popleft()
-            yield first, _placed(opened[first], shardings[first], {key: wait(found[key], ahead) for key in found})
+            yield first, _placed(opened[first], shardings[first], {part: wait(found[part], ahead) for part in found})
             ahead -= _nbytes(opened[first])
     for name, parts in under_way:
-        yield name, _placed(opened[name], shardings[name], {key: wait(parts[key], ahead) for key in parts})
+        yield name, _placed(opened[name], shardings[name], {part: wait(parts[part], ahead) for part in parts})
 
 
 def _nbytes(stored: Any) -> int:
     return int(stored.size * stored.dtype.numpy_dtype.itemsize)
 
 
-def _indices(stored: Any, sharding: Any) -> list[Index]:
-    whole = (slice(None),) * len(stored.shape)
-    if sharding is None:
-        return [whole]
-    found = sharding.addressable_devices_indices_map(tuple(stored.shape)).values()
-    return list({_key(index): index for index in found}.values())
-
-
-def _key(index: Index | None) -> tuple[Any, ...]:
-    return tuple((one.start, one.stop) for one in index or ())  # slices cannot be hashed
-
-
 def _placed(stored: Any, sharding: Any, parts: Mapping[Any, Any]) -> Any:
     if sharding is None:
         return next(iter(parts.values()))
-    made = jax.make_array_from_callback(tuple(stored.shape), sharding, lambda index: parts[_key(index)])
-    return made.copy() if _is_lent(made, parts.values()) else made
-
-
-def _is_lent(made: jax.Array, read: Any) -> bool:
-    """Return whether an array aliases NumPy memory, as JAX may do on the CPU: a donation would not reuse it."""
-    if {getattr(device, "platform", "") for device in made.sharding.device_set} != {"cpu"}:
-        return False
-    given = {array.ctypes.data for array in read if isinstance(array, np.ndarray)}
-    return any(shard.data.unsafe_buffer_pointer() in given for shard in made.addressable_shards)
+    return place(stored.shape, stored.dtype.numpy_dtype, sharding, parts)

@@ -1,7 +1,12 @@
-"""Assembly of arrays from the blocks of an object store, onto any sharding; each process reads what it needs."""
+"""Reading of a checkpoint whose arrays are packed: below the URL where it was written, or in a copy on a disk.
+
+Arrays are assembled from blocks onto any sharding; each process reads what it needs.
+"""
 
 import dataclasses
 import math
+import os
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,11 +17,14 @@ import numpy as np
 from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Manifest
 from jstep.checkpoint.store import packs
-from jstep.checkpoint.store.blocks import Box, overlap
-from jstep.checkpoint.store.packs import Stored
+from jstep.checkpoint.store.checksums import is_below
+from jstep.checkpoint.store.packs import Stored, overlap
 from jstep.checkpoint.store.protocol import CorruptedError
-from jstep.core.contexts import internal_transfers
-from jstep.stores import ReadResult, TruncatedError
+from jstep.core.placing import lengths, parts_of, place
+from jstep.stores import ABSENT, ReadResult, TruncatedError
+
+_AT_ONCE = 8
+"""Concurrent reads: 256 MB at most."""
 
 
 class ReadableObjects(Protocol):
@@ -29,20 +37,107 @@ class ReadableObjects(Protocol):
         """Return the result of a read."""
 
 
-_Key = tuple[tuple[int, int], ...]
-_AT_ONCE = 8
-"""Concurrent reads: 256 MB at most."""
+@dataclasses.dataclass(frozen=True)
+class LocalRead:
+    """A range of a file to read.
+
+    Attributes:
+        url: The path of the file.
+        start: The first byte.
+        stop: The end of the range; None for the end of the file.
+    """
+
+    url: str
+    start: int
+    stop: int | None
+
+    def give_up(self) -> None:
+        """Do nothing: the file is read when its result is requested."""
 
 
-@dataclasses.dataclass
-class _Part:
-    """A box of an array that this process needs and fills."""
+class LocalObjects:
+    """The files of a copied checkpoint, read like the objects below a URL."""
 
-    box: Box
-    values: np.ndarray[Any, Any]
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> LocalRead:
+        """See `jstep.stores.Objects.start_read`."""
+        return LocalRead(os.path.join(self._folder, key), start, stop)
+
+    def read_result(self, pending: LocalRead) -> ReadResult:
+        """See `jstep.stores.Objects.read_result`."""
+        if not is_below(os.path.realpath(self._folder), os.path.relpath(pending.url, self._folder)):
+            raise ValueError(f"{pending.url}: a link out of the checkpoint")
+        try:
+            with open(pending.url, "rb") as file:
+                file.seek(pending.start)
+                return ReadResult(file.read(-1 if pending.stop is None else pending.stop - pending.start), b"")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ReadResult(None, ABSENT)
 
 
-def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) -> dict[str, tuple[tuple[int, ...], Any]]:
+def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arrays by name. Each process reads the blocks that it needs and verifies their checksums.
+
+    Args:
+        objects: The objects.
+        above: What the keys of the checkpoint begin with: its name and a slash, or nothing.
+        manifest: The manifest of the checkpoint.
+        shardings: Name → sharding of the array; None for a NumPy array.
+
+    Raises:
+        CorruptedError: The checkpoint is corrupted.
+    """
+    return _arrays(objects, f"{above}{manifest.data}", manifest, _blocks(objects, above, manifest), shardings)
+
+
+def find_corruption(
+    objects: ReadableObjects, above: str, manifest: Manifest, share: tuple[int, int] = (0, 1)
+) -> list[str]:
+    """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
+    try:
+        blocks = _blocks(objects, above, manifest)
+        mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
+        blocks = [block for block in blocks if block.pack in mine]
+        dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
+        folder = f"{above}{manifest.data}"
+        _read(objects, folder, blocks, lambda block, body: packs.decoded(block, body, dtypes[block.dtype]))
+    except CorruptedError as error:
+        return error.problems
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
+def _blocks(objects: ReadableObjects, above: str, manifest: Manifest) -> Sequence[packs.Stored]:
+    """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
+    parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
+    reading = [(record, objects.start_read(f"{above}{key}")) for key, record in parts.items()]
+    blocks: list[packs.Stored] = []
+    problems = []
+    for record, pending in reading:
+        try:
+            data = objects.read_result(pending).data
+            if data is None:
+                raise ValueError("missing")
+            if record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
+                raise ValueError("its checksum differs")
+            found = packs.read_index(data)[1]
+            if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
+                raise ValueError("it names an object that is not in the manifest")
+            blocks += found
+        except ValueError as error:
+            text = str(error)
+            problems.append(text if pending.url in text else f"{pending.url}: {text}")
+    if problems:
+        raise CorruptedError(problems)
+    return blocks
+
+
+def _check(
+    manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
 
     Raises:
@@ -73,7 +168,7 @@ def check(manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]) ->
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
-def arrays(
+def _arrays(
     objects: ReadableObjects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
@@ -82,39 +177,30 @@ def arrays(
         CorruptedError: An object is missing or corrupted.
         OSError: The store cannot be read.
     """
-    kinds = check(manifest, blocks, list(shardings))
-    parts = {name: _parts(*kinds[name], sharding) for name, sharding in shardings.items()}
+    kinds = _check(manifest, blocks, list(shardings))
+    parts = {
+        name: {part: np.empty(lengths(part), kinds[name][1]) for part in parts_of(kinds[name][0], sharding)}
+        for name, sharding in shardings.items()
+    }
     needed = [
-        block
-        for block in blocks
-        if any(overlap(part.box, block.start, block.shape) for part in parts.get(block.array, {}).values())
+        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
     ]
 
     def fill(block: Stored, body: bytes) -> None:
         values = packs.decoded(block, body, kinds[block.array][1])
-        for part in parts[block.array].values():
-            if (both := overlap(part.box, block.start, block.shape)) is not None:
-                part.values[both[0]] = values[both[1]]
+        for part, filled in parts[block.array].items():
+            if (both := overlap(part, block.start, block.shape)) is not None:
+                filled[both[0]] = values[both[1]]
 
-    read(objects, folder, needed, fill)
+    _read(objects, folder, needed, fill)
     out: dict[str, Any] = {}
     for name, sharding in shardings.items():
         mine = parts.pop(name)
-        if sharding is None:
-            out[name] = next(iter(mine.values())).values
-        else:
-            shape = kinds[name][0]
-            index = sharding.addressable_devices_indices_map(shape)
-            # No aliasing: on the CPU an array may alias NumPy memory, which is then not reused when donated.
-            with internal_transfers():
-                local = [
-                    jax.device_put(mine[_key(box, shape)].values, at, may_alias=False) for at, box in index.items()
-                ]
-            out[name] = jax.make_array_from_single_device_arrays(shape, sharding, local)
+        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
     return out
 
 
-def read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
+def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
     """Read blocks, and call `use(block, bytes)` with each.
 
     Raises:
@@ -151,20 +237,3 @@ def read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: A
         raise
     if problems:
         raise CorruptedError(list(problems))
-
-
-def _parts(shape: tuple[int, ...], dtype: Any, sharding: Any) -> dict[_Key, _Part]:
-    """Return the boxes of an array that this process needs; devices that hold the same box share it."""
-    whole = (slice(None),) * len(shape)
-    boxes = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-    found = {}
-    for box in boxes:
-        key = _key(box, shape)
-        if key not in found:
-            found[key] = _Part(tuple(slice(*ends) for ends in key), np.empty([b - a for a, b in key], dtype))
-    return found
-
-
-def _key(box: Box, shape: tuple[int, ...]) -> _Key:
-    """Return the bounds of a box as a key: slices are not hashable before Python 3.12."""
-    return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))

@@ -1,14 +1,13 @@
 """Writing functions as StableHLO or as GraphDefs, which TensorBoard draws."""
 
 import os
-import uuid
 from typing import Any
 
 import jax
 
 from jstep.core.checks import as_bool
 from jstep.core.checks import as_text as checked_text
-from jstep.stores import Objects, is_url, join, location, split
+from jstep.stores import Objects, is_url, join, location, replace_file, split
 from jstep.summary.graph.from_lowered import from_lowered
 from jstep.summary.graph.from_traced import from_traced
 from jstep.summary.proto import decode_error, is_message, proto
@@ -76,7 +75,7 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
         above, last = split(path)
         Objects(above).write(last, data)
     else:
-        _write_whole(path, data)
+        replace_file(path, data)
     return path
 
 
@@ -86,20 +85,6 @@ def _file_below(name: Any) -> str:
     if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
         raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
     return str(name)
-
-
-def _write_whole(path: str, data: bytes) -> None:
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    partial = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex}")
-    with open(partial, "xb") as file:  # with the umask of the process
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
 
 
 def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,16 +1,109 @@
-"""Creation of event files: location, name and first record."""
+"""Event files: location, name and first record, on a disk and below a URL."""
 
 import itertools
+import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from jstep.stores import ObjectAppender, Objects, is_url
-from jstep.summary.read.files import is_event_file
+from jstep.summary.read import is_event_file
 from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes
-from jstep.summary.write.sinks import LocalFile, ObjectFile, Sink
+
+_logger = logging.getLogger("jstep")
+
+
+class Sink(Protocol):
+    """A destination for records."""
+
+    path: str
+
+    def write(self, data: bytes) -> None:
+        """Append records atomically: on an error, none of them is written."""
+
+    def sync(self) -> Any:
+        """Make the written records visible to readers. Does not raise: failures are retried."""
+
+    def due(self) -> float:
+        """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
+
+    def close(self) -> None:
+        """Close the destination; raise if written records could not be stored."""
+
+
+class LocalFile:
+    """A local file.
+
+    Args:
+        new_path: Creates the directory and returns a path for the file.
+        first: Returns the first record.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+
+    def __init__(self, new_path: Callable[[], str], first: Callable[[], bytes]) -> None:
+        self._new_path, self._first = new_path, first
+        self._open()
+
+    def _open(self) -> None:
+        self.path = self._new_path()
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
+        try:
+            self._append(self._first())
+        except BaseException:
+            self._file.close()
+            os.unlink(self.path)
+            raise
+
+    def write(self, data: bytes) -> None:
+        """See `Sink.write`.
+
+        If the file or its directory was removed meanwhile, a new file is created in the same place, so that later
+        records are not lost silently.
+        """
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                removed = self.path
+                self._file.close()
+                self._open()
+                _logger.warning(
+                    "%s was removed while a SummaryWriter wrote to it, and its events are lost; continuing in %s",
+                    removed,
+                    self.path,
+                )
+            self._append(data)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, self.path) from error
+
+    def _append(self, data: bytes) -> None:
+        start = self._file.tell()
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException:
+            try:
+                self._file.truncate(start)  # leave no incomplete record
+            except OSError:
+                _logger.warning("%s: its last record may be incomplete", self.path)
+            raise
+
+    def sync(self) -> None:
+        """See `Sink.sync`; records of a local file are already visible."""
+
+    def due(self) -> float:
+        """See `Sink.due`."""
+        return math.inf
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._file.close()
+
 
 FILE_VERSION = "brain.Event:2"
 """From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
@@ -46,14 +139,14 @@ def _new_path(logdir: str) -> str:
     return os.path.join(logdir, _file_name(filter(is_event_file, os.listdir(logdir))))
 
 
-def _objects(logdir: str, flush_secs: float) -> ObjectFile:
+def _objects(logdir: str, flush_secs: float) -> ObjectAppender:
     """Create objects, each with the first record of an event file; the first is written before this returns."""
     objects = Objects(logdir)
     with objects.within(_START):
         name = _file_name(objects.list(_PREFIX, _PREFIX + "~"))
         stem = name.rpartition(".")[0]
         later = (f"{stem}.{next(_counter):06d}" for _ in itertools.count())
-        return ObjectFile(ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs))
+        return ObjectAppender(objects, itertools.chain([name], later).__next__, _first_record(), flush_secs)
 
 
 def _file_name(there: Iterable[str]) -> str:

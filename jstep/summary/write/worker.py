@@ -1,10 +1,10 @@
 """The background thread that waits for arrays, encodes events and writes them."""
 
 import atexit
+import collections
 import logging
 import math
 import os
-import queue
 import threading
 import time
 import weakref
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jstep.core.contexts import Thread, internal_transfers
 from jstep.core.notes import note
 from jstep.summary.records import frame
-from jstep.summary.write.sinks import Sink
+from jstep.summary.write.event_file import Sink
 
 Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
 """(job, step, time) → (serialized events, errors)."""
@@ -49,11 +49,12 @@ class Worker:
         self._sink = sink
         self._max_queue = max_queue
         self._flush_secs = flush_secs
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Condition()
-        self._hurry = threading.Event()
-        self._bytes = 0
-        self._waiting = 0
+        # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
+        self._changed = threading.Condition()
+        self._jobs: collections.deque[tuple[Any, Any, float, int]] = collections.deque()
+        self._bytes = self._waiting = 0
+        self._flushes = self._flushed = 0
+        self._closing = self._ended = False
         self._error: Exception | None = None
         self._broken: Exception | None = None
         self._buffer: list[bytes] = []
@@ -80,90 +81,91 @@ class Worker:
         if self._broken is not None:  # raised once already
             raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
 
-    def put(self, what: Any, step: Any, size: int = 0) -> None:
-        """Queue a job of about `size` bytes for the thread."""
-        if size or self._jobs.qsize() > MAX_JOBS:
-            with self._room:
-                if not self._has_room():
-                    self._waiting += 1
-                    self._hurry.set()
-                    self._room.wait_for(self._has_room)
-                    self._hurry.clear()
-                    self._waiting -= 1
-                self._bytes += size
-        # One tuple of existing objects: many small ones would keep the garbage collector busy.
-        self._jobs.put((what, step, time.time(), size))
-
-    def _has_room(self) -> bool:
-        return self._bytes <= MAX_BYTES and self._jobs.qsize() <= MAX_JOBS
-
-    def flush(self) -> None:
-        """Wait until all queued jobs are in the file or have failed."""
-        done = threading.Event()
-        self._jobs.put((done, None, 0.0, 0))
-        self._hurry.set()
-        while not done.wait(timeout=1.0) and self._thread.is_alive():
-            pass  # if another thread has closed the worker, the event is never set
-
     def take_error(self) -> Exception | None:
         """Return and clear the error that `check` has not raised yet."""
         error, self._error = self._error, None
         return error
 
+    def put(self, what: Any, step: Any, size: int = 0) -> None:
+        """Queue a job of about `size` bytes for the thread."""
+        with self._changed:
+            if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
+                self._waiting += 1
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_room)
+                self._waiting -= 1
+            self._bytes += size
+            # One tuple of existing objects: many small ones would keep the garbage collector busy.
+            self._jobs.append((what, step, time.time(), size))
+            if len(self._jobs) == 1:
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
+
+    def flush(self) -> None:
+        """Wait until all queued jobs are in the file or have failed."""
+        with self._changed:
+            self._flushes += 1
+            number = self._flushes
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._flushed >= number or self._ended)
+
     def request_close(self) -> None:
         """Let the thread end after the queued jobs."""
-        self._jobs.put((None, None, 0.0, 0))
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Write the queued jobs, close the file and end the thread."""
         self.request_close()
-        self._hurry.set()
         self._thread.join()
         _running.discard(self)
 
     def _run(self) -> None:
-        while True:
+        try:
+            while not self._ended:
+                self._work(*self._next())
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[int, int, bool]:
+        """Wait for work; return the number of queued jobs and of flushes, and whether to end after these jobs."""
+        with self._changed:
             due = min(self._due if self._buffer else math.inf, self._sink.due())
             wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
-            try:
-                item = self._jobs.get(timeout=wait)
-            except queue.Empty:
-                if self._buffer and self._due <= time.monotonic():
-                    self._flush()
-                self._sync_when_due()
-                continue
-            self._hurry.wait(NAP)
-            while item is not None:
-                if not self._do(*item):
-                    return
-                self._sync_when_due()
-                item = self._next()
+            self._changed.wait_for(lambda: bool(self._jobs) or self._is_urgent(), wait)
+            if self._jobs:
+                self._changed.wait_for(self._is_urgent, NAP)
+            return len(self._jobs), self._flushes, self._closing
 
-    def _next(self) -> Any:
-        try:
-            return self._jobs.get_nowait()
-        except queue.Empty:
-            return None
+    def _is_urgent(self) -> bool:
+        return self._waiting > 0 or self._flushes > self._flushed or self._closing
 
-    def _do(self, what: Any, step: Any, wall_time: float, size: int) -> bool:
-        """Run one job; return whether the thread continues."""
-        if what is None:
+    def _work(self, jobs: int, flushes: int, closing: bool) -> None:
+        for _ in range(jobs):
+            what, step, wall_time, size = self._jobs.popleft()
+            if self._broken is None:
+                self._write(what, step, wall_time)
+            if size or self._waiting:
+                with self._changed:
+                    self._bytes -= size
+                    self._changed.notify_all()
+            self._sync_when_due()
+        if closing or flushes > self._flushed or (self._buffer and self._due <= time.monotonic()):
             self._flush()
-            self._close_sink()
-            return False
-        if isinstance(what, threading.Event):
-            self._hurry.clear()
-            self._flush()
+        if flushes > self._flushed:
             self._sink.sync()
-            what.set()
-            return True
-        if self._broken is None:
-            self._write(what, step, wall_time)
-        if size or self._waiting:
-            with self._room:
-                self._bytes -= size
-                self._room.notify_all()
-        return True
+            with self._changed:
+                self._flushed = flushes
+                self._changed.notify_all()
+        self._sync_when_due()
+        if closing:
+            self._close_sink()
+            self._ended = True
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
         try:

@@ -16,10 +16,9 @@ from jstep.stores import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.proto import crc32c, is_message, proto
 from jstep.summary.values import Scalars, Summary, has_tracers
-from jstep.summary.write.arguments import as_serialized, as_step
+from jstep.summary.write.arguments import as_serialized, as_step, hparams_values
 from jstep.summary.write.encode import encode_job
 from jstep.summary.write.event_file import open_event_file
-from jstep.summary.write.hparams import hparams_values
 from jstep.summary.write.worker import Worker
 
 

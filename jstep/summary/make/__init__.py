@@ -1,1 +1,0 @@
-"""Functions that create summaries from values."""

@@ -1,0 +1,183 @@
+"""Reading of event files: which there are, their events, and their scalars."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.stores import is_directory, is_url, join, location, names_in, opened, walked
+from jstep.summary.proto import decode_error, proto
+from jstep.summary.records import FOOTER, HEADER, DataLossError, read_records
+
+
+def is_event_file(name: str) -> bool:
+    """Whether TensorBoard reads files of this name."""
+    return "tfevents" in os.path.basename(name)
+
+
+def event_files(path: str) -> list[str]:
+    """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
+
+    Directories and pipes with the name of an event file are left out: reading them would fail or wait forever.
+    """
+    if not is_directory(path):
+        return [path]
+    return [file for name in filter(is_event_file, names_in(path)) if _is_file(file := join(path, name))]
+
+
+def find_runs(logdir: str) -> list[str]:
+    """Return the directories at and below `logdir` that hold event files, sorted."""
+    return [
+        path
+        for path, names in walked(logdir)
+        if any(_is_file(join(path, name)) for name in filter(is_event_file, names))
+    ]
+
+
+def check_file(path: str) -> None:
+    """Check that events can be read from a path.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        OSError: The path is not a regular file, or cannot be read.
+    """
+    if is_directory(path):
+        files = list(filter(is_event_file, names_in(path)))
+        found = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
+        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{found}")
+    if not is_url(path) and os.path.exists(path) and not _is_file(path):
+        raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
+    with opened(path):
+        pass  # a missing file is an error here, not at the first event
+
+
+def _is_file(path: str) -> bool:
+    if is_url(path):
+        return True
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:  # such as a broken link
+        return False
+
+
+def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Iterate over the events of an event file.
+
+    The checksum of each record is verified. An incomplete record at the end of the file, as left by a run that was
+    killed, ends the iteration after the complete events.
+
+    Args:
+        path: An event file, or the URL of one in an object store.
+
+    Returns:
+        An iterator over `Event` protos (of `tensorboard.compat.proto.event_pb2`).
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        OSError: The path is not a regular file.
+        DataLossError: While iterating: a record is corrupted; the message has the path and the offset.
+        ImportError: tensorboard is not installed.
+
+    Example:
+        >>> import tempfile, jstep.summary
+        >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
+        ...     writer.add_summary(jstep.summary.scalar("loss", 0.5), global_step=1)
+        >>> for event in jstep.summary.summary_iterator(writer.path):
+        ...     for value in event.summary.value:
+        ...         print(event.step, value.tag, value.simple_value)
+        1 loss 0.5
+
+    Source: TensorFlow's `tf.train.summary_iterator`.
+    """
+    path = location(path, "path")
+    event = proto("Event")
+    check_file(path)
+
+    def events() -> Iterator[Any]:
+        offset = 0
+        with opened(path) as file:
+            for data in read_records(file, path):
+                try:
+                    decoded = event.FromString(data)
+                except decode_error() as error:
+                    raise DataLossError(path, offset, f"it is not an Event: {error}") from error
+                yield decoded
+                offset += HEADER + len(data) + FOOTER
+
+    return events()
+
+
+class Point(NamedTuple):
+    """A scalar at a step, with `wall_time` in seconds since 1970."""
+
+    step: int
+    wall_time: float
+    value: float
+
+
+def read_scalars(
+    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
+) -> dict[str, list[Point]]:
+    """Return tag → points, in the order of the tags' first events.
+
+    Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
+    point at a step that was written before.
+
+    Args:
+        path: An event file or the directory of a run, as a path or a URL.
+        on_corrupted: Called with the error of each corrupted file; the events before the corrupted record are kept. By
+            default, the error is raised.
+
+    Raises:
+        DataLossError: A file is corrupted.
+    """
+    series: dict[str, list[Point]] = {}
+    for file in event_files(location(path, "path")):
+        try:
+            for event in summary_iterator(file):
+                _add(series, event)
+        except DataLossError as error:
+            if on_corrupted is None:
+                raise
+            on_corrupted(error)
+    return series
+
+
+def _add(series: dict[str, list[Point]], event: Any) -> None:
+    if event.session_log.status == proto("SessionLog").START:
+        for points in series.values():
+            _drop_from(points, event.step)
+    for value in event.summary.value:
+        number = _number(value)
+        if number is not None:
+            points = series.setdefault(value.tag, [])
+            _drop_from(points, event.step)
+            points.append(Point(event.step, event.wall_time, number))
+
+
+def _drop_from(points: list[Point], step: int) -> None:
+    while points and points[-1].step >= step:
+        points.pop()
+
+
+def _number(value: Any) -> float | None:
+    """Return the scalar in a value, or None if it is not one; TensorFlow 2 writes scalars as tensors."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return float(value.simple_value)
+    if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
+        return next(_floats(value.tensor), None)
+    return None
+
+
+def _floats(tensor: Any) -> Iterator[float]:
+    types = proto("types")
+    kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
+    if tensor.dtype in kinds:
+        dtype, values = kinds[tensor.dtype]
+        whole = len(tensor.tensor_content) // np.dtype(dtype).itemsize
+        yield from np.frombuffer(tensor.tensor_content, dtype, whole).tolist() if tensor.tensor_content else values

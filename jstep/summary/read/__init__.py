@@ -1,1 +1,0 @@
-"""Reading event files, as events or as series of scalars."""

@@ -1,0 +1,160 @@
+"""Weights in the checkpoints of Orbax and jstep: their arrays by name, read onto the shardings of a target."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.contexts import internal_transfers
+from jstep.core.placing import sharding_of
+from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
+from jstep.weights.place import from_host, from_parts
+
+PARAMS = "params"
+_AT_ONCE = 2**30
+"""Bytes to read together: while they are cast, they occupy memory in both dtypes."""
+_BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
+
+
+class Array(NamedTuple):
+    """An array in a checkpoint.
+
+    Attributes:
+        name: Its path in the checkpoint, such as `params/dense/kernel`.
+        code: The name of its dtype.
+        shape: Its shape.
+        dtype: Its dtype; None if the array is not one of numbers.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its number of bytes."""
+        return int(np.prod(self.shape, dtype=object)) * (0 if self.dtype is None else self.dtype.itemsize)
+
+
+def named(path: str, number: int) -> str:
+    """Return the name of an array: its path, followed by a number if several arrays share the path."""
+    return path if number == 1 else f"{path}#{number}"
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """The arrays of a checkpoint.
+
+    Attributes:
+        path: The folder or URL that holds them.
+        arrays: The arrays by name.
+        read: Reads arrays: name → sharding, or None for a NumPy array.
+        writer: Who wrote it, as `inspect` shows it.
+    """
+
+    path: str
+    arrays: Mapping[str, Array]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    writer: str
+
+    def fit(self, target: Any, names: Any, float_dtype: Any) -> Fit:
+        """Find the array of each leaf of a target; see `jstep.weights.fit.fit`.
+
+        `params/` may be omitted from names. A checkpoint may hold more than weights, such as the state of an optimizer:
+        if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count as unused;
+        if names only adds a group to all paths, nothing outside of that group does.
+        """
+        given, paths = rules(names, target, "target"), trees.paths_of(target)
+        found = fit(target, self.arrays, dict(zip(paths, map(self._entry, given), strict=True)), float_dtype)
+        wanted = {one.path: one.rule.name for one in found.wanted if one.rule.name is not None}
+        used = {path: name for path, name in wanted.items() if name in self.arrays}
+        if groups := _groups(used):
+            outside = {repr(name) for name in self.arrays if not name.startswith(groups)}
+            found = dataclasses.replace(found, unused=[name for name in found.unused if name not in outside])
+        missing = [name for path, name in wanted.items() if path not in used]
+        hint = _names_hint(missing, self.arrays.keys()) if missing and names is None else ""
+        return dataclasses.replace(found, hint=hint or found.hint)
+
+    def _entry(self, rule: Rule) -> Any:
+        name = rule.name
+        if name is not None and name not in self.arrays and f"{PARAMS}/{name}" in self.arrays:
+            name = f"{PARAMS}/{name}"
+        return name if name is None or rule.transform is None else (name, rule.transform)
+
+    def whole(self, tensor: Array) -> np.ndarray[Any, Any]:
+        """Read a whole array into new memory."""
+        return np.asarray(self.read({tensor.name: None})[tensor.name])
+
+    def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
+        """Read leaves in order: each device its own part, except for dtypes that JAX supports only with x64 enabled."""
+        for batch in _batches(wanted):
+            arrays = self.read({one.tensor.name: _sharding(one) for one in batch})
+            for one in batch:
+                yield _leaf(one, arrays.pop(one.tensor.name))
+
+
+def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what the names begin with that are to be loaded completely; nothing for all.
+
+    Args:
+        used: Path of a leaf → name of its array.
+    """
+    roots = {name.partition("/")[0] for name in used.values()}
+    if PARAMS in roots:
+        return tuple(f"{root}/" for root in roots)
+    above = {name.removesuffix(_BOX).removesuffix(path.removesuffix(_BOX)) for path, name in used.items()}
+    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ()
+
+
+def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
+    """Describe the function that finds all missing names, if they differ by what is before or after them."""
+    ends: list[tuple[str, Callable[[str], str]]] = [
+        ("path", lambda name: name),
+        (f'path + "{_BOX}"', lambda name: name + _BOX),
+        (f'path.removesuffix("{_BOX}")', lambda name: name.removesuffix(_BOX)),
+    ]
+    for code, end in ends:
+        first, *others = [end(name) for name in missing]
+        for above in ["", *(one.removesuffix(first) for one in sorted(there) if one.endswith(f"/{first}"))]:
+            if all(above + name in there for name in (first, *others)):
+                whole = f'"{above}" + {code}' if above else code
+                return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
+    return ""
+
+
+def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """Divide leaves into batches to read together, each with no array twice."""
+    batch: dict[str, Wanted] = {}
+    nbytes = 0
+    for one in wanted:
+        nbytes += one.tensor.nbytes
+        if batch and (one.tensor.name in batch or nbytes > _AT_ONCE):
+            yield list(batch.values())
+            batch, nbytes = {}, one.tensor.nbytes
+        batch[one.tensor.name] = one
+    if batch:
+        yield list(batch.values())
+
+
+def _sharding(wanted: Wanted) -> Any:
+    """Return the sharding to read an array with; None for a NumPy array."""
+    sharding = None if wanted.on_host else sharding_of(wanted.leaf, wanted.path)
+    is_known = jax.dtypes.canonicalize_dtype(wanted.tensor.dtype) == wanted.tensor.dtype
+    return sharding if is_known else None
+
+
+def _leaf(wanted: Wanted, array: Any) -> Any:
+    """Return the leaf of an array that was read with `_sharding`."""
+    if not isinstance(array, jax.Array):
+        return from_host(wanted, array)
+    platforms = {getattr(device, "platform", "") for device in array.sharding.device_set}
+    if array.dtype == wanted.dtype and platforms != {"cpu"}:
+        return array
+    # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
+    with internal_transfers():
+        parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
+    return from_parts(wanted, sharding_of(wanted.leaf, wanted.path), parts)

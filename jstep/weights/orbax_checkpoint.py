@@ -1,0 +1,101 @@
+"""Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jstep.checkpoint.format.leaves import ids
+from jstep.checkpoint.format.manifest import NAME as MANIFEST
+from jstep.checkpoint.format.slots import GLOBAL_STEP
+from jstep.core import trees
+from jstep.core.contexts import internal_transfers
+from jstep.weights.checkpoints import Array, Checkpoint, named
+
+_LONGEST = 300  # characters of an error of Orbax
+_SHOWN = 20  # arrays named in a message
+
+
+def opened(folder: str) -> Checkpoint:
+    """Return the arrays of a checkpoint, from its metadata.
+
+    Args:
+        folder: A folder that has `_METADATA`.
+
+    Raises:
+        ValueError: Orbax cannot read the metadata, or jstep wrote the checkpoint and its manifest is missing.
+    """
+    try:
+        # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
+    except PermissionError:
+        raise
+    except Exception as error:
+        raise _unreadable(folder, _short(error)) from error
+    structure: Any
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [named(*pair) for pair in ids(trees.path_str(keys) for keys, _ in flat)]
+    if all(len(keys) == 1 for keys, _ in flat) and GLOBAL_STEP in names:
+        raise ValueError(
+            f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
+        )
+    arrays = [_array(name, found) for name, (_, found) in zip(names, flat, strict=True)]
+
+    def values(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        item = [0 if name in wanted else ocp.PLACEHOLDER for name in names]
+        options = [_options(array, wanted.get(name)) for name, array in zip(names, arrays, strict=True)]
+        arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
+        with internal_transfers():
+            restored = ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments)
+        return {name: value for name, value in zip(names, jax.tree.leaves(restored), strict=True) if name in wanted}
+
+    def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return values(shardings)
+        except Exception as error:
+            problems = {name: _problem(values, name, sharding) for name, sharding in shardings.items()}
+            found = [f"{name!r}: {problem}" for name, problem in problems.items() if problem]
+            raise _unreadable(folder, "; ".join(found[:_SHOWN]) or _short(error)) from error
+
+    return Checkpoint(folder, {array.name: array for array in arrays if array}, read, f"Orbax {ocp.__version__}")
+
+
+def _problem(values: Any, name: str, sharding: Any) -> str:
+    """Return why an array cannot be read; the empty string if it can."""
+    try:
+        values({name: sharding})
+    except Exception as error:
+        return _short(error)
+    return ""
+
+
+def _short(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).partition(" [tensorstore_spec=")[0]
+    return text[:_LONGEST] + "…" * (len(text) > _LONGEST)
+
+
+def _unreadable(folder: str, why: str) -> ValueError:
+    return ValueError(
+        f"{folder}: Orbax {ocp.__version__} cannot read it: {why}. It is corrupted, its copy is incomplete, or another "
+        "version of Orbax wrote it: read it with that version"
+    )
+
+
+def _array(name: str, found: Any) -> Array | None:
+    """Return the array that an entry of the metadata describes; None for a string."""
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if shape is None or dtype is None:
+        return None
+    return Array(name, str(jnp.dtype(dtype)), tuple(shape), jnp.dtype(dtype))
+
+
+def _options(array: Array | None, sharding: Any) -> Any:
+    if array is None or sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=array.shape, strict=True)

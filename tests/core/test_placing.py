@@ -1,0 +1,62 @@
+"""Placement of data that was read from storage."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jstep.core.placing import parts_of, place, place_anywhere, slices
+
+
+def aligned(shape, dtype):
+    """Memory that JAX may alias on the CPU."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.zeros(nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("y"), P("x", "y"), P(("x", "y"))])
+def test_arrays_are_placed_by_parts_and_own_their_memory(spec, memory_kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    whole = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    parts = {}
+    for part in parts_of(whole.shape, sharding):
+        values = whole[slices(part)]
+        parts[part] = aligned(values.shape, values.dtype)
+        parts[part][...] = values
+    placed = place(whole.shape, whole.dtype, sharding, parts)
+    assert placed.sharding == sharding
+    assert np.array_equal(placed, whole)
+    lent = {values.ctypes.data for values in parts.values()}
+    own = [shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards]
+    assert len(set(own) - lent) == len(own) == 8
+
+
+def test_parts_are_distinct_and_cover_the_array():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    assert parts_of((8, 2), None) == [((0, 8), (0, 2))]
+    assert parts_of((), NamedSharding(mesh, P())) == [()]
+    assert parts_of((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
+    assert parts_of((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn, bool])
+def test_every_dtype_is_placed(dtype):
+    values = np.ones(3, dtype)
+    sharding = SingleDeviceSharding(jax.devices()[1])
+    placed = place((3,), values.dtype, sharding, {((0, 3),): values})
+    assert placed.dtype == values.dtype
+    assert placed.committed
+    assert np.array_equal(placed, values)
+
+
+def test_arrays_without_a_sharding_are_uncommitted():
+    values = aligned((64,), np.float32)
+    placed = place_anywhere(values)
+    assert not placed.committed
+    assert placed.unsafe_buffer_pointer() != values.ctypes.data

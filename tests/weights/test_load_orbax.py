@@ -1,0 +1,352 @@
+"""`load_weights` reads what Orbax and jstep wrote, as it reads safetensors files; Orbax reads what jstep wrote."""
+
+import logging
+import os
+import shutil
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import run
+from safetensors_files import same
+
+import jstep
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "dense": {"kernel": RNG.normal(size=(8, 16)).astype(np.float32), "bias": np.arange(16, dtype=jnp.bfloat16)},
+    "layers": [RNG.normal(size=(8,)).astype(np.float32), (np.arange(8, dtype=np.int8),)],
+    "count": np.int32(7),
+}
+"""No array is constant: Orbax does not store constants under some options."""
+SHAPES = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), PARAMS)
+
+
+def on_devices(tree):
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def standard(path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, on_devices(PARAMS))
+    return path
+
+
+def pytree(path, **options):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(path, on_devices(PARAMS))
+    return path
+
+
+def step_of_manager(path, **items):
+    with ocp.CheckpointManager(path) as manager:
+        arguments = ocp.args.StandardSave(on_devices(PARAMS))
+        manager.save(7, args=ocp.args.Composite(**dict.fromkeys(items, arguments)) if items else arguments)
+        manager.wait_until_finished()
+    return path / "7"
+
+
+def own(path):
+    with jstep.Saver(path) as saver:
+        return saver.save(jstep.TrainState.create(PARAMS, jstep.adam()))
+
+
+WRITERS = {
+    "StandardCheckpointer": standard,
+    "PyTreeCheckpointer": pytree,
+    "a file for each chunk": lambda path: pytree(path, use_ocdbt=False),
+    "zarr3": lambda path: pytree(path, use_zarr3=True),
+    "CheckpointManager": step_of_manager,
+    "one item": lambda path: step_of_manager(path, items=PARAMS),
+    "the default of two items": lambda path: step_of_manager(path, default=PARAMS, other=PARAMS),
+    "jstep": own,
+    "jstep, renamed": lambda path: shutil.move(own(path), path / "pretrained"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_writer_round_trips_bitwise(tmp_path, writer):
+    path = WRITERS[writer](tmp_path / "checkpoint")
+    for target in (SHAPES, PARAMS):
+        loaded = jstep.load_weights(path, target)
+        assert jax.tree.structure(loaded) == jax.tree.structure(PARAMS)
+        jax.tree.map(lambda x, y: same(x, y) or pytest.fail(f"{x} {y}"), loaded, PARAMS)
+        assert all(isinstance(leaf, np.ndarray) is (target is PARAMS) for leaf in jax.tree.leaves(loaded))
+
+
+@pytest.fixture(params=["StandardCheckpointer", "jstep"])
+def path(request, tmp_path):
+    return WRITERS[request.param](tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shardings_and_dtypes_of_the_target(path, kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    specs = {
+        "dense": {"kernel": P("data", "model"), "bias": P("model")},
+        "layers": [P("data"), (P(),)],
+        "count": P(),
+    }
+    for dtype in (None, jnp.float16):
+        target = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+            SHAPES,
+            specs,
+        )
+        loaded = jstep.load_weights(path, target, dtype=dtype)
+        for leaf, expected, shape in zip(*map(jax.tree.leaves, (loaded, PARAMS, target)), strict=True):
+            assert leaf.sharding == shape.sharding
+            is_cast = dtype is not None and jnp.issubdtype(expected.dtype, jnp.floating)
+            assert same(leaf, expected.astype(dtype) if is_cast else expected)
+
+
+def test_loaded_arrays_may_be_donated(path):
+    loaded = jstep.load_weights(path, SHAPES)
+    leaves = jax.tree.leaves(loaded)
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+    results = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf, tree), donate_argnums=0)(loaded)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(results)] == addresses
+
+
+def test_names_transforms_and_tied_weights(path):
+    target = {
+        "a": jax.ShapeDtypeStruct((16, 8), np.float32),
+        "b": jax.ShapeDtypeStruct((8, 16), np.float32),
+        "c": np.zeros((8, 16), np.float32),
+        "new": jnp.ones(2),
+    }
+    names = {"a": ("dense/kernel", np.transpose), "b": "dense/kernel", "c": "dense/kernel", "new": None}
+    loaded = jstep.load_weights(path, target, names, partial=True)
+    assert same(loaded["a"], PARAMS["dense"]["kernel"].T)
+    assert same(loaded["b"], PARAMS["dense"]["kernel"])
+    assert same(loaded["c"], PARAMS["dense"]["kernel"])
+    assert loaded["new"] is target["new"]
+    with pytest.raises(ValueError, match=r"unused \(4\): '(params/)?count', '(params/)?dense/bias'"):
+        jstep.load_weights(path, target, names)
+
+
+def test_everything_that_does_not_fit_is_in_one_error(path, caplog):
+    target = {
+        "dense": {"kernel": jnp.zeros((16, 8)), "bias": jnp.zeros(16), "scale": jnp.ones(3)},
+        "layers": [jnp.zeros(8)],
+        "count": jnp.int32(0),
+    }
+    message = (
+        r"missing \(1\): 'dense/scale'; unused \(1\): '(params/)?layers/1/0'; mismatched \(2\): 'dense/bias'.* is "
+        r"bfloat16\[16\], and float32\[16\] in target, 'dense/kernel'.* is float32\[8,16\], and float32\[16,8\] in "
+        r"target \(transposed.*Nothing was loaded"
+    )
+    with pytest.raises(ValueError, match=message):
+        jstep.load_weights(path, target)
+    with caplog.at_level(logging.WARNING, "jstep"):
+        loaded = jstep.load_weights(path, target, partial=True)
+    assert "does not fit target; missing (1)" in caplog.text
+    assert loaded["dense"]["scale"] is target["dense"]["scale"]
+    assert same(loaded["layers"][0], PARAMS["layers"][0])
+
+
+def test_numbers_outside_the_range_are_logged(tmp_path, caplog):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", {"w": jnp.array([1.0, 1e6, jnp.inf])})
+    with caplog.at_level(logging.WARNING, "jstep"):
+        loaded = jstep.load_weights(tmp_path / "x", {"w": jax.ShapeDtypeStruct((3,), np.float32)}, dtype="float16")
+    assert loaded["w"].tolist() == [1.0, float("inf"), float("inf")]
+    assert "1 finite numbers of 'w' are outside the range of float16" in caplog.text
+
+
+class TestTrainingStates:
+    """A checkpoint that holds more than weights."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        params = {"a": jnp.arange(3.0), "b": jnp.arange(2.0)}
+        state = {"params": params, "opt_state": optax.adam(1e-3).init(params), "step": jnp.int32(3)}
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "x", state | {"other": {"x": {"a": jnp.arange(3.0) + 1, "b": jnp.ones(2)}}})
+        return tmp_path / "x"
+
+    def shapes(self):
+        return {"a": jax.ShapeDtypeStruct((3,), np.float32), "b": jax.ShapeDtypeStruct((2,), np.float32)}
+
+    def test_params_may_be_omitted(self, path):
+        for target, names in (
+            (self.shapes(), None),
+            (self.shapes(), {"a": "params/a"}),
+            (self.shapes(), lambda path: f"params/{path}"),
+            ({"params": self.shapes()}, None),
+        ):
+            loaded = jstep.load_weights(path, target, names)
+            assert loaded.get("params", loaded)["a"].tolist() == [0, 1, 2]
+        with pytest.raises(ValueError, match=r"unused \(1\): 'params/b'\. Nothing"):
+            jstep.load_weights(path, {"a": self.shapes()["a"]})
+
+    def test_groups_that_names_choose(self, path):
+        loaded = jstep.load_weights(path, self.shapes(), lambda path: f"opt_state/0/mu/{path}")
+        assert loaded["a"].tolist() == [0, 0, 0]
+        loaded = jstep.load_weights(path, self.shapes(), lambda path: f"other/x/{path}")
+        assert loaded["a"].tolist() == [1, 2, 3]
+        with pytest.raises(ValueError, match=r"unused \(1\): 'other/x/b'\. Nothing"):
+            jstep.load_weights(path, {"a": self.shapes()["a"]}, {"a": "other/x/a"}.get)
+
+    def test_arrays_beside_those_of_the_target_are_unused(self, path):
+        target = {"step": jax.ShapeDtypeStruct((), np.int32)}
+        with pytest.raises(ValueError, match=r"unused \(9\): 'opt_state/0/count'"):
+            jstep.load_weights(path, target)
+
+    def test_a_hint_names_the_group(self, path):
+        target = {"x": self.shapes()}
+        with pytest.raises(ValueError, match=r'pass names=lambda path: "other/" \+ path$'):
+            jstep.load_weights(path, target)
+        loaded = jstep.load_weights(path, target, lambda path: "other/" + path)
+        assert loaded["x"]["a"].tolist() == [1, 2, 3]
+
+
+def test_flax_nnx_variables(tmp_path):
+    model = flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
+    state = flax.nnx.state(model)
+    pure = flax.nnx.to_pure_dict(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "variables", state)
+        checkpointer.save(tmp_path / "pure", pure)
+    for name, other in (("variables", pure), ("pure", state)):
+        target = jax.eval_shape(lambda other=other: other)
+        with pytest.raises(ValueError, match="pass names=") as error:
+            jstep.load_weights(tmp_path / name, target)
+        names = eval(str(error.value).rpartition("names=")[2])
+        loaded = jstep.load_weights(tmp_path / name, target, names)
+        assert jax.tree.structure(loaded) == jax.tree.structure(other)
+        assert all(map(same, jax.tree.leaves(loaded), jax.tree.leaves(other)))
+    assert same(jstep.load_weights(tmp_path / "variables", state)["kernel"].get_value(), model.kernel.get_value())
+
+
+def test_averages_and_keys_in_a_checkpoint_of_jstep(tmp_path):
+    ema = jstep.ExponentialMovingAverage(0.5)
+    optimizer = jstep.with_moving_average(jstep.sgd(1.0), ema)
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer, model_state={"key": jax.random.key(0)})
+    state = jstep.apply_gradients(state, {"w": jnp.ones(3)}, optimizer)
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(state)
+    shapes = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
+    averages = jstep.load_weights(path, shapes, lambda path: f"slots/ExponentialMovingAverage/{path}")
+    assert averages["w"].tolist() == [-0.5] * 3
+    with pytest.raises(ValueError, match="is key<fry>, which load_weights cannot load"):
+        jstep.load_weights(path, shapes, {"w": "slots/model_state/key"})
+
+
+class TestBadInput:
+    """Errors name the path, and nothing is loaded."""
+
+    def test_a_folder_without_a_checkpoint(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no weights .* and is not a checkpoint of Orbax or jstep"):
+            jstep.load_weights(tmp_path, SHAPES)
+
+    def test_directories_of_checkpoints(self, tmp_path):
+        step_of_manager(tmp_path / "manager")
+        with pytest.raises(ValueError, match=r"is a directory of checkpoints \(7\); pass the path of one.*manager/7'"):
+            jstep.load_weights(tmp_path / "manager", SHAPES)
+        own(tmp_path / "own")
+        with pytest.raises(ValueError, match=r"is a directory of checkpoints \(model-0\); pass the path of one"):
+            jstep.load_weights(tmp_path / "own", SHAPES)
+
+    def test_several_items(self, tmp_path):
+        path = step_of_manager(tmp_path / "manager", one=PARAMS, two=PARAMS)
+        with pytest.raises(ValueError, match=r"several items or checkpoints \(one, two\); pass the path of one"):
+            jstep.load_weights(path, SHAPES)
+        assert same(jstep.load_weights(path / "two", SHAPES)["count"], PARAMS["count"])
+
+    def test_an_unfinished_save(self, tmp_path):
+        os.rename(standard(tmp_path / "x"), tmp_path / "x.orbax-checkpoint-tmp")
+        for path, message in ((tmp_path / "x.orbax-checkpoint-tmp", "is incomplete"), (tmp_path, "has only x.orbax")):
+            with pytest.raises(ValueError, match=message):
+                jstep.load_weights(path, SHAPES)
+
+    def test_incomplete_copies(self, tmp_path):
+        os.remove(standard(tmp_path / "x") / "_METADATA")
+        with pytest.raises(ValueError, match="without _METADATA: its copy is incomplete, or an old version wrote it"):
+            jstep.load_weights(tmp_path / "x", SHAPES)
+        os.remove(standard(tmp_path / "y") / "manifest.ocdbt")
+        with pytest.raises(ValueError, match=r"without manifest\.ocdbt: its copy is incomplete"):
+            jstep.load_weights(tmp_path / "y", SHAPES)
+        path = pytree(tmp_path / "z", use_ocdbt=False)
+        os.remove(path / "dense.kernel" / "0.0")
+        os.remove(path / "layers.0" / "0")
+        with pytest.raises(ValueError, match=r"Orbax .* cannot read it: 'dense/kernel'.*; 'layers/0'"):
+            jstep.load_weights(path, SHAPES)
+
+    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}'])
+    def test_metadata_of_another_version(self, tmp_path, text):
+        (standard(tmp_path / "x") / "_METADATA").write_text(text)
+        with pytest.raises(ValueError, match=r"Orbax .* cannot read it.*another version of Orbax wrote it"):
+            jstep.load_weights(tmp_path / "x", SHAPES)
+
+    def test_corrupted_checkpoints_of_jstep(self, tmp_path):
+        path = own(tmp_path)
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        largest = max((file for file in files if not file.endswith("manifest.json")), key=os.path.getsize)
+        with open(largest, "r+b") as file:
+            file.seek(100)
+            byte = file.read(1)
+            file.seek(100)
+            file.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(jstep.CheckpointError, match=f"{path} is corrupted: .*checksum.*Nothing was loaded"):
+            jstep.load_weights(path, SHAPES)
+        os.remove(largest)
+        with pytest.raises(jstep.CheckpointError, match=f"{path} is corrupted: .*missing"):
+            jstep.load_weights(path, SHAPES)
+        path = own(tmp_path / "second")
+        os.remove(os.path.join(path, "manifest.json"))
+        with pytest.raises(ValueError, match=r"jstep wrote it, and its manifest\.json is missing"):
+            jstep.load_weights(path, SHAPES)
+
+
+def test_orbax_reads_what_jstep_wrote(tmp_path):
+    optimizer = jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.9))
+    state = jstep.TrainState.create(PARAMS, optimizer, global_step=3)
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(state)
+    expected = {jstep_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(path).item_metadata.tree
+        assert metadata.keys() == expected.keys()
+        restored = checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, expected))
+    assert all(same(restored[name], leaf) for name, leaf in expected.items())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
+        restored = checkpointer.restore(path, restore_args=arguments)
+    assert all(same(restored[name], leaf) for name, leaf in expected.items())
+
+
+def jstep_path(keys):
+    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))) for key in keys)
+
+
+TWO_PROCESSES = """
+shape = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=rows)
+loaded = jstep.load_weights(f"{directory}/{process}", {"w": shape}, dtype=jnp.bfloat16)
+for shard in loaded["w"].addressable_shards:
+    print("result", shard.index[0].start, np.asarray(shard.data, np.float32).ravel().tolist())
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_read_their_parts(tmp_path):
+    w = jnp.arange(32.0).reshape(8, 4)
+    sharding = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
+    for process in range(2):
+        path = tmp_path / str(process)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+            checkpointer.save(path, {"w": jax.device_put(w, sharding)})
+        for chunk in range(4):
+            if chunk // 2 != process:  # of the other process
+                os.remove(path / "w" / f"{chunk}.0")
+    for process, lines in enumerate(run(TWO_PROCESSES, 2, tmp_path)):
+        found = [line.removeprefix("result ") for line in lines if line.startswith("result ")]
+        starts = (4 * process, 4 * process + 2)
+        assert found == [f"{start} {np.asarray(w[start : start + 2]).ravel().tolist()}" for start in starts]
