@@ -128,6 +128,7 @@ from jstep.optimizers import trace as trace
 from jstep.optimizers import update_every as update_every
 from jstep.optimizers import with_moving_average as with_moving_average
 from jstep.optimizers import with_noise_scale as with_noise_scale
+from jstep.optimizers import with_projection as with_projection
 from jstep.optimizers import yogi as yogi
 from jstep.queues import CancelledError as CancelledError
 from jstep.queues import Coordinator as Coordinator

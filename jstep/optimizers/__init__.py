@@ -72,6 +72,7 @@ from jstep.optimizers.wrappers import (
     update_every,
     with_moving_average,
     with_noise_scale,
+    with_projection,
 )
 from jstep.optimizers.yogi import yogi
 
@@ -151,6 +152,7 @@ __all__ = [
     "update_every",
     "with_moving_average",
     "with_noise_scale",
+    "with_projection",
     "yogi",
 ]
 

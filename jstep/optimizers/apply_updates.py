@@ -10,10 +10,11 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.execution_order import after_parameter, ordered_after
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, is_slices
+from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.meshes import on_any_mesh
 from jstep.core.scoped import scoped
 from jstep.core.types import Array, Params, Slots, Updates
+from jstep.optimizers.projected import is_projected, is_update
 
 
 @on_any_mesh
@@ -33,7 +34,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     """
     leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     return treedef.unflatten(
         [leaf if trees.is_none(update) else _add(leaf, update) for leaf, update in zip(leaves, found, strict=True)]
     )
@@ -67,7 +68,7 @@ def written_late(slots: Slots, names: Sequence[str], params: Params, updates: Up
     if _OUTSIDE.get() or not names:
         return slots
     leaves, treedef = trees.flatten(params)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     late = {}
     for name in names:
         parts = zip(leaves, found, treedef.flatten_up_to(slots[name]), strict=True)
@@ -76,8 +77,8 @@ def written_late(slots: Slots, names: Sequence[str], params: Params, updates: Up
 
 
 def _is_dense(leaf: Any, update: Any, slot: Any) -> bool:
-    shapes = {np.shape(x) for x in (leaf, update, slot) if not (trees.is_none(x) or is_slices(x))}
-    return len(shapes) == 1 and not any(trees.is_none(x) or is_slices(x) for x in (update, slot))
+    shapes = {np.shape(x) for x in (leaf, update, slot) if not (trees.is_none(x) or is_update(x))}
+    return len(shapes) == 1 and not any(trees.is_none(x) or is_update(x) for x in (update, slot))
 
 
 @jax.jit
@@ -89,6 +90,8 @@ def _late(leaf: Array, update: Array, slot: Array) -> Array:
 
 @jax.jit
 def _add(leaf: Array, update: Any) -> Array:
+    if is_projected(update):
+        return update.value
     dtype = trees.compute_dtype(leaf.dtype)
     if not isinstance(update, IndexedSlices):
         return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)

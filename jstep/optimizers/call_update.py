@@ -4,17 +4,36 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers.projected import moves
 
 EMPTY_CONTEXT = Context()
 
 
 def call_update(
-    optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    params: Params,
+    step: Step,
+    context: Context,
+    *,
+    exact: bool = False,
 ) -> tuple[Updates, Slots]:
-    """Call the update of an optimizer, with the context if it takes one."""
-    if optimizer.takes_context:
-        return optimizer.update(updates, slots, params, step, context)
-    return optimizer.update(updates, slots, params, step)
+    """Call the update of an optimizer, with the context if it takes one.
+
+    Args:
+        optimizer: The optimizer.
+        updates: Its gradients.
+        slots: Its slots.
+        params: The parameters.
+        step: The step.
+        context: The context.
+        exact: Whether the caller passes updates on unchanged, or adds them with `apply_updates`: then they may contain
+            `Projected` leaves.
+    """
+    further = (context,) if optimizer.takes_context else ()
+    updates, slots = optimizer.update(updates, slots, params, step, *further)
+    return updates if exact else moves(params, updates), slots
 
 
 def inner_context(

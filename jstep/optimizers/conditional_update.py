@@ -12,6 +12,7 @@ from jstep.core.slot_roles import AGES, Role, roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.call_update import call_update
+from jstep.optimizers.projected import Projected, is_projected, is_update
 
 SlotRule = Callable[[Any, Any], Any]
 """`rule(old, new)`, the new value of a slot."""
@@ -42,8 +43,10 @@ def conditional_update(
     """
     roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
     with ordered_outside():
-        updates, new_slots = call_update(optimizer, updates, slots, params, step, context)
-    updates = jax.tree.map(lambda u: _zero_unless(condition, u), updates)
+        updates, new_slots = call_update(optimizer, updates, slots, params, step, context, exact=True)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    leaves, treedef = trees.flatten(params)
+    updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
     # The parameters are computed first, before the old slots are overwritten: see ordered_after.
     (moved,) = compute_first(apply_updates(params, updates))
 
@@ -84,6 +87,18 @@ def _select(condition: Array, before: Array, after: Array, parameter: Array) -> 
     return ordered_after(one, parameter) if parameter.shape == one.shape else one
 
 
+def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
+    """The update if `condition`, else one that leaves the parameter as it is."""
+    if is_projected(update):
+        return Projected(_selected(condition, update.value, leaf))
+    return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
+
+
 @jax.jit
-def _zero_unless(condition: Array, update: Array) -> Array:
+def _selected(condition: Array, new: Array, old: Array) -> Array:
+    return jnp.where(condition, new, old)
+
+
+@jax.jit
+def _zero_array_unless(condition: Array, update: Array) -> Array:
     return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update

@@ -24,6 +24,7 @@ from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
+from jstep.optimizers.projected import moves
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED
@@ -152,7 +153,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], NOT_REACHED) for name in guards}
     try:
-        updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context)
+        updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
@@ -163,7 +164,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guards}
-    params = apply_updates(state.params, updates)
+    params, updates = apply_updates(state.params, updates), moves(state.params, updates)
     new = state.replace(params=params, slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new
     return Applied(new, updates, own, roles, left_out)

@@ -1,6 +1,7 @@
 """Entries of wrappers of optimizers and of elements of chains."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from optimizer_entries.classic import AGED, MOMENTUM, label
 from optimizer_entries.entry import ADAM, EMA, MADE_AT, ZEROS, Entry
@@ -75,6 +76,15 @@ WRAPPERS = {
         ZEROS,
         ADAM,
         {"noise/gradient_noise": 0.0, "noise/gradient_square": 0.0, "noise/weight": 0.0, **AGED},
+        rate=0.02,
+    ),
+    "with_projection": Entry(
+        lambda lr: jstep.with_projection(
+            jstep.adam(lr), lambda params: jax.tree.map(lambda p: jnp.clip(p, -50.0, 50.0), params)
+        ),
+        ZEROS,
+        ADAM,
+        AGED,
         rate=0.02,
     ),
     "average_of_some": Entry(

@@ -12,6 +12,7 @@ from jstep.optimizers.wrappers.master_weights import master_weights
 from jstep.optimizers.wrappers.moving_average import averaged_params, with_moving_average
 from jstep.optimizers.wrappers.noise_scale import with_noise_scale
 from jstep.optimizers.wrappers.partition import partition
+from jstep.optimizers.wrappers.projection import with_projection
 from jstep.optimizers.wrappers.scale_updates import scale_updates
 from jstep.optimizers.wrappers.scope import scope
 from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite
@@ -37,6 +38,7 @@ __all__ = [
     "update_every",
     "with_moving_average",
     "with_noise_scale",
+    "with_projection",
 ]
 
 _set_public_module(globals())

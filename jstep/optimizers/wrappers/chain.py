@@ -63,10 +63,11 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
-        for optimizer in optimizers:
+        for i, optimizer in enumerate(optimizers):
             mine = own_slots(optimizer, slots, params)
             with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
-                updates, own = call_update(optimizer, updates, mine, params, step, context)
+                is_last = i == len(optimizers) - 1
+                updates, own = call_update(optimizer, updates, mine, params, step, context, exact=is_last)
             new |= own
         return updates, written_late(new, late, params, updates)
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.call_update import call_update, inner_context
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import partial_params
+from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 MASTER = "master"
@@ -67,8 +67,8 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
         at_rounding = inner_context(context, lambda masters: jax.tree.map(_rounded, params, masters))
         with partial_params(params):
-            updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+            updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding, exact=True)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = trees.flatten(apply_updates(whole, updates))[0]
         rounded: list[Any] = [
             None if u is None else _to_rounding(p, m) for u, m, p in zip(found, moved, leaves, strict=True)

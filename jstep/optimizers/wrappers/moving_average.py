@@ -58,7 +58,7 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         # The averages read the new parameters from memory. Without the barrier XLA would recompute the parameters

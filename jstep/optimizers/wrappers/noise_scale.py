@@ -68,7 +68,7 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
     ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context)
+        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
         return updates, inner, own if context.noise is None else _averaged(own, context.noise, share)
 
     return wrap_optimizer(

@@ -16,6 +16,7 @@ from jstep.optimizers.masks import own_leaves, partial_params
 from jstep.optimizers.match_gradients import NoGradientsError
 from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
 from jstep.optimizers.names import is_guarded, makes_finished_updates
+from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrappers.scope import scope
 
 
@@ -111,7 +112,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
                     new |= mine | later
                     continue
                 new |= own
-                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_slices)):
+                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
                     merged[i] = one if one is not None else merged[i]
         if idle == len(parts):
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
@@ -159,7 +160,7 @@ class _Part:
         if not jax.tree.leaves(own, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
         own_context = inner_context(context, self._in_whole, self._of_gradients)
-        return call_update(self.optimizer, own, slots, self.params, step, own_context)
+        return call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:

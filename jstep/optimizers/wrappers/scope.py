@@ -40,7 +40,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         mine = own_slots(optimizer, slots, params, f"{name}/")
-        updates, own = call_update(optimizer, updates, mine, params, step, context)
+        updates, own = call_update(optimizer, updates, mine, params, step, context, exact=True)
         return updates, prefixed(name, own)
 
     return Optimizer(

@@ -1,0 +1,85 @@
+"""Projection of the parameters after each update: bounds, unit norms, manifolds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_function
+from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.call_update import call_update
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.projected import Projected, is_update
+from jstep.optimizers.wrap_optimizer import wrap_optimizer
+
+
+def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
+    """Project the parameters after each update: p ← fn(p + u).
+
+    The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
+    that of the whole move, from p to the projected parameters.
+
+    Args:
+        optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
+            `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
+            projection: wrappers that change updates undo it.
+        fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
+            a label of `partition`, the leaves of other parts are None.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
+        gradient, or the update was skipped. Averages around the projection average the projected parameters. Sparse
+        updates are added to their tables before the projection, which reads whole tables.
+
+    Raises:
+        TypeError: `fn` is not a function, or (in a step) returns a leaf that is not an array.
+        ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
+
+    Example:
+        The weights of a critic stay in [−0.01, 0.01]:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def clip(params):
+        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.01, 0.01), params)
+        >>> optimizer = jstep.with_projection(jstep.rmsprop(5e-5), clip)
+        >>> state = jstep.TrainState.create({"w": jnp.array([0.0, 3.0])}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.array([-1.0, -1.0])}, optimizer)
+        >>> print(state.params["w"])
+        [0.0001581 0.01     ]
+
+    Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
+    """
+    require_optimizer("optimizer", optimizer)
+    as_function(fn, "fn", "(params) -> params, such as a clip of each leaf")
+
+    def update(
+        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
+    ) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        moved = apply_updates(params, updates)
+        new = _checked(moved, fn(moved))
+        projected = [None if trees.is_none(u) else Projected(value) for u, value in zip(found, new, strict=True)]
+        return trees.structure(params).unflatten(projected), inner, {}
+
+    return wrap_optimizer(optimizer, "with_projection", update)
+
+
+def _checked(params: Params, projected: Any) -> list[Any]:
+    """Return the leaves of projected parameters."""
+    found = trees.flatten_like(params, projected, "the result of fn")
+    for (path, leaf), new in zip(trees.leaves_with_paths(params), found, strict=True):
+        if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
+            what = "nothing" if new is None else type(new).__name__
+            raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
+        kinds = [(np.shape(one), jnp.result_type(one)) for one in (leaf, new)]
+        if kinds[0] != kinds[1]:
+            shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
+            raise ValueError(
+                f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
+                f"result {shown[1]}; cast it with .astype({jnp.result_type(leaf)!s})"
+            )
+    return [jnp.asarray(new) for new in found]

@@ -1,0 +1,193 @@
+"""`with_projection`: the new parameters are fn(p + u), bit for bit, and nothing else of the step changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+RNG = np.random.default_rng(0)
+# Far from the bounds of the clip, so that the difference of both is rounded.
+PARAMS = {
+    "w": jnp.asarray(RNG.normal(size=(8, 4)) * 1e4, jnp.float32),
+    "half": jnp.asarray(RNG.normal(size=4) * 1e4, jnp.bfloat16),
+    "b": jnp.zeros(4),
+    "n": jnp.int32(3),
+}
+GRADIENTS = {"w": jnp.ones((8, 4)) * 0.3, "half": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4), "n": None}
+
+
+def clip(params):
+    return jax.tree.map(lambda p: jnp.clip(p, -0.1, 0.1) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+
+
+def unit_norms(params):
+    return {**params, "w": params["w"] / jnp.linalg.norm(params["w"], axis=0, keepdims=True)}
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def stepped(optimizer, gradients=GRADIENTS, steps=1, params=PARAMS):
+    state = jstep.TrainState.create(params, optimizer)
+    for _ in range(steps):
+        state = jstep.apply_gradients(state, gradients, optimizer)
+    return state
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fn", [clip, unit_norms])
+def test_new_parameters_are_those_of_fn(fn, compiled):
+    inner = jstep.adam(0.5)
+    optimizer = jstep.with_projection(inner, fn)
+    apply = jax.jit(jstep.apply_gradients, static_argnums=2) if compiled else jstep.apply_gradients
+    project = jax.jit(fn) if compiled else fn
+    state = plain = jstep.TrainState.create(PARAMS, inner)
+    for _ in range(3):
+        state = apply(state, GRADIENTS, optimizer)
+        plain = apply(plain, GRADIENTS, inner)
+        plain = plain.replace(params=project(plain.params))
+        assert bits(state.slots) == bits(plain.slots)
+        if fn is clip:
+            assert bits(state.params) == bits(plain.params)
+            assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
+        else:  # XLA may fuse the division with the norm
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params)
+
+
+def test_slots_and_hyperparameters_are_those_of_the_optimizer():
+    optimizer = jstep.with_projection(jstep.adam(0.5), clip)
+    assert jstep.TrainState.create(PARAMS, optimizer).slots.keys() == {"m", "v", "start_step"}
+    assert optimizer.hyperparameters(0) == jstep.adam(0.5).hyperparameters(0)
+
+
+def test_wrappers_around_it_keep_it_exact():
+    ema = jstep.ExponentialMovingAverage(0.0)
+    expected = stepped(jstep.with_projection(jstep.adam(0.5), clip), steps=3)
+    inner = jstep.with_projection(jstep.adam(0.5), clip)
+    for name, optimizer in {
+        "average": jstep.with_moving_average(inner, ema),
+        "guard": jstep.skip_nonfinite(inner),
+        "scale": jstep.dynamic_loss_scale(inner, initial=1.0),
+        "noise": jstep.with_noise_scale(inner),
+        "scope": jstep.scope("x", inner),
+        "every": jstep.update_every(1, inner),
+        "chain": jstep.chain(jstep.clip_gradients(by_global_norm=1e9), inner),
+        "partition": jstep.partition({"all": inner}, labels=lambda path, leaf: "all"),
+        "all": jstep.skip_nonfinite(jstep.with_moving_average(jstep.scope("x", inner), ema)),
+    }.items():
+        state = stepped(optimizer, steps=3)
+        assert bits(state.params) == bits(expected.params), name
+    state = stepped(jstep.with_moving_average(inner, ema), steps=3)
+    assert bits(jstep.averaged_params(state)) == bits(expected.params)
+
+
+def test_master_weights_are_projected():
+    optimizer = jstep.master_weights(jstep.with_projection(jstep.gradient_descent(0.5), clip))
+    state = stepped(optimizer)
+    assert float(jnp.abs(state.slots["master"]["half"]).max()) == np.float32(0.1)
+    assert bits(state.params["half"]) == bits(state.slots["master"]["half"].astype(jnp.bfloat16))
+
+
+def test_wrappers_that_change_updates_see_the_move():
+    for optimizer in (
+        jstep.cautious(jstep.with_projection(jstep.gradient_descent(0.5), clip)),
+        jstep.lookahead(jstep.with_projection(jstep.gradient_descent(0.5), clip), 2, 0.5),
+        jstep.stochastic_rounding(jstep.with_projection(jstep.gradient_descent(0.5), clip), jax.random.key(0)),
+        jstep.chain(jstep.with_projection(jstep.gradient_descent(0.5), clip), jstep.scale(1.0)),
+    ):
+        state = stepped(optimizer)
+        assert bool(jnp.isfinite(state.params["w"]).all())
+
+
+def test_nothing_moves_where_an_update_was_skipped():
+    bad = {**GRADIENTS, "w": GRADIENTS["w"].at[0, 0].set(jnp.nan)}
+    state = stepped(jstep.skip_nonfinite(jstep.with_projection(jstep.adam(0.5), clip)), bad)
+    assert bits(state.params) == bits(PARAMS)
+    state = stepped(jstep.update_every(2, jstep.with_projection(jstep.adam(0.5), clip)))
+    assert bits(state.params) == bits(PARAMS)
+
+
+def test_leaves_without_an_update_keep_their_value():
+    state = stepped(jstep.with_projection(jstep.adam(0.5), clip), {**GRADIENTS, "half": None})
+    assert bits(state.params["half"]) == bits(PARAMS["half"])
+    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
+
+
+def test_other_parts_of_a_partition():
+    seen = []
+
+    def recorded(params):
+        seen.append(jax.tree.map(lambda p: None, params))
+        return clip(params)
+
+    optimizer = jstep.partition(
+        {
+            "bounded": jstep.with_projection(jstep.gradient_descent(0.5), recorded),
+            "free": jstep.gradient_descent(0.5),
+        },
+        labels=lambda path, leaf: "bounded" if path == "w" else "free",
+    )
+    state = stepped(optimizer)
+    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
+    free = stepped(jstep.gradient_descent(0.5))
+    assert bits([state.params[name] for name in ("half", "b")]) == bits([free.params[name] for name in ("half", "b")])
+    assert seen
+
+
+def test_update_norm_is_that_of_the_whole_move():
+    optimizer = jstep.with_projection(jstep.gradient_descent(0.5), clip)
+    params = {"w": jnp.array([3.0, 0.0])}
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer, metrics=("update_norm",))
+    state, metrics = step(jstep.TrainState.create(params, optimizer))
+    assert state.params["w"].tolist() == pytest.approx([0.1, -0.1])
+    assert float(metrics["update_norm"]) == pytest.approx((2.9**2 + 0.1**2) ** 0.5)
+
+
+def test_sparse_gradients():
+    table = jnp.full((4, 2), 5.0)
+    rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (4, 2))
+    optimizer = jstep.with_projection(jstep.gradient_descent(1.0), clip)
+    state = stepped(optimizer, {"t": rows}, params={"t": table})
+    assert bits(state.params["t"]) == bits(jnp.full((4, 2), 0.1))
+
+
+def test_on_a_mesh_and_in_microbatches():
+    mesh = jax.make_mesh((4,), ("data",))
+    optimizer = jstep.with_projection(jstep.adam(0.5), clip)
+    x = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)
+    params = {"w": PARAMS["w"]}
+
+    def loss_fn(p, x):
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    step = jstep.minimize(loss_fn, optimizer, num_microbatches=2)
+    alone, _ = step(jstep.TrainState.create(params, optimizer), x)
+    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs={"w": P("data")})
+    state, _ = step(state, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
+    np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-6)
+    assert state.params["w"].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (lambda p: p["w"], ValueError, "the result of fn"),
+        (lambda p: {**p, "w": p["w"][0]}, ValueError, r"'w' is float32\[8, 4\], and the result float32\[4\]"),
+        (
+            lambda p: {**p, "half": p["half"].astype(jnp.float32)},
+            ValueError,
+            r"'half' .* cast it with .astype.bfloat16",
+        ),
+        (lambda p: {**p, "b": None}, TypeError, "fn: must return an array at 'b', got nothing"),
+        (3, TypeError, "fn=3: must be a function"),
+    ],
+)
+def test_bad_functions(fn, error, message):
+    with pytest.raises(error, match=message):
+        stepped(jstep.with_projection(jstep.adam(), fn))
