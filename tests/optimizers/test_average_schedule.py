@@ -117,9 +117,3 @@ def test_averaged_params_with_invalid_arguments() -> None:
     assert jstep.averaged_params(state)["w"] is not None
     with pytest.raises(ValueError, match=r"nearest: 'x/ExponentialMovingAverage'"):
         jstep.averaged_params(state, "x/ExponentialMovingAverages")
-
-
-@pytest.mark.parametrize("decay", [jstep.held("decay", 0.9), lambda step: 0.9])
-def test_a_decay_that_changes_is_refused_when_built(decay):
-    with pytest.raises(TypeError, match="must be a number, not a schedule or a held value; use num_updates=True"):
-        jstep.ExponentialMovingAverage(decay)

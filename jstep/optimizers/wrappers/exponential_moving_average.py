@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.checks import as_int, shown
+from jstep.core.checks import as_int
 from jstep.core.meshes import on_any_mesh
-from jstep.core.types import Array, Held, Number, Params, Step
+from jstep.core.types import Array, Held, Params, ScalarOrSchedule, Step
 from jstep.optimizers.held import check_prefix
-from jstep.optimizers.hyper import checked
+from jstep.optimizers.hyper import checked, value_at
 
 NAME = "ExponentialMovingAverage"
 
@@ -21,7 +21,8 @@ class ExponentialMovingAverage:
     """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
 
     Attributes:
-        decay: The decay in [0, 1], usually close to 1, such as 0.999.
+        decay: The decay in [0, 1], usually close to 1, such as 0.999; a schedule, read at the step before the update;
+            or `held`, for `with_moving_average` only.
         num_updates: Whether the decay starts low and grows with the number n of updates, so that averages
             move faster early in training.
         zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
@@ -33,7 +34,8 @@ class ExponentialMovingAverage:
             stochastic weight averaging.
 
     Raises:
-        TypeError: `decay` is not a number, `name` is not a string, or start_step or every is not an integer.
+        TypeError: `decay` is not a number or a schedule, `name` is not a string, or start_step or every is not an
+            integer.
         ValueError: A number is out of range, or `name` is empty.
 
     Example:
@@ -47,7 +49,7 @@ class ExponentialMovingAverage:
     `tf.train.ExponentialMovingAverage`.
     """
 
-    decay: Number
+    decay: ScalarOrSchedule
     num_updates: bool = False
     zero_debias: bool = False
     name: str = NAME
@@ -55,11 +57,6 @@ class ExponentialMovingAverage:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if callable(self.decay) or isinstance(self.decay, Held):
-            raise TypeError(
-                f"decay={shown(self.decay)}: must be a number, not a schedule or a held value; use num_updates=True "
-                "for a decay that grows"
-            )
         object.__setattr__(self, "decay", checked("decay", self.decay, low=0, high=1))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
@@ -110,13 +107,20 @@ class ExponentialMovingAverage:
             New averages.
 
         Raises:
+            TypeError: `decay` is held.
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
         waits = self.start_step > 0 or self.every > 1
-        if num_updates is None and (self.num_updates or waits or (self.zero_debias and age is None)):
+        needed = self.num_updates or waits or callable(self.decay) or (self.zero_debias and age is None)
+        if num_updates is None and needed:
             raise ValueError(
-                "num_updates=None: an average with num_updates, zero_debias, start_step or every needs the number of "
-                "updates, as in ema.apply(averages, params, num_updates=state.global_step)"
+                "num_updates=None: an average with num_updates, zero_debias, start_step, every or a schedule needs the "
+                "number of updates, as in ema.apply(averages, params, num_updates=state.global_step)"
+            )
+        if isinstance(self.decay, Held):
+            raise TypeError(
+                f"decay=held({self.decay.name!r}, …): its value is in the state: use "
+                "jstep.with_moving_average(optimizer, ema), which reads it, or a number or a schedule"
             )
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
@@ -150,7 +154,10 @@ class ExponentialMovingAverage:
 
     def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
-        rate: Any = 1 - self.decay
+        decay: Any = self.decay
+        if callable(decay):
+            decay = value_at("decay", decay, jnp.asarray(num_updates) - 1)
+        rate: Any = 1 - decay
         if self.num_updates:
             rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
         if self.zero_debias:

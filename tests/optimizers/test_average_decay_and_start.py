@@ -1,0 +1,121 @@
+"""Moving averages with a decay that changes, and with initial values of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "half": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
+ONES = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "n": None}
+
+
+def averages_of(optimizer, steps=3, changes=None):
+    """Return the averages of "w" at each step, and the parameters, after `changes(state, step)`."""
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    averages, params = [state.slots[AVERAGES]["w"]], [state.params["w"]]
+    for step in range(steps):
+        state = changes(state, step) if changes else state
+        state = jstep.apply_gradients(state, ONES, optimizer)
+        averages.append(state.slots[AVERAGES]["w"])
+        params.append(state.params["w"])
+    return averages, params
+
+
+AVERAGES = "ExponentialMovingAverage"
+DECAYS = [0.0, 0.25, 0.75]
+
+
+@pytest.mark.parametrize("zero_debias", [False, True])
+def test_a_schedule_is_read_at_the_step_of_the_update(zero_debias):
+    schedule = jstep.piecewise_constant([0, 1], DECAYS)
+    ema = jstep.ExponentialMovingAverage(schedule, zero_debias=zero_debias)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+    averages, params = averages_of(optimizer)
+    average = averages[0]
+    alone = ema.init(PARAMS)["w"]
+    for step, decay in enumerate(DECAYS):
+        rate = (1 - decay) / (1 - decay ** (step + 1)) if zero_debias else 1 - decay
+        average = average - rate * (average - params[step + 1])
+        np.testing.assert_allclose(averages[step + 1], average, rtol=1e-6)
+        alone = ema.apply({"w": alone}, {"w": params[step + 1]}, num_updates=step + 1)["w"]
+        np.testing.assert_allclose(alone, average, rtol=1e-6)
+    assert {name: float(value) for name, value in optimizer.hyperparameters(1).items()} == {
+        "learning_rate": 1.0,
+        "ExponentialMovingAverage/decay": 0.25,
+    }
+    with pytest.raises(
+        ValueError, match=r"num_updates=None: an average with .* a schedule needs the number of updates"
+    ):
+        jstep.ExponentialMovingAverage(schedule).apply({"w": alone}, {"w": alone})
+
+
+def test_a_held_decay_is_in_the_state():
+    ema = jstep.ExponentialMovingAverage(jstep.held("teacher", 0.0))
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+
+    def changes(state, step):
+        return jstep.set_hyperparameter(state, "teacher", DECAYS[step])
+
+    averages, params = averages_of(optimizer, changes=changes)
+    for step, decay in enumerate(DECAYS):
+        np.testing.assert_allclose(averages[step + 1], decay * averages[step] + (1 - decay) * params[step + 1])
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
+    _, metrics = step(jstep.TrainState.create(PARAMS, optimizer))
+    assert float(metrics["teacher"]) == 0
+    with pytest.raises(
+        TypeError, match=r"decay=held\('teacher', …\): its value is in the state: use jstep.with_moving"
+    ):
+        ema.apply(ema.init(PARAMS), PARAMS)
+
+
+def test_a_decay_out_of_range_is_refused():
+    for decay in (1.5, jstep.held("decay", -0.1), float("nan"), "0.9"):
+        with pytest.raises((TypeError, ValueError), match="decay"):
+            jstep.ExponentialMovingAverage(decay)
+
+
+@pytest.mark.parametrize("given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}])
+def test_initial_values(given):
+    ema = jstep.ExponentialMovingAverage(0.75)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema, initial=given)
+    averages, params = averages_of(optimizer, steps=1)
+    assert averages[0].tolist() == [10.0, 20.0]
+    assert averages[1].tolist() == (0.75 * averages[0] + 0.25 * params[1]).tolist()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    assert state.slots[AVERAGES]["half"].dtype == jnp.float32
+    assert state.slots[AVERAGES]["n"] is None
+    assert jax.eval_shape(lambda: jstep.TrainState.create(PARAMS, optimizer)).slots[AVERAGES]["w"].shape == (2,)
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
+    step(state)  # donates the averages, and neither params nor the initial values
+    assert jstep.averaged_params(jstep.TrainState.create(PARAMS, optimizer))["w"].tolist() == [10.0, 20.0]
+
+
+def test_initial_values_of_some_leaves():
+    ema = jstep.ExponentialMovingAverage(0.75)
+    initial = {**PARAMS, "w": PARAMS["w"] + 1}
+    for optimizer in (
+        jstep.with_moving_average(jstep.gradient_descent(1.0), ema, ["w"], initial),
+        jstep.master_weights(jstep.with_moving_average(jstep.gradient_descent(1.0), ema, ["w"], initial)),
+    ):
+        slot = jstep.TrainState.create(PARAMS, optimizer).slots[AVERAGES]
+        assert slot["w"].tolist() == [2.0, 3.0]
+        assert slot["half"] is None
+
+
+def test_invalid_initial_values():
+    sgd = jstep.gradient_descent(1.0)
+    cases = (({"zero_debias": True}, "start from zeros"), ({"start_step": 3}, "start at start_step=3"))
+    for options, message in cases:
+        with pytest.raises(ValueError, match=f"initial: the averages {message}"):
+            jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9, **options), initial=lambda p: p)
+    for initial, message in (
+        ({**PARAMS, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),
+        (lambda p: {**p, "w": None}, r"initial: must have shape \(2,\) at 'w', got nothing"),
+        ({"w": jnp.ones(2)}, "initial does not have the structure of params; missing: 'half'"),
+        (3, "initial does not have the structure of params"),
+    ):
+        optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
+        with pytest.raises(ValueError, match=message):
+            jstep.TrainState.create(PARAMS, optimizer)
