@@ -6,6 +6,7 @@ from jstep import summary as summary
 from jstep.checkpoint import CheckpointError as CheckpointError
 from jstep.checkpoint import Saver as Saver
 from jstep.checkpoint import checkpoint_name as checkpoint_name
+from jstep.checkpoint import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint import latest_checkpoint as latest_checkpoint
 from jstep.clipping import clip_by_average_norm as clip_by_average_norm
 from jstep.clipping import clip_by_global_norm as clip_by_global_norm

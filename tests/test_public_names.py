@@ -73,7 +73,7 @@ CONTRACT = """
     GATE_NONE GATE_OP GATE_GRAPH AggregationMethod constant exponential_decay natural_exp_decay inverse_time_decay
     polynomial_decay piecewise_constant cosine_decay cosine_decay_restarts linear_cosine_decay linear_warmup join
     shift clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm ExponentialMovingAverage
-    with_moving_average averaged_params
+    with_moving_average with_projection averaged_params
 """.split()  # noqa: SIM905
 
 
@@ -118,7 +118,7 @@ SIGNATURES = {
     "apply_gradients": "(state, grads, optimizer, *, context=None, increment_global_step=True)",
     "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage', "
     "start_step=0, every=1)",
-    "with_moving_average": "(optimizer, ema, var_list=None)",
+    "with_moving_average": "(optimizer, ema, var_list=None, initial=None)",
     "averaged_params": "(state, name='ExponentialMovingAverage')",
     "partition": "(optimizers, labels)",
     "scope": "(name, optimizer)",

@@ -8,15 +8,17 @@ from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
 
 if TYPE_CHECKING:
+    from jstep.checkpoint.iterator import checkpoints_iterator
     from jstep.checkpoint.saver import Saver
 else:  # these import JAX
     __getattr__, __dir__ = _load_when_used(
         globals(),
         {
             "Saver": "jstep.checkpoint.saver",
+            "checkpoints_iterator": "jstep.checkpoint.iterator",
         },
     )
 
-__all__ = ["CheckpointError", "Saver", "checkpoint_name", "latest_checkpoint", "open_store"]
+__all__ = ["CheckpointError", "Saver", "checkpoint_name", "checkpoints_iterator", "latest_checkpoint", "open_store"]
 
 _set_public_module(globals())

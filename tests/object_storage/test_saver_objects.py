@@ -37,6 +37,18 @@ def test_round_trip(store):
     assert store.keys("run/~") == ["run/~jstep"], "the claim is released"
 
 
+def test_new_checkpoints_are_iterated(store):
+    iterator = jstep.checkpoints_iterator(store.run, timeout=0)
+    with jstep.Saver(store.run) as saver:
+        saver.save(state_at(7))
+        saver.wait()
+        assert next(iterator) == 7
+        saver.save(state_at(8))
+        saver.save(state_at(9))
+    assert list(iterator) == [9, 8]
+    assert list(jstep.checkpoints_iterator(f"{store.run}/missing", timeout=0)) == []
+
+
 def test_every_kind_of_leaf_round_trips(store):
     params = {
         "bf16": jnp.arange(5, dtype=jnp.bfloat16),

@@ -39,16 +39,16 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
         ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
 
     Example:
-        The weights of a critic stay in [−0.01, 0.01]:
+        Weights that stay in [−0.25, 0.25]:
 
         >>> import jax, jax.numpy as jnp, jstep
         >>> def clip(params):
-        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.01, 0.01), params)
-        >>> optimizer = jstep.with_projection(jstep.rmsprop(5e-5), clip)
+        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.25, 0.25), params)
+        >>> optimizer = jstep.with_projection(jstep.gradient_descent(0.125), clip)
         >>> state = jstep.TrainState.create({"w": jnp.array([0.0, 3.0])}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.array([-1.0, -1.0])}, optimizer)
         >>> print(state.params["w"])
-        [0.0001581 0.01     ]
+        [0.125 0.25 ]
 
     Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
     """

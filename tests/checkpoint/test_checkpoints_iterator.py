@@ -1,0 +1,135 @@
+"""`checkpoints_iterator`: each new checkpoint once, the newest first; a fake clock in place of waiting."""
+
+import os
+import shutil
+import time
+
+import pytest
+from checkpoint_states import save_all, state_at
+from processes import run
+
+import jstep
+
+
+class Clock:
+    """A clock that advances when somebody sleeps; `at` maps a time to what happens then."""
+
+    def __init__(self, at=None):
+        self.now, self.sleeps, self._at = 0.0, [], dict(at or {})
+
+    def sleep(self, seconds):
+        self.sleeps.append(seconds)
+        assert len(self.sleeps) < 1000
+        self.now += seconds
+        for when in [when for when in self._at if when <= self.now]:
+            self._at.pop(when)()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(time, "sleep", found.sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: found.now)
+    return found
+
+
+def write(directory, *steps):
+    with jstep.Saver(directory, max_to_keep=None) as saver:
+        save_all(saver, steps)
+
+
+def test_those_that_are_there(tmp_path):
+    write(tmp_path, 1, 2, 30)
+    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0)) == [30, 2, 1]
+    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0, prefix="other")) == []
+    assert list(jstep.checkpoints_iterator(tmp_path / "missing", timeout=0)) == []
+    assert not (tmp_path / "missing").exists()
+
+
+def test_the_newest_comes_first_and_each_once(tmp_path):
+    write(tmp_path, 1, 2)
+    steps = []
+    for step in jstep.checkpoints_iterator(tmp_path, timeout=0):
+        steps.append(step)
+        if step == 2:
+            write(tmp_path, 3, 4)
+            shutil.rmtree(tmp_path / "model-3")  # evicted before it was returned
+        if step == 4:
+            write(tmp_path, 2)  # replaced, and not new
+    assert steps == [2, 4, 1]
+
+
+def test_incomplete_checkpoints_wait_until_they_are_complete(tmp_path):
+    write(tmp_path, 1, 2)
+    os.rename(tmp_path / "model-2", tmp_path / "model-2.orbax-checkpoint-tmp")
+    iterator = jstep.checkpoints_iterator(tmp_path, timeout=0)
+    assert next(iterator) == 1
+    os.rename(tmp_path / "model-2.orbax-checkpoint-tmp", tmp_path / "model-2")
+    assert list(iterator) == [2]
+
+
+def test_it_waits_and_ends_after_the_timeout(tmp_path, clock):
+    clock._at = {5.0: lambda: write(tmp_path, 1), 14.0: lambda: write(tmp_path, 2)}
+    found = [(step, clock.now) for step in jstep.checkpoints_iterator(tmp_path, timeout=10)]
+    assert found == [(1, 5.0), (2, 14.0)]
+    assert clock.now == 24.0
+    assert max(clock.sleeps) == 1.0
+
+
+def test_a_step_that_was_deleted_and_saved_again_is_new(tmp_path, clock):
+    write(tmp_path, 1)
+    clock._at = {
+        1.0: lambda: shutil.rmtree(tmp_path / "model-1"),
+        2.0: lambda: None,
+        3.0: lambda: write(tmp_path, 1),
+    }
+    assert list(jstep.checkpoints_iterator(tmp_path, timeout=5)) == [1, 1]
+
+
+def test_the_minimum_interval_counts_the_time_of_the_caller(tmp_path, clock):
+    write(tmp_path, 1, 2, 3)
+    times = []
+    for step in jstep.checkpoints_iterator(tmp_path, timeout=0, min_interval_secs=60):
+        times.append(clock.now)
+        clock.now += 20 if step == 3 else 100
+    assert times == [0, 60, 160]
+
+
+def test_the_state_of_each_step_can_be_restored(tmp_path):
+    write(tmp_path, 1, 2)
+    reader = jstep.Saver(tmp_path)
+    for step in jstep.checkpoints_iterator(tmp_path, timeout=0):
+        assert int(reader.restore(state_at(0), step).global_step) == step
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+        ({"timeout": "3"}, TypeError, "timeout='3'"),
+        ({"min_interval_secs": None}, TypeError, "min_interval_secs=None"),
+        ({"min_interval_secs": float("inf")}, ValueError, "min_interval_secs=inf"),
+        ({"prefix": "a/b"}, ValueError, "prefix='a/b'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_step(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        jstep.checkpoints_iterator(tmp_path, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        jstep.checkpoints_iterator(tmp_path / "file")
+
+
+TWO_PROCESSES = """
+# Each process has a directory of its own: those of the second one are never asked for.
+steps = list(jstep.checkpoints_iterator(f"{directory}/{process}", timeout=0))
+print("result", steps)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_get_the_steps_of_the_first(tmp_path):
+    write(tmp_path / "0", 1, 2)
+    write(tmp_path / "1", 7)
+    outputs = [[line for line in lines if line.startswith("result ")] for lines in run(TWO_PROCESSES, 2, tmp_path)]
+    assert outputs == [["result [2, 1]"]] * 2
