@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jstep.core.contexts import internal_transfers
 from jstep.core.layouts import mesh_axes_of
+from jstep.core.notes import explain_jax
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -244,6 +245,13 @@ class Attempts:
         Raises:
             Exception: Both attempts failed: the error for the given axis types, with a note on what to do.
         """
+        try:
+            return self._call(fn, args, place)
+        except (NameError, TypeError) as error:
+            explain_jax(error)
+            raise
+
+    def _call(self, fn: Callable[..., _R], args: tuple[Any, ...], place: Callable[[Any], Any] | None) -> _R:
         mesh = explicit_mesh(args)
         if mesh is None:
             return fn(*args)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.notes import note
+from jstep.core.notes import explain_jax, note
 from jstep.state import require_alive
 
 _ON_ONE_MESH = (
@@ -66,6 +66,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     if not isinstance(error, RuntimeError | ValueError):
         if type(error).__name__ == "ShardingTypeError" and _is_on_one_device((state, args)):
             note(error, _CAPTURED)
+        explain_jax(error)
         return
     if was_spent or not is_spent(state):
         require_alive(state, error)
