@@ -1,5 +1,7 @@
 """Entries of wrappers of optimizers and of elements of chains."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,6 +19,10 @@ def with_element(element: jstep.Optimizer, *hyper: str, after: bool = False) -> 
         return jstep.chain(inner, element) if after else jstep.chain(element, inner)
 
     return Entry(make, {"momentum": 0.0}, tuple(sorted((*MOMENTUM, *hyper))), rate=0.01, steps=0)
+
+
+def clipped(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.clip(p, -50.0, 50.0) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
 
 
 def from_optax(lr: object) -> jstep.Optimizer:
@@ -79,9 +85,7 @@ WRAPPERS = {
         rate=0.02,
     ),
     "with_projection": Entry(
-        lambda lr: jstep.with_projection(
-            jstep.adam(lr), lambda params: jax.tree.map(lambda p: jnp.clip(p, -50.0, 50.0), params)
-        ),
+        lambda lr: jstep.with_projection(jstep.adam(lr), clipped),
         ZEROS,
         ADAM,
         AGED,

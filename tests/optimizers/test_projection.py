@@ -118,6 +118,15 @@ def test_leaves_without_an_update_keep_their_value():
     assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
 
 
+def test_results_for_leaves_that_are_not_trainable_are_ignored():
+    params = {"w": jnp.ones(3), "n": jnp.int32(3), "key": jax.random.key(0)}
+    optimizer = jstep.with_projection(jstep.gradient_descent(0.5), lambda p: {**p, "w": p["w"] * 0, "n": None})
+    state = stepped(optimizer, {"w": jnp.ones(3), "n": None, "key": None}, params=params)
+    assert state.params["w"].tolist() == [0, 0, 0]
+    assert int(state.params["n"]) == 3
+    assert bool(jnp.all(jax.random.key_data(state.params["key"]) == jax.random.key_data(params["key"])))
+
+
 def test_other_parts_of_a_partition():
     seen = []
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,7 +28,8 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
             `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
             projection: wrappers that change updates undo it.
         fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
-            a label of `partition`, the leaves of other parts are None.
+            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; what it returns for
+            them is ignored.
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
@@ -69,9 +71,12 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
 
 def _checked(params: Params, projected: Any) -> list[Any]:
-    """Return the leaves of projected parameters."""
+    """Return the leaves of projected parameters; those that are not trainable are ignored later."""
     found = trees.flatten_like(params, projected, "the result of fn")
+    leaves = jax.tree.leaves(params)
     for (path, leaf), new in zip(trees.leaves_with_paths(params), found, strict=True):
+        if not trees.is_trainable(leaf):
+            continue
         if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
             what = "nothing" if new is None else type(new).__name__
             raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
@@ -82,4 +87,4 @@ def _checked(params: Params, projected: Any) -> list[Any]:
                 f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
                 f"result {shown[1]}; cast it with .astype({jnp.result_type(leaf)!s})"
             )
-    return [jnp.asarray(new) for new in found]
+    return [jnp.asarray(new) if trees.is_trainable(leaf) else new for leaf, new in zip(leaves, found, strict=True)]
