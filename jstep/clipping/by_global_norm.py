@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.clipping.norms import clipped, factors, norm_of
-from jstep.clipping.parts import check_clip_norm, map_leaves, number
+from jstep.clipping.parts import map_leaves, number
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.execution_order import compute_first
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices
 from jstep.core.meshes import on_any_mesh
@@ -78,7 +79,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
     `tf.clip_by_global_norm`.
     """
-    check_clip_norm("clip_norm", clip_norm)
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
     norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
     by = factors(norm, clip_norm)  # once for all leaves
     return map_leaves(lambda x, shape: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm

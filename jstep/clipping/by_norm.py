@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from jstep.clipping.norms import norm_of, scaled
-from jstep.clipping.parts import check_clip_norm, map_leaves
+from jstep.clipping.parts import map_leaves
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.meshes import on_any_mesh
@@ -37,7 +38,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
 
     Source: `tf.clip_by_norm`.
     """
-    check_clip_norm("clip_norm", clip_norm)
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
     listed = None if axes is None else _axes_of(axes)
     for keys, x in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_slices):
         path, leaf_shape = trees.path_str(keys), x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x)
@@ -75,7 +76,7 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
 
     Source: `tf.clip_by_average_norm`.
     """
-    check_clip_norm("clip_norm", clip_norm)
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
 
     def clip(x: Array, shape: tuple[int, ...]) -> Array:
         size = max(1, int(np.prod(shape)))

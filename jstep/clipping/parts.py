@@ -45,23 +45,6 @@ def floating(x: Any, path: str, name: str) -> Array:
     return array
 
 
-def check_clip_norm(name: str, clip_norm: Any) -> Any:
-    """Validate a clip norm: a scalar > 0, concrete or traced.
-
-    Raises:
-        TypeError: The value is not a number.
-        ValueError: The value is not a scalar, or is not positive.
-    """
-    if isinstance(clip_norm, bool | str) or not (isinstance(clip_norm, int | float) or trees.is_array(clip_norm)):
-        raise TypeError(f"{name}={clip_norm!r}: must be a positive number, got {type(clip_norm).__name__}")
-    if np.ndim(clip_norm):
-        raise ValueError(f"{name}: must be a scalar, got shape {np.shape(clip_norm)}")
-    value = trees.concrete(clip_norm)
-    if value is not None and not value > 0:
-        raise ValueError(f"{name}={value}: must be > 0")
-    return clip_norm
-
-
 def number(x: Any, path: str, name: str) -> Array:
     """Return a leaf as an array of numbers; raise an error with its path otherwise."""
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):

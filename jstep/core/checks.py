@@ -77,9 +77,12 @@ def as_number(
     above: bool = False,
     below: bool = False,
     finite: bool = True,
+    expected: str = "a number",
     meaning: str = "",
 ) -> float:
     """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
+
+    For arguments that may be traced see `jstep.core.array_checks.as_scalar`.
 
     Args:
         value: The user's value.
@@ -89,6 +92,7 @@ def as_number(
         above: Whether `low` itself is rejected.
         below: Whether `high` itself is rejected.
         finite: Whether infinities are rejected; NaN always is.
+        expected: What the value must be, for the error.
         meaning: What to do, for the error.
 
     Raises:
@@ -101,16 +105,41 @@ def as_number(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{argument}={shown(value)}: must be a number, got {kind(value)}{hint}") from None
+        raise TypeError(f"{argument}={shown(value)}: must be {expected}, got {kind(value)}{hint}") from None
     except OverflowError:
-        raise ValueError(f"{argument}={shown(value)}: must be a number that fits in a float{hint}") from None
-    fits = (number > low if above else number >= low) and (number < high if below else number <= high)
-    if not fits or (finite and math.isinf(number)):
-        wanted = ["finite"] * (finite and math.isinf(number))
-        wanted += [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
-        wanted += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
-        raise ValueError(f"{argument}={number}: must be {' and '.join(wanted) or 'a number'}{hint}")
+        raise ValueError(f"{argument}={shown(value)}: must be {expected} that fits in a float{hint}") from None
+    problem = out_of_range(number, low=low, high=high, above=above, below=below, finite=finite)
+    if problem:
+        raise ValueError(f"{argument}={value if isinstance(value, int) else number}: {problem}{hint}")
     return number
+
+
+def out_of_range(
+    number: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: bool = False,
+    below: bool = False,
+    finite: bool = True,
+) -> str:
+    """Return what a number must be, "must be ≥ 0 and finite", if it is not; an empty string if it is. See `as_number`.
+
+    Args:
+        number: A concrete number, or a NumPy scalar.
+        low: The smallest valid value.
+        high: The largest valid value.
+        above: Whether `low` itself is rejected.
+        below: Whether `high` itself is rejected.
+        finite: Whether infinities are rejected.
+    """
+    fits = (number > low if above else number >= low) and (number < high if below else number <= high)
+    if fits and not (finite and abs(number) == math.inf):
+        return ""
+    wanted = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
+    wanted += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
+    wanted += ["finite"] * (finite and len(wanted) < 2)
+    return f"must be {' and '.join(wanted) or 'a number'}"
 
 
 def as_function(value: Any, argument: str, form: str = "", *, optional: bool = False) -> Any:

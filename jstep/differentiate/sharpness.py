@@ -3,27 +3,18 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.checks import kind, shown
+from jstep.core.array_checks import as_scalar
+from jstep.core.checks import shown
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.types import Array, Held
 
 
 def checked_sharpness(sharpness: Any) -> Any:
     """Validate the radius ρ ≥ 0: a number, a scalar array (possibly traced), or None."""
-    if sharpness is None:
-        return None
-    if isinstance(sharpness, bool | np.bool_) or not (isinstance(sharpness, int | float) or trees.is_array(sharpness)):
-        raise TypeError(f"sharpness={shown(sharpness)}: must be a number or None, got {kind(sharpness)}")
-    if np.ndim(sharpness):
-        raise ValueError(f"sharpness: must be a scalar, got shape {np.shape(sharpness)}")
-    value = trees.concrete(sharpness)
-    if value is not None and not (np.isfinite(value) and value >= 0):
-        raise ValueError(f"sharpness={value}: must be finite and ≥ 0")
-    return sharpness
+    return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
 
 
 def checked_radius(sharpness: Any) -> Any:

@@ -4,9 +4,7 @@ import math
 import time
 from typing import Any
 
-import numpy as np
-
-from jstep.core.checks import as_int
+from jstep.core.checks import as_int, as_number
 from jstep.distributed import agreement
 from jstep.hooks.hook import NEVER, Clock
 from jstep.hooks.run_hook import RunHook
@@ -124,13 +122,7 @@ def positive(name: str, value: Any) -> Any:
 
 
 def _positive_secs(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name}={value!r}: must be a number of seconds, got {type(value).__name__}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value}: must be > 0 and finite")
-    return float(value)
+    return None if value is None else as_number(value, name, low=0, above=True, expected="a number of seconds")
 
 
 def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, at_least_one: bool = True) -> CadenceTimer:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.meshes import on_host
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -130,30 +130,21 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
         raise TypeError(f"{error}; {order}") from None
 
 
-def scalar(name: str, value: Any) -> Any:
+def scalar(name: str, value: Any, *, finite: bool = False, **bounds: Any) -> Any:
     """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The number.
+        finite: Whether infinity is rejected.
+        **bounds: The valid values, see `as_scalar`.
 
     Raises:
         TypeError: The value is not a real number.
-        ValueError: The value is not a scalar, or is NaN.
+        ValueError: The value is not a scalar, is NaN, or is out of range.
     """
-    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={shown(value)}: must be a number, got {kind(value)}")
-    if np.ndim(value):
-        raise ValueError(f"{name}: must be a scalar, got shape {np.shape(value)}")
-    if isinstance(value, int | float | np.number):
-        number = float(value)
-        if math.isnan(number):
-            raise ValueError(f"{name}={value!r}: must be a number")
-        return number
-    if not jnp.issubdtype(jnp.result_type(value), jnp.floating) and not jnp.issubdtype(
-        jnp.result_type(value), jnp.integer
-    ):
-        raise TypeError(f"{name}={value!r}: must be a real number, got dtype {jnp.result_type(value)}")
-    on_a_mesh = on_host(value)
-    if on_a_mesh is not None:
-        return scalar(name, on_a_mesh[()])
-    return jnp.asarray(value).astype(trees.default_float())
+    number = as_scalar(value, name, finite=finite, **bounds)
+    return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
 
 
 def since(step: Array, start: Fraction) -> Array:

@@ -33,9 +33,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height, length = scalar("alpha", alpha), count("steps", steps, ademamix_alpha)
-    if isinstance(height, float) and not 0 <= height < math.inf:
-        raise ValueError(f"alpha={alpha}: must be ≥ 0 and finite")
+    height, length = scalar("alpha", alpha, low=0, finite=True), count("steps", steps, ademamix_alpha)
 
     def schedule(step: Step, /) -> Any:
         return height * ramp(exact(step), length)
@@ -67,7 +65,9 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    first, last, length = _beta("beta1", beta1), _beta("beta3", beta3), count("steps", steps, ademamix_beta3)
+    inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
+    first, last = scalar("beta1", beta1, **inside), scalar("beta3", beta3, **inside)
+    length = count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 
     def schedule(step: Step, /) -> Any:
@@ -76,10 +76,3 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
         return jnp.where(x >= 1, last, jnp.minimum(grown, last))
 
     return schedule
-
-
-def _beta(name: str, value: Any) -> Any:
-    number = scalar(name, value)
-    if isinstance(number, float) and not 0 < number < 1:
-        raise ValueError(f"{name}={number}: must be > 0 and < 1")
-    return number

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import as_number
 from jstep.core.types import Number, Schedule, Step
 from jstep.schedules._arithmetic import duration, half_cosine, period, power, scalar, split, steps
 
@@ -96,11 +97,10 @@ def cosine_decay_restarts(
         duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
         scalar("alpha", alpha),
     )
-    stretch, height = period("t_mul", t_mul), scalar("m_mul", m_mul)
+    stretch = period("t_mul", t_mul)
+    height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
-    if not isinstance(height, float) or height < 0:
-        raise ValueError(f"m_mul={m_mul}: must be a plain number ≥ 0")
 
     def periodic(step: Step, /) -> Any:
         periods = split(steps(step), length)

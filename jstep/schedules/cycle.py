@@ -49,8 +49,8 @@ def one_cycle(
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
     top, length = scalar("max_value", max_value), count("total_steps", total_steps, one_cycle)
-    first = top / _positive("div_factor", div_factor)
-    last = first / _positive("final_div_factor", final_div_factor)
+    first = top / scalar("div_factor", div_factor, low=0, above=True, finite=True)
+    last = first / scalar("final_div_factor", final_div_factor, low=0, above=True, finite=True)
     share = period("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
@@ -64,13 +64,6 @@ def one_cycle(
         return down if up is None else jnp.where(since(step, peak) <= 0, up, down)
 
     return schedule
-
-
-def _positive(name: str, value: Any) -> Any:
-    number = scalar(name, value)
-    if isinstance(number, float) and not 0 < number < float("inf"):
-        raise ValueError(f"{name}={number}: must be > 0 and finite")
-    return number
 
 
 def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:

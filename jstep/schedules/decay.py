@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from typing import Any
 
@@ -23,13 +22,6 @@ from jstep.schedules._arithmetic import (
     straight,
 )
 from jstep.schedules._arithmetic import steps as exact
-
-
-def _nonnegative(name: str, value: Any) -> Any:
-    number = scalar(name, value)
-    if isinstance(number, float) and not 0 <= number < math.inf:
-        raise ValueError(f"{name}={number}: must be finite and ≥ 0")
-    return number
 
 
 def exponential_decay(
@@ -62,7 +54,7 @@ def exponential_decay(
     start, length, rate = (
         scalar("learning_rate", learning_rate),
         period("decay_steps", decay_steps),
-        _nonnegative("decay_rate", decay_rate),
+        scalar("decay_rate", decay_rate, low=0, finite=True),
     )
     staircase = flag("staircase", staircase)
 
@@ -141,7 +133,7 @@ def inverse_time_decay(
     start, length, rate = (
         scalar("learning_rate", learning_rate),
         period("decay_steps", decay_steps),
-        _nonnegative("decay_rate", decay_rate),
+        scalar("decay_rate", decay_rate, low=0, finite=True),
     )
     staircase = flag("staircase", staircase)
 
@@ -186,7 +178,7 @@ def polynomial_decay(
         scalar("learning_rate", learning_rate),
         duration("decay_steps", decay_steps, polynomial_decay),
         scalar("end_learning_rate", end_learning_rate),
-        _nonnegative("power", power),
+        scalar("power", power, low=0, finite=True),
     )
     cycle = flag("cycle", cycle)
 

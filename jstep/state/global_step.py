@@ -1,6 +1,5 @@
 """The global step: the number of updates that have been applied."""
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.checks import kind
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.meshes import on_any_mesh
@@ -37,24 +37,18 @@ def create_global_step(value: Step = 0) -> Array:
         >>> jstep.create_global_step(7)
         Array(7, dtype=int32)
     """
+    return _as_count(value, "global_step")
+
+
+def _as_count(value: Any, argument: str) -> Array:
+    """Convert a number of updates to a new array of the dtype of steps."""
     dtype = trees.default_int()
-    if isinstance(value, bool) or not jnp.issubdtype(_dtype_of(value), jnp.integer):
-        raise TypeError(f"global_step={value!r}: must be an integer, got {type(value).__name__}")
-    if np.ndim(value) != 0:
-        raise ValueError(f"global_step: must be a scalar, got shape {np.shape(value)}")
-    if not trees.is_traced(value):
-        number = operator.index(np.asarray(value).item())
-        if number < 0:
-            raise ValueError(f"global_step={number}: must be ≥ 0, it counts the updates applied")
-        if number > np.iinfo(dtype).max:
-            raise ValueError(
-                f"global_step={number}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64 for int64 steps"
-            )
+    as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
+    if not trees.is_traced(value) and value > np.iinfo(dtype).max:
+        raise ValueError(
+            f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64 for int64 steps"
+        )
     return jnp.array(value, dtype=dtype, copy=True)
-
-
-def _dtype_of(value: Any) -> Any:
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
 def get_global_step(state: Any) -> Array | None:
@@ -180,10 +174,7 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
         >>> jstep.global_step(jstep.increment_global_step(state, 5))
         5
     """
-    try:
-        more = create_global_step(amount)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("global_step", "amount", 1)) from None
+    more = _as_count(amount, "amount")
     before = _scalar_step(state)
     refuse_shapes(before, "state")
     later = later_step(before, more)

@@ -1,11 +1,15 @@
 """Argument checks: each error names the argument, its value, what it must be and what it is."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jstep
 from jstep.core import checks
+from jstep.core.array_checks import as_scalar
 from jstep.state import require_alive, require_state, step_of
 
 
@@ -100,3 +104,47 @@ def test_states() -> None:
     state.params["w"].delete()
     with pytest.raises(RuntimeError, match="'params/w' was donated"):
         require_alive(state)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.array(2), np.uint8(2)])
+def test_scalars_of_the_host_become_python_numbers(value: object) -> None:
+    assert type(as_scalar(value, "x")) is float
+    assert as_scalar(value, "x", low=0, high=2) == 2.0
+
+
+def test_scalars_that_are_arrays_stay_arrays() -> None:
+    array = jnp.float32(2)
+    assert as_scalar(array, "x", low=0) is array
+    assert as_scalar(jnp.int32(2), "x", integer=True).dtype == jnp.int32
+    assert type(as_scalar(np.int32(2), "x", integer=True)) is int
+    # A traced value has no range.
+    assert jax.jit(lambda x: as_scalar(x, "x", low=0))(-1.0) == -1.0
+
+
+def test_scalars_on_a_mesh_become_python_numbers() -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    on_mesh = jax.device_put(jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert type(as_scalar(on_mesh, "x")) is float
+
+
+@pytest.mark.parametrize("value", [True, np.True_, jnp.array(True), "2", None, 2j, [2.0], float, jax.random.key(0)])
+def test_other_values_are_not_scalars(value: object) -> None:
+    with pytest.raises(TypeError, match=r"(?s)^x=.*: must be a number, got "):
+        as_scalar(value, "x")
+    with pytest.raises(TypeError, match=r"^x=.*: must be an integer, got "):
+        as_scalar(2.0, "x", integer=True)
+
+
+@pytest.mark.parametrize("make", [float, np.float32, np.array, jnp.float32])
+def test_scalars_are_in_their_range(make: Callable[[float], object]) -> None:
+    with pytest.raises(ValueError, match=r"^x=-1(\.0)?: must be > 0 and finite; why$"):
+        as_scalar(make(-1.0), "x", low=0, above=True, meaning="why")
+    with pytest.raises(ValueError, match=r"^x=inf: must be ≥ 0 and finite$"):
+        as_scalar(make(np.inf), "x", low=0)
+    with pytest.raises(ValueError, match=r"^x=nan: must be ≥ 0 and < 1$"):
+        as_scalar(make(np.nan), "x", low=0, high=1, below=True)
+    with pytest.raises(ValueError, match=r"^x: must be a scalar, got shape \(2,\)"):
+        as_scalar(jnp.ones(2), "x")
+    assert as_scalar(make(np.inf), "x", low=0, finite=False) == np.inf
+    with pytest.raises(ValueError, match="must be a number that fits in a float"):
+        as_scalar(10**400, "x")

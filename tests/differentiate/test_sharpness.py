@@ -67,7 +67,7 @@ def test_zero_gradient_and_zero_radius() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "kind", "message"),
     [
-        ({"sharpness": -1}, ValueError, "sharpness=-1: must be finite and ≥ 0"),
+        ({"sharpness": -1}, ValueError, "sharpness=-1: must be ≥ 0 and finite"),
         ({"sharpness": float("nan")}, ValueError, "sharpness=nan"),
         ({"sharpness": "0.1"}, TypeError, "sharpness='0.1': must be a number"),
         ({"sharpness": True}, TypeError, "sharpness=True"),
@@ -103,5 +103,5 @@ def test_held_and_invalid_radii_are_refused() -> None:
         with pytest.raises(TypeError, match="sharpness="):
             jstep.minimize(loss_fn, jstep.adam(), sharpness=wrong)  # type: ignore[arg-type]
     eager = jstep.minimize(loss_fn, jstep.adam(), sharpness=lambda step: -1.0, jit=False)
-    with pytest.raises(ValueError, match=r"sharpness=-1\.0: must be finite and ≥ 0"):
+    with pytest.raises(ValueError, match=r"sharpness=-1\.0: must be ≥ 0 and finite"):
         eager(jstep.TrainState.create(PARAMS, jstep.adam()), X)

@@ -32,7 +32,7 @@ def test_error_of_a_closed_writer_names_the_logdir(tmp_path, method):
         ({"max_queue": -3}, ValueError, "max_queue=-3: must be at least 1"),
         ({"max_queue": 1.5}, TypeError, "max_queue=1.5: must be an integer"),
         ({"max_queue": True}, TypeError, "max_queue=True: must be an integer"),
-        ({"flush_secs": 0}, ValueError, "flush_secs=0.0: must be > 0"),
+        ({"flush_secs": 0}, ValueError, "flush_secs=0: must be > 0"),
         ({"flush_secs": float("nan")}, ValueError, "flush_secs=nan: must be > 0"),
         ({"flush_secs": "x"}, TypeError, "flush_secs='x': must be a number, got a str"),
         ({"flush_secs": None}, TypeError, "flush_secs=None: must be a number, got None"),
