@@ -1,14 +1,13 @@
 """Validation of arguments that may be arrays, concrete or traced: numbers and PRNG keys."""
 
-import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, out_of_range, shown
+from jstep.core.checks import Bounds, kind, out_of_range, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import on_host
 
@@ -17,28 +16,20 @@ def as_scalar(
     value: Any,
     argument: str,
     *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above: bool = False,
-    below: bool = False,
-    finite: bool = True,
     integer: bool = False,
     expected: str = "",
     meaning: str = "",
+    **bounds: Unpack[Bounds],
 ) -> Any:
     """Check a number or a scalar array, which may be traced; its range is checked if it is concrete.
 
     Args:
         value: The user's value.
         argument: The name of the argument, for the error.
-        low: The smallest valid value.
-        high: The largest valid value.
-        above: Whether `low` itself is rejected.
-        below: Whether `high` itself is rejected.
-        finite: Whether infinities are rejected; NaN always is.
         integer: Whether it must be an integer.
         expected: What the value must be, for the error; "a number" or "an integer" by default.
         meaning: What to do, for the error.
+        **bounds: The valid range.
 
     Returns:
         A float (or int) for a Python or NumPy number, and for an array on a mesh, so that it can be used on any other;
@@ -59,6 +50,7 @@ def as_scalar(
         )
     if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got dtype {value.dtype}{hint}")
+    number: Any
     if isinstance(value, jax.Array):
         with internal_transfers():
             number = trees.concrete(value)
@@ -67,7 +59,7 @@ def as_scalar(
             number = plain(value)
         except OverflowError:
             raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
-    problem = number is not None and out_of_range(number, low=low, high=high, above=above, below=below, finite=finite)
+    problem = "" if number is None else out_of_range(number, **bounds)
     if problem:
         raise ValueError(f"{argument}={value if isinstance(value, int) else number}: {problem}{hint}")
     if isinstance(value, jax.Array):

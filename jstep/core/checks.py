@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -68,17 +68,26 @@ def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str 
     return number
 
 
+class Bounds(TypedDict, total=False):
+    """The range of a number, as keyword arguments.
+
+    Attributes:
+        low: The smallest valid value.
+        high: The largest valid value.
+        above: Whether `low` itself is rejected.
+        below: Whether `high` itself is rejected.
+        finite: Whether infinities are rejected, as by default; NaN always is.
+    """
+
+    low: float
+    high: float
+    above: bool
+    below: bool
+    finite: bool
+
+
 def as_number(
-    value: Any,
-    argument: str,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above: bool = False,
-    below: bool = False,
-    finite: bool = True,
-    expected: str = "a number",
-    meaning: str = "",
+    value: Any, argument: str, *, expected: str = "a number", meaning: str = "", **bounds: Unpack[Bounds]
 ) -> float:
     """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
 
@@ -87,13 +96,9 @@ def as_number(
     Args:
         value: The user's value.
         argument: The name of the argument, for the error.
-        low: The smallest valid value.
-        high: The largest valid value.
-        above: Whether `low` itself is rejected.
-        below: Whether `high` itself is rejected.
-        finite: Whether infinities are rejected; NaN always is.
         expected: What the value must be, for the error.
         meaning: What to do, for the error.
+        **bounds: The valid range.
 
     Raises:
         TypeError: The value is not a real number (a bool is not one); names the argument.
@@ -108,7 +113,7 @@ def as_number(
         raise TypeError(f"{argument}={shown(value)}: must be {expected}, got {kind(value)}{hint}") from None
     except OverflowError:
         raise ValueError(f"{argument}={shown(value)}: must be {expected} that fits in a float{hint}") from None
-    problem = out_of_range(number, low=low, high=high, above=above, below=below, finite=finite)
+    problem = out_of_range(number, **bounds)
     if problem:
         raise ValueError(f"{argument}={value if isinstance(value, int) else number}: {problem}{hint}")
     return number
@@ -123,16 +128,7 @@ def out_of_range(
     below: bool = False,
     finite: bool = True,
 ) -> str:
-    """Return what a number must be, "must be ≥ 0 and finite", if it is not; an empty string if it is. See `as_number`.
-
-    Args:
-        number: A concrete number, or a NumPy scalar.
-        low: The smallest valid value.
-        high: The largest valid value.
-        above: Whether `low` itself is rejected.
-        below: Whether `high` itself is rejected.
-        finite: Whether infinities are rejected.
-    """
+    """Return what a number must be, "must be ≥ 0 and finite", if it is not; an empty string if it is. See `Bounds`."""
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if fits and not (finite and abs(number) == math.inf):
         return ""

@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
-from jstep.core.checks import as_bool, kind, shown
+from jstep.core.checks import Bounds, as_bool, kind, shown
 from jstep.core.types import Array
 from jstep.schedules._wide import divmod_scaled
 
@@ -130,20 +130,20 @@ def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = F
         raise TypeError(f"{error}; {order}") from None
 
 
-def scalar(name: str, value: Any, *, finite: bool = False, **bounds: Any) -> Any:
+def scalar(name: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
     """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
 
     Args:
         name: The argument's name, for the error.
         value: The number.
-        finite: Whether infinity is rejected.
-        **bounds: The valid values, see `as_scalar`.
+        **bounds: The valid range; infinities are valid by default.
 
     Raises:
         TypeError: The value is not a real number.
         ValueError: The value is not a scalar, is NaN, or is out of range.
     """
-    number = as_scalar(value, name, finite=finite, **bounds)
+    with_infinities: Bounds = {"finite": False, **bounds}
+    number = as_scalar(value, name, **with_infinities)
     return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
 
 
