@@ -61,7 +61,9 @@ def as_scalar(
             raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
     problem = "" if number is None else out_of_range(number, **bounds)
     if problem:
-        raise ValueError(f"{argument}={value if isinstance(value, int) else number}: {problem}{hint}")
+        raise ValueError(
+            f"{argument}={number if isinstance(value, jax.Array) else np.asarray(value).item()}: {problem}{hint}"
+        )
     if isinstance(value, jax.Array):
         on_mesh = on_host(value)
         return value if on_mesh is None else plain(on_mesh)

@@ -115,7 +115,7 @@ def as_number(
         raise ValueError(f"{argument}={shown(value)}: must be {expected} that fits in a float{hint}") from None
     problem = out_of_range(number, **bounds)
     if problem:
-        raise ValueError(f"{argument}={value if isinstance(value, int) else number}: {problem}{hint}")
+        raise ValueError(f"{argument}={np.asarray(value).item()}: {problem}{hint}")
     return number
 
 

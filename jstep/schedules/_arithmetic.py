@@ -4,147 +4,17 @@ float32 cannot distinguish 16 777 216 from 16 777 217, so `step / decay_steps` i
 changes at the wrong step. Here a step is divided by a rational period in integers.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
-from jstep.core.checks import Bounds, as_bool, kind, shown
 from jstep.core.types import Array
-from jstep.schedules._wide import divmod_scaled
-
-
-def steps(step: Any) -> Array:
-    """Convert a step (or an array of steps) to an integer array; traced negative steps become 0.
-
-    Raises:
-        TypeError: The step is not an integer.
-        ValueError: A concrete step is negative, or does not fit the dtype of steps.
-    """
-    dtype = trees.default_int()
-    kind = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
-    if not jnp.issubdtype(kind, jnp.integer):
-        raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {kind}")
-    value = trees.concrete(step)
-    if value is not None and value.size:
-        if value.min() < 0:
-            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the updates applied")
-        if value.max() > np.iinfo(dtype).max:
-            raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
-    if value is not None:
-        step = value  # independent of the mesh of the step and of the current mesh
-    # Clamp before the cast: an unsigned or wider type would otherwise wrap around.
-    array = jnp.asarray(step)
-    if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
-        array = jnp.minimum(array, np.iinfo(dtype).max)
-    return jnp.maximum(array.astype(dtype), 0)
-
-
-NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
-
-
-def flag(name: str, value: Any) -> bool:
-    """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position.
-
-    Raises:
-        TypeError: The value is not a bool.
-    """
-    try:
-        return as_bool(value, name)
-    except TypeError as error:
-        raise TypeError(f"{error}; {NO_STEP}") from None
-
-
-def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
-    """Convert a positive, finite number of steps to a fraction.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        zero: Whether 0 is valid.
-
-    Raises:
-        TypeError: The value is not a number, or is traced.
-        ValueError: The value is not positive and finite.
-    """
-    sign = "a number ≥ 0" if zero else "a positive number"
-    if trees.is_traced(value):
-        raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
-    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
-    if np.ndim(value):
-        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
-    number = value if isinstance(value, int | float) else np.asarray(value).item()
-    if isinstance(number, bool | complex) or not isinstance(number, int | float):
-        raise TypeError(f"{name}={shown(value)}: must be {sign}, got {kind(value)}")
-    if not ((number >= 0 if zero else number > 0) and math.isfinite(number)):
-        hint = f"; {NO_STEP}" if isinstance(value, jax.Array) else ""
-        raise ValueError(f"{name}={number}: must be {'≥ 0' if zero else 'positive'} and finite{hint}")
-    # The decimal value: 0.1 is exactly 1/10, not the nearest float.
-    return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
-
-
-def duration(name: str, value: Any, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay in steps, at least one; less is a call in another library's order.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The length.
-        schedule: The schedule function it was passed to, for the error.
-
-    Raises:
-        TypeError: The value is not a number, is traced, or is a fraction of a step; shows the order of the arguments.
-        ValueError: The value is not positive and finite.
-    """
-    found = period(name, value)
-    return found if found >= 1 else count(name, value, schedule)
-
-
-def count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate a number of steps; a float, as from another library's argument order, is rejected.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        schedule: The schedule function it was passed to, for the error.
-        zero: Whether 0 is valid, also as a float.
-
-    Raises:
-        TypeError: The value is not an integer, or is traced; shows the order of the arguments.
-        ValueError: The value is not positive.
-    """
-    order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
-    is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
-    if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
-        raise TypeError(f"{name}={shown(value)}: must be an integer, a number of steps, got {kind(value)}; {order}")
-    try:
-        return period(name, value, zero=zero)
-    except TypeError as error:
-        raise TypeError(f"{error}; {order}") from None
-
-
-def scalar(name: str, value: Any, **bounds: Unpack[Bounds]) -> Any:
-    """Convert a number to a Python float, or a scalar array (concrete or traced) to a float array.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The number.
-        **bounds: The valid range; infinities are valid by default.
-
-    Raises:
-        TypeError: The value is not a real number.
-        ValueError: The value is not a scalar, is NaN, or is out of range.
-    """
-    with_infinities: Bounds = {"finite": False, **bounds}
-    number = as_scalar(value, name, **with_infinities)
-    return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
 
 
 def since(step: Array, start: Fraction) -> Array:
@@ -243,7 +113,7 @@ def split(step: Array, length: Fraction) -> Periods:
     if length.numerator * length.denominator > largest:
         if step.dtype == jnp.int32 and length >= 1:
             length = length.limit_denominator(max(1, int((largest - 1) / length)))
-            whole, rest = divmod_scaled(step, length.denominator, length.numerator)
+            whole, rest = _divmod_scaled(step, length.denominator, length.numerator)
             size = jnp.asarray(length.numerator, real)
             remaining = (jnp.full_like(rest, length.numerator) - rest).astype(real) / size
             return Periods(((1, whole),), rest.astype(real) / size, remaining)
@@ -303,3 +173,49 @@ def _whole_power(base: float, exponent: Array, real: Any) -> Array:
         value = value * jnp.where((exponent >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))
         factor = factor * factor
     return value
+
+
+class _Wide(NamedTuple):
+    """A 64-bit integer without x64, for exact division: high · 2^32 + low, modulo 2^64."""
+
+    high: Array
+    low: Array
+
+
+def _product(a: Array, b: Array) -> _Wide:
+    a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
+    middle = a1 * b0 + (a0 * b0 >> 16)
+    other = a0 * b1 + (middle & 0xFFFF)
+    return _Wide(a1 * b1 + (middle >> 16) + (other >> 16), a * b)
+
+
+def _difference(a: _Wide, b: _Wide) -> _Wide:
+    return _Wide(a.high - b.high - (a.low < b.low).astype(a.low.dtype), a.low - b.low)
+
+
+def _divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
+    """Exact quotient and remainder of step · d by n, for int32 steps ≥ 0 and 0 < d ≤ n < 2^31.
+
+    The quotient is estimated in floats and corrected twice by its exact remainder: after the first correction the error
+    is at most one.
+
+    Returns:
+        The quotient, int32, and the remainder, uint32.
+    """
+    u32 = jnp.uint32
+    divisor = jnp.full(step.shape, n, u32)
+    whole = _product(step.astype(u32), jnp.full(step.shape, d, u32))
+    size = jnp.float32(n)
+    quotient = jnp.floor(step.astype(jnp.float32) * jnp.float32(d / n)).astype(u32)
+    rest = _difference(whole, _product(quotient, divisor))
+    # The error of the estimate is at most 512, so the correction is accurate to far less than one.
+    signed_high = jax.lax.bitcast_convert_type(rest.high, jnp.int32).astype(jnp.float32)
+    off = jnp.floor((signed_high * 2.0**32 + rest.low.astype(jnp.float32)) / size).astype(jnp.int32)
+    quotient = quotient + jax.lax.bitcast_convert_type(off, u32)
+    rest = _difference(whole, _product(quotient, divisor))
+    below = rest.high >> 31 == 1
+    above = ~below & ((rest.high > 0) | (rest.low >= divisor))
+    low = jnp.where(below, rest.low + divisor, jnp.where(above, rest.low - divisor, rest.low))
+    one = jnp.ones_like(quotient)
+    quotient = jnp.where(below, quotient - one, jnp.where(above, quotient + one, quotient))
+    return quotient.astype(jnp.int32), low

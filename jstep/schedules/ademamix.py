@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import count, ramp, scalar
-from jstep.schedules._arithmetic import steps as exact
+from jstep.schedules._arguments import count, scalar
+from jstep.schedules._arguments import steps as exact
+from jstep.schedules._arithmetic import ramp
 
 
 def ademamix_alpha(alpha: Number, steps: int) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int, kind, shown
+from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.types import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules._arithmetic import count, ramp, scalar, steps
+from jstep.schedules._arguments import count, scalar, steps
+from jstep.schedules._arithmetic import ramp
 
 
 def constant(value: Number) -> Schedule:
@@ -95,20 +97,17 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
 def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[int]:
     values = _listed(name, values)
-    edges: list[int] = []
     for i, value in enumerate(values):
-        number = None if trees.is_traced(value) or np.ndim(value) else np.asarray(value).item()
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise TypeError(f"{name}[{i}]={shown(value)}: must be a plain number, got {kind(value)}")
-        if integers and not isinstance(number, int):
-            raise TypeError(f"{name}[{i}]={value!r}: must be an integer, got {kind(value)}")
-        if not math.isfinite(number):
-            raise ValueError(f"{name}[{i}]={value!r}: must be finite")
-        # For integer steps, step ≤ 2.5 means step ≤ 2.
-        edges.append(math.floor(number))
-        if i and not number > np.asarray(values[i - 1]).item():
-            raise ValueError(f"{name}={list(values)}: must increase, but {values[i - 1]} comes before {value}")
-    return edges
+        if integers:
+            as_int(value, f"{name}[{i}]")
+        else:
+            as_number(value, f"{name}[{i}]", expected="a plain number")
+    edges = [np.asarray(value).item() for value in values]  # integers beyond 2^53 stay exact
+    for edge, following in itertools.pairwise(edges):
+        if not following > edge:
+            raise ValueError(f"{name}={list(values)}: must increase, but {edge} comes before {following}")
+    # For integer steps, step ≤ 2.5 means step ≤ 2.
+    return [math.floor(edge) for edge in edges]
 
 
 def _edge_array(edges: list[int], dtype: Any) -> Any:

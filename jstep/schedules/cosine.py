@@ -17,7 +17,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import duration, half_cosine, period, power, scalar, split, steps
+from jstep.schedules._arguments import duration, period, scalar, steps
+from jstep.schedules._arithmetic import half_cosine, power, split
 
 
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jstep.core.checks import one_of
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import between, cosine, count, period, scalar, since, split, steps, straight
+from jstep.schedules._arguments import count, period, scalar, steps
+from jstep.schedules._arithmetic import between, cosine, since, split, straight
 
 
 def one_cycle(

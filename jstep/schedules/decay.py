@@ -8,20 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.types import Number, Schedule, Step
-from jstep.schedules._arithmetic import (
-    Periods,
-    between,
-    count,
-    duration,
-    exp,
-    flag,
-    period,
-    power,
-    scalar,
-    split,
-    straight,
-)
-from jstep.schedules._arithmetic import steps as exact
+from jstep.schedules._arguments import count, duration, flag, period, scalar
+from jstep.schedules._arguments import steps as exact
+from jstep.schedules._arithmetic import Periods, between, exp, power, split, straight
 
 
 def exponential_decay(

@@ -11,7 +11,8 @@ import numpy as np
 
 from jstep.core.checks import one_of
 from jstep.core.types import Array, Number, Schedule, Step
-from jstep.schedules._arithmetic import between, cosine, count, ramp, scalar, since, steps, straight
+from jstep.schedules._arguments import count, scalar, steps
+from jstep.schedules._arithmetic import between, cosine, ramp, since, straight
 
 SHAPES = {
     "linear": straight,

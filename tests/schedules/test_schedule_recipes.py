@@ -158,7 +158,7 @@ def test_times_is_the_product() -> None:
         (lambda: jstep.times(), TypeError, "at least one"),
         (lambda: jstep.times([1.0, 2.0]), TypeError, r"schedules\[0\]=.*times\(\*"),
         (lambda: jstep.times(1.0, int), TypeError, r"schedules\[1\]=.*class int"),
-        (lambda: jstep.linear(0.0, 1.0, 0), ValueError, "steps=0: must be positive"),
+        (lambda: jstep.linear(0.0, 1.0, 0), ValueError, "steps=0: must be > 0"),
         (lambda: jstep.linear(0.0, float, 3), TypeError, "end_value=.*class float"),
         (lambda: jstep.warmup_cosine_decay(1.0, 10, 10), ValueError, "decay_steps=10: must be > warmup_steps=10"),
         (
