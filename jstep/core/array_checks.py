@@ -50,21 +50,15 @@ def as_scalar(
         )
     if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got dtype {value.dtype}{hint}")
-    number: Any
-    if isinstance(value, jax.Array):
-        with internal_transfers():
-            number = trees.concrete(value)
-    else:
-        try:
-            number = plain(value)
-        except OverflowError:
-            raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
-    problem = "" if number is None else out_of_range(number, **bounds)
+    with internal_transfers():
+        given = trees.concrete(value) if isinstance(value, jax.Array) else value
+    if given is None:
+        return value
+    try:
+        number = plain(given)
+    except OverflowError:
+        raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
+    problem = out_of_range(number, **bounds)
     if problem:
-        raise ValueError(
-            f"{argument}={number if isinstance(value, jax.Array) else np.asarray(value).item()}: {problem}{hint}"
-        )
-    if isinstance(value, jax.Array):
-        on_mesh = on_host(value)
-        return value if on_mesh is None else plain(on_mesh)
-    return number
+        raise ValueError(f"{argument}={np.asarray(given).item()}: {problem}{hint}")
+    return value if isinstance(value, jax.Array) and on_host(value) is None else number
