@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
         model_state: Non-trained variables, if the loss has any.
         args: The batch.
         kwargs: Keyword arguments that are passed to the loss unchanged.
-        key: A PRNG key for the loss.
+        key: A PRNG key, passed to the loss as `rng`.
         batch_specs: Shardings or specs of args, if known.
         scale: The factor of the loss before differentiation; gradients are scaled by it.
     """
@@ -133,36 +133,36 @@ class Differentiation:
 
     def _whole(self, given: Inputs, indices: list[int]) -> Part:
         """Differentiate the batch, at once or in microbatches; gradients are a list for the leaves at `indices`."""
-        key = given.key
         n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
-            return self._one(
-                given if key is None else given._replace(kwargs={**(given.kwargs or {}), "rng": key}), indices
-            )
-
+            return self._one(given, indices)
         parts = split(given.args, n, given.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
-                kwargs = given.kwargs or {}
-                kwargs = kwargs if key is None else {**kwargs, "rng": jax.random.fold_in(key, i)}
-                of_part = given._replace(params=params, model_state=model_state, args=batch, kwargs=kwargs)
-                return self._one(of_part, indices)
+                key = None if given.key is None else jax.random.fold_in(given.key, i)
+                return self._one(given._replace(params=params, model_state=model_state, args=batch, key=key), indices)
 
             leaves = jax.tree.leaves(params)
             sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            method = self.aggregation_method
             square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
-            return accumulate(part_fn, parts, given.model_state, sums, n, self.weight_fn, method, self.unroll, square)
+            return accumulate(
+                part_fn,
+                parts,
+                given.model_state,
+                sums,
+                self.weight_fn,
+                method=self.aggregation_method,
+                unroll=self.unroll,
+                square=square,
+            )
 
         # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
         if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
             return run(given.params, parts)
 
         def loss(params: Params, batch: Any) -> Array:
-            kwargs = given.kwargs or {}
-            kwargs = kwargs if key is None else {**kwargs, "rng": key}
-            return self._one(given._replace(params=params, args=batch, kwargs=kwargs), []).loss
+            return self._one(given._replace(params=params, args=batch), []).loss
 
         return reduced_once(run, given.params, parts, loss, indices)
 
@@ -176,9 +176,10 @@ class Differentiation:
             some = track_connected(some, connected)
             whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
             before = (given.model_state,) if self.has_model_state else ()
+            rng = {} if given.key is None else {"rng": given.key}
 
             def call() -> Any:
-                return self.loss_fn(whole, *before, *given.args, **(given.kwargs or {}))
+                return self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
 
             with tables(some) as looked_up:
                 out, summaries = collect_summaries(call) if self.gathers else (call(), None)

@@ -45,8 +45,8 @@ def accumulate(
     parts: tuple[Any, ...],
     model_state: Any,
     sums: list[Array],
-    n: int,
     weight_fn: Callable[..., Any] | None,
+    *,
     method: AggregationMethod,
     unroll: Unroll = None,
     square: Square | None = None,
@@ -58,7 +58,6 @@ def accumulate(
         parts: The batch, as `split` returns it.
         model_state: The model state, which is carried from one microbatch to the next.
         sums: Zeros to accumulate the gradients in, if a running sum is kept.
-        n: The number of microbatches.
         weight_fn: `weight_fn(*microbatch) -> scalar`; defaults to 1. A microbatch of weight 0 is ignored, whatever its
             loss; if all weights are 0, loss and gradients are 0.
         method: How to sum the gradients.
@@ -70,6 +69,7 @@ def accumulate(
         as sums in at least int32 (of bools, the number of True values), and the last model_state. `IndexedSlices`
         contain the rows of all microbatches, concatenated; a gradient that no microbatch has is None.
     """
+    examples, n = jax.tree.leaves(parts)[0].shape[:2]
     running = method is AggregationMethod.DEFAULT
 
     def body(carry: Any, i: Array) -> Any:
@@ -111,7 +111,6 @@ def accumulate(
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
-        examples = jax.tree.leaves(parts)[0].shape[0]
         squares = Squares(examples if weights is None else weights, squared, square(grads))
     return Part(mean(jnp.sum(losses)), model_state, aux, grads, summaries, squares)
 
