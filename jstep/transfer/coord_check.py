@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.text import columns
 from jstep.core.types import Array
 from jstep.state import TrainState
 from jstep.tools.figures import figure
@@ -38,24 +39,12 @@ class CoordCheck:
         rows = []
         for name, changes in self.changes.items():
             rows.append([name, "size", *(f"{self.sizes[name][width]:.3g}" for width in widths), ""])
-            rows.append(
-                [
-                    "",
-                    "change",
-                    *(f"{changes[width]:.3g}" for width in widths),
-                    f"{round(self.growth[name], 2) + 0.0:.2f}",
-                ]
-            )
-        wide = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-        def line(cells: list[str]) -> str:
-            words = [
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, wide, strict=True))
-            ]
-            return "  ".join(words).rstrip()
-
+            rows.append(["", "change", *(f"{changes[width]:.3g}" for width in widths), self._growth_of(name)])
         title = f"mean |x| over widths, and its change after {self.steps} step{'s' if self.steps > 1 else ''}"
-        return "\n".join([title, "", line(head), *map(line, rows)])
+        return "\n".join([title, "", *columns([head, *rows], left=2)])
+
+    def _growth_of(self, name: str) -> str:
+        return f"{round(self.growth[name], 2) + 0.0:.2f}"  # not -0.00
 
     def plot(self, path: str) -> None:
         """Plot sizes and changes over widths, a line for each activation, on logarithmic axes.
@@ -71,7 +60,7 @@ class CoordCheck:
         titles = {"before training": self.sizes, f"change after {self.steps} steps": self.changes}
         for axes, (title, values) in zip(fig.subplots(1, 2), titles.items(), strict=True):
             for name, by_width in values.items():
-                label = name if values is self.sizes else f"{name}: {round(self.growth[name], 2) + 0.0:.2f}"
+                label = name if values is self.sizes else f"{name}: {self._growth_of(name)}"
                 axes.plot(list(by_width), list(by_width.values()), marker="o", markersize=3, linewidth=1.3, label=label)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
