@@ -82,7 +82,7 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
     norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
     by = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x, shape: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
+    return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
 
 
 def _known_norm(norm: Any) -> Array:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jstep.clipping.norms import norm_of, scaled
@@ -10,7 +9,6 @@ from jstep.clipping.parts import map_leaves
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_int
-from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number
 
@@ -39,19 +37,22 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     Source: `tf.clip_by_norm`.
     """
     as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
-    listed = None if axes is None else _axes_of(axes)
-    for keys, x in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_slices):
-        path, leaf_shape = trees.path_str(keys), x.dense_shape if isinstance(x, IndexedSlices) else np.shape(x)
-        rank = len(leaf_shape)
-        for axis in listed or ():
+    given = axes if axes is None or isinstance(axes, tuple | list) else (axes,)
+    over = None if given is None else tuple(as_int(axis, "axes") for axis in given)
+
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
+        rank = len(shape)
+        for axis in over or ():
             if not -rank <= axis < rank:
                 raise ValueError(
-                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {leaf_shape}, which has no axis "
+                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {shape}, which has no axis "
                     f"{axis}; map over the leaves that have it"
                 )
-        if listed is not None and len({axis % rank for axis in listed}) < len(listed):
+        if over is not None and len({axis % rank for axis in over}) < len(over):
             raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
-    return map_leaves(lambda x, shape: scaled(x, norm_of([x], listed, clip_norm), clip_norm), t, "clip_by_norm")
+        return scaled(x, norm_of([x], over, clip_norm), clip_norm)
+
+    return map_leaves(clip, t, "clip_by_norm")
 
 
 @on_any_mesh
@@ -78,12 +79,8 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     """
     as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
 
-    def clip(x: Array, shape: tuple[int, ...]) -> Array:
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         size = max(1, int(np.prod(shape)))
         return scaled(x, norm_of([x], limit=clip_norm * size) / size, clip_norm)
 
     return map_leaves(clip, t, "clip_by_average_norm")
-
-
-def _axes_of(axes: Any) -> tuple[int, ...]:
-    return tuple(as_int(axis, "axes") for axis in (axes if isinstance(axes, tuple | list) else (axes,)))

@@ -1,15 +1,12 @@
 """Clipping by value."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.clipping.parts import number, refuse_numbers_in_a_row
+from jstep.clipping.parts import map_leaves, number
 from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Number
 
@@ -48,9 +45,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     if low is not None and high is not None and np.any(low > high):
         raise ValueError(f"min={min!r} is larger than max={max!r}")
 
-    refuse_numbers_in_a_row(t, "clip_by_value")
-
-    def clip(x: Array, path: str) -> Array:
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         for name, bound in (("min", min), ("max", max)):
             if not _broadcasts(np.shape(bound), x.shape):
                 raise ValueError(
@@ -64,17 +59,7 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
         low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
         return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
 
-    def leaf(keys: Any, x: Any) -> Any:
-        path = trees.path_str(keys)
-        if trees.is_none(x):
-            return x
-        if isinstance(x, IndexedSlices):
-            rows = combined(x, path)
-            values = clip(rows.values.astype(jnp.result_type(x.values)), path)
-            return within(dataclasses.replace(rows, values=values))
-        return clip(number(x, path, "clip_by_value"), path)
-
-    return jax.tree_util.tree_map_with_path(leaf, t, is_leaf=is_slices)
+    return map_leaves(clip, t, "clip_by_value", number)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

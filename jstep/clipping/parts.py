@@ -13,25 +13,13 @@ from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.types import Array
 
 
-def map_leaves(function: Callable[[Array, tuple[int, ...]], Array], tree: Any, name: str) -> Any:
-    """Map a function of an array and its dense shape over the floating-point leaves of a tree.
-
-    The array of an `IndexedSlices` is its combined rows; its dense shape is that of its table.
-    """
-    refuse_numbers_in_a_row(tree, name)
-
-    def leaf(keys: Any, x: Any) -> Any:
-        path = trees.path_str(keys)
-        if isinstance(x, IndexedSlices):
-            rows = combined(x, path)
-            clipped = function(rows.values, x.dense_shape).astype(jnp.result_type(x.values))
-            return within(dataclasses.replace(rows, values=clipped))
-        if trees.is_none(x):
-            return x
-        array = floating(x, path, name)
-        return function(array, array.shape)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
+def number(x: Any, path: str, name: str) -> Array:
+    """Return a leaf as an array of numbers; raise an error with its path otherwise."""
+    if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
+        raise TypeError(f"{name}: {trees.leaf_at(path)} is {type(x).__name__}, which is not an array")
+    if trees.is_key(x):
+        raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
+    return jnp.asarray(x)
 
 
 def floating(x: Any, path: str, name: str) -> Array:
@@ -45,13 +33,36 @@ def floating(x: Any, path: str, name: str) -> Array:
     return array
 
 
-def number(x: Any, path: str, name: str) -> Array:
-    """Return a leaf as an array of numbers; raise an error with its path otherwise."""
-    if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        raise TypeError(f"{name}: {trees.leaf_at(path)} is {type(x).__name__}, which is not an array")
-    if trees.is_key(x):
-        raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
-    return jnp.asarray(x)
+def map_leaves(
+    function: Callable[[Array, tuple[int, ...], str], Array],
+    tree: Any,
+    name: str,
+    as_array: Callable[[Any, str, str], Array] = floating,
+) -> Any:
+    """Map a function of an array, its dense shape and its path over the leaves of a tree.
+
+    The array of an `IndexedSlices` is its combined rows; its dense shape is that of its table.
+
+    Args:
+        function: The function.
+        tree: The tree; leaves that are None stay.
+        name: The name of the caller, for errors.
+        as_array: Converts and validates a leaf: `as_array(leaf, path, name)`.
+    """
+    refuse_numbers_in_a_row(tree, name)
+
+    def leaf(keys: Any, x: Any) -> Any:
+        path = trees.path_str(keys)
+        if isinstance(x, IndexedSlices):
+            rows = combined(x, path)
+            values = function(rows.values, x.dense_shape, path).astype(jnp.result_type(x.values))
+            return within(dataclasses.replace(rows, values=values))
+        if trees.is_none(x):
+            return x
+        array = as_array(x, path, name)
+        return function(array, array.shape, path)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
 
 
 def refuse_numbers_in_a_row(tree: Any, name: str) -> None:

@@ -79,9 +79,7 @@ class Differentiation:
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
         as_bool(self.adaptive, "adaptive")
-        n = as_int(self.num_microbatches, "num_microbatches")
-        if n < 1:
-            raise ValueError(f"num_microbatches={n}: must be ≥ 1")
+        as_int(self.num_microbatches, "num_microbatches", 1)
         if self.max_rows_per_device is not None:
             as_int(self.max_rows_per_device, "max_rows_per_device", 1)
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)

@@ -6,6 +6,7 @@ import time
 
 import jax
 
+from jstep.core.checks import as_int
 from jstep.distributed import environment
 from jstep.distributed.environment import ADDRESS, COUNT, INDEX, Setting
 
@@ -58,12 +59,8 @@ def initialize(
         ("heartbeat_timeout_secs", heartbeat_timeout_secs),
         ("shutdown_timeout_secs", shutdown_timeout_secs),
     ):
-        if value is None and name in (COUNT, INDEX):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: must be an integer, got {type(value).__name__}")
-        if name not in (COUNT, INDEX) and value < 1:
-            raise ValueError(f"{name}={value}: must be ≥ 1")
+        if value is not None or name not in (COUNT, INDEX):
+            as_int(value, name, None if name in (COUNT, INDEX) else 1)
     if coordinator_address is not None and not isinstance(coordinator_address, str):
         raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     given = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}

@@ -47,7 +47,7 @@ def test_flags_of_other_functions_must_be_booleans() -> None:
         ({"rng": 3}, TypeError, "rng=3: must be a key"),
         ({"rng": jax.random.split(jax.random.key(0))}, ValueError, r"rng: must be one key, got keys of shape \(2,\)"),
         ({"num_microbatches": True}, TypeError, "num_microbatches=True: must be an integer"),
-        ({"num_microbatches": 0}, ValueError, "num_microbatches=0: must be ≥ 1"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches=0: must be at least 1"),
         ({"weight_fn": 3}, TypeError, "weight_fn=3: must be a function"),
         ({"gate_gradients": 3}, ValueError, "gate_gradients=3: must be GATE_NONE"),
         ({"gate_gradients": [1]}, ValueError, "gate_gradients="),
