@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jstep.core.scoped import scoped
 
@@ -41,7 +41,12 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
 
 def parts(sharding: NamedSharding) -> int:
     """Return the number of parts into which a sharding splits an array."""
-    return math.prod(sharding.mesh.shape[name] for axis in sharding.spec for name in mesh_axes_of(axis))
+    return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
+
+
+def parts_along(mesh: Mesh | AbstractMesh, axis: Any) -> int:
+    """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
+    return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
 
 
 def mesh_axes_of(axis: Any) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.layouts import mesh_axes_of
+from jstep.core.layouts import parts_along
 from jstep.core.meshes import dims_of, explicit_mesh, spec_of, without_explicit_axes
 from jstep.sharding.of_batches import fitting_spec
 
@@ -174,4 +173,4 @@ def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
     if leaf is None or spec is None or not dims_of(spec):
         return 1
     mesh = _mesh_of(leaf)
-    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in mesh_axes_of(dims_of(spec)[0]))
+    return 1 if mesh.empty else parts_along(mesh, dims_of(spec)[0])

@@ -1,7 +1,6 @@
 """Shardings of the leaves of a state, from the user's specs and rules."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.compile_only import compiles_only, is_shape
-from jstep.core.layouts import mesh_axes_of
+from jstep.core.layouts import mesh_axes_of, parts_along
 from jstep.core.paths import matches, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.types import Params, Slots
@@ -40,7 +39,7 @@ def axis_size(mesh: AnyMesh, axis: Any, argument: str) -> int:
         if name not in mesh.shape:
             hint = trees.nearest(str(name), map(str, mesh.axis_names))
             raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
-    return math.prod(mesh.shape[name] for name in names)
+    return parts_along(mesh, axis)
 
 
 def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
@@ -152,27 +151,17 @@ def state_shardings(
     ]
 
     def slot(name: str, tree: Any) -> Any:
+        # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
+        of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
+        if of_all or not trees.is_like(params, tree):
+            return jax.tree.map(lambda _: on_all, tree)
         role = roles[name] if name in roles else _role_by_name(name)
-        if name in roles and roles.has_one_value(name):
-            return jax.tree.map(lambda _: on_all, tree)
-        try:
-            leaves = treedef.flatten_up_to(tree)
-        except (ValueError, TypeError):
-            return jax.tree.map(lambda _: on_all, tree)
-        if not jax.tree_util.all_leaves([leaf for leaf in leaves if leaf is not None]):
-            return jax.tree.map(lambda _: on_all, tree)
         return treedef.unflatten(
-            [
-                None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
-                for leaf, sharding, (_, parameter) in zip(leaves, for_slots, named, strict=True)
-            ]
+            None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
+            for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), for_slots, named, strict=True)
         )
 
-    def slot_placement(name: str, tree: Any) -> Any:
-        # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
-        return jax.tree.map(lambda _: on_all, tree) if name == MODEL_STATE else slot(name, tree)
-
-    return treedef.unflatten(placed), {name: slot_placement(name, tree) for name, tree in slots.items()}, on_all
+    return treedef.unflatten(placed), {name: slot(name, tree) for name, tree in slots.items()}, on_all
 
 
 def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:

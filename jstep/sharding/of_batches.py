@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.layouts import mesh_axes_of
+from jstep.core.layouts import parts_along
 from jstep.core.meshes import dims_of, mesh_of
 from jstep.core.trees import is_key
 
@@ -41,10 +41,7 @@ def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> Part
     """Drop from a spec the mesh axes that do not divide an array of this shape."""
     kept = []
     for dim, axis in enumerate(dims_of(spec)[: len(shape)]):
-        parts = 1
-        for name in mesh_axes_of(axis):
-            parts *= mesh.shape[name]
-        kept.append(axis if shape[dim] % parts == 0 else None)
+        kept.append(axis if shape[dim] % parts_along(mesh, axis) == 0 else None)
     return PartitionSpec(*kept)
 
 
