@@ -7,13 +7,13 @@ from jax.sharding import Mesh, NamedSharding
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device is compile-only."""
+    """Whether a device only compiles, like those of `jstep.topology`: it can have shapes but no arrays."""
     # The client of a real device has devices in this process, even if this device belongs to another process.
     return not device.client.local_device_count()
 
 
 def compiles_only(mesh: Any) -> bool:
-    """Whether the devices of a mesh are compile-only."""
+    """Whether the devices of a mesh only compile."""
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 

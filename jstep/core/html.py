@@ -11,7 +11,7 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 
 def table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Format an HTML table; all strings are escaped.
+    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
 
     Args:
         title: The title above the table.

@@ -17,6 +17,8 @@ _WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep
 def when_concrete(path: str, check: Check, *args: Hashable) -> None:
     """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `collecting_checks`.
 
+    Parameters are still traced while slots are created by a compiled function.
+
     Args:
         path: The path among the state's parameters.
         check: A module-level function, so that equal checks of several traces run once.

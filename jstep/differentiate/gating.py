@@ -15,7 +15,14 @@ GATES = (GATE_NONE, GATE_OP, GATE_GRAPH)
 
 
 def gated(grads: list[Any], gate: int) -> list[Any]:
-    """Apply a gate to gradients (arrays, `IndexedSlices` or None)."""
+    """Apply a gate, which keeps XLA from overlapping gradients and updates, to gradients.
+
+    It affects memory and time, never values.
+
+    Args:
+        grads: Arrays, `IndexedSlices` or None.
+        gate: One of `GATES`.
+    """
     if gate == GATE_OP:
         return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
     return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
