@@ -50,15 +50,16 @@ def as_scalar(
         )
     if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got dtype {value.dtype}{hint}")
+    on_mesh = on_host(value)
     with internal_transfers():
-        given = trees.concrete(value) if isinstance(value, jax.Array) else value
-    if given is None:
+        known = trees.concrete(value) if on_mesh is None else on_mesh
+    if known is None:
         return value
     try:
-        number = plain(given)
+        number = plain(known)
     except OverflowError:
         raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
     problem = out_of_range(number, **bounds)
     if problem:
-        raise ValueError(f"{argument}={np.asarray(given).item()}: {problem}{hint}")
-    return value if isinstance(value, jax.Array) and on_host(value) is None else number
+        raise ValueError(f"{argument}={known.item()}: {problem}{hint}")
+    return value if isinstance(value, jax.Array) and on_mesh is None else number

@@ -18,7 +18,7 @@ _LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep
 
 @scoped
 def using_layouts(layouts: Layouts) -> Iterator[None]:
-    """Context manager that makes the shardings of leaves known to `layout_of`: tracers on Auto axes do not know theirs."""
+    """Make the shardings of leaves known to `layout_of` in a context: tracers on Auto axes do not know theirs."""
     token = _LAYOUTS.set(layouts)
     try:
         yield
