@@ -1,5 +1,6 @@
 """Where a run is cut, and when hooks are due, changes no bit of a run, for every steps_per_call."""
 
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import jstep
 
@@ -76,7 +78,9 @@ class Task:
 
     def trained(self, last: int, hooks: Any = (), **options: Any) -> jstep.TrainState:
         options = {"steps_per_call": 8, "log_steps": None, "progress": False, **self.sharding, **options}
-        return jstep.train(self.step, self.state(), self.data, last, hooks=hooks, **options)
+        state = jstep.train(self.step, self.state(), self.data, last, hooks=hooks, **options)
+        wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
+        return state
 
 
 def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> jstep.TrainState:
@@ -106,7 +110,9 @@ def test_one_row_is_looped_as_several_are() -> None:
 
     def trained(steps_per_call: Any) -> jstep.TrainState:
         state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
-        return jstep.train(step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False)
+        state = jstep.train(step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False)
+        wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
+        return state
 
     assert trained("auto") == trained(4) == trained(2)
 

@@ -37,12 +37,12 @@ class Kill(jstep.Hook):
     def begin(self, state):
         print("began", jstep.global_step(state), flush=True)
     def next_due(self, step):
-        return self.at if step < self.at else 2**62
+        return min((due for due in (self.at, self.at + self.lost) if due > step), default=2**62)
     def after_step(self, step, state, metrics):
         if step == self.at:
             self.saver.save(state)
             self.saver.wait()
-            self.die(step)
+        self.die(step)
     def before_step(self, step, state):
         self.die(step)
     def die(self, step):
