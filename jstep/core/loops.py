@@ -1,6 +1,6 @@
 """Scans that unroll if the compiled loop would be slow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import dims_of
+from jstep.core.operations import all_equations
 
 Unroll = int | bool | None
 
@@ -52,7 +53,7 @@ def scan(
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
-        unroll = not SLOW_IN_LOOPS.isdisjoint(_primitives(traced.jaxpr)) or 1
+        unroll = any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(traced)) or 1
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
 
 
@@ -63,16 +64,3 @@ def _first_of(x: Any) -> jax.ShapeDtypeStruct:
     whole: Any = jax.typeof(x).sharding
     sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of all operations of a program, including inner programs."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-            if _is_program(inner):
-                yield from _primitives(getattr(inner, "jaxpr", inner))
-
-
-def _is_program(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
