@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.activation_annotations import is_annotated
-from jstep.core.sizes import size
+from jstep.core.text import size
 from jstep.sharding.of_batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of

@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
+from jstep.core.text import columns
 from jstep.core.types import Array
 from jstep.state import TrainState
 from jstep.tools.figures import figure
@@ -46,16 +47,8 @@ class CoordCheck:
                     f"{round(self.growth[name], 2) + 0.0:.2f}",
                 ]
             )
-        wide = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-        def line(cells: list[str]) -> str:
-            words = [
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, wide, strict=True))
-            ]
-            return "  ".join(words).rstrip()
-
         title = f"mean |x| over widths, and its change after {self.steps} step{'s' if self.steps > 1 else ''}"
-        return "\n".join([title, "", line(head), *map(line, rows)])
+        return "\n".join([title, "", *columns([head, *rows], left=2)])
 
     def plot(self, path: str) -> None:
         """Plot sizes and changes over widths, a line for each activation, on logarithmic axes.

@@ -9,6 +9,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind, one_of
+from jstep.core.text import columns
 from jstep.core.types import Params
 from jstep.transfer.widths import WidthAxes, Widths, widths_of
 
@@ -80,18 +81,7 @@ class MupFactors:
             )
             for path, one in self.widths.items()
         ]
-        columns = list(zip(head, *rows, strict=True))
-        wide = [max(map(len, column)) for column in columns]
-        left = {"path", "base", "target", "kind"}
-
-        def line(cells: tuple[str, ...]) -> str:
-            padded = [
-                cell.ljust(w) if name in left else cell.rjust(w)
-                for cell, w, name in zip(cells, wide, head, strict=True)
-            ]
-            return "  ".join(padded).rstrip()
-
-        return "\n".join(map(line, (head, *rows)))
+        return "\n".join(columns([head, *rows], left=4))
 
 
 def mup(

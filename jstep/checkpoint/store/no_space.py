@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 
-from jstep.core.sizes import size
+from jstep.core.text import size
 
 _WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
 _CODES = {errno.ENOSPC, errno.EDQUOT}

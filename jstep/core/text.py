@@ -1,4 +1,4 @@
-"""Human-readable numbers of bytes and operations."""
+"""Text for people: numbers of bytes and operations, and columns."""
 
 from collections.abc import Sequence
 
@@ -21,3 +21,19 @@ def scaled(
         count, power = count / base, power + 1
     text = f"{count:.0f}" if power == 0 or abs(count) >= 10 ** (digits - 1) else f"{count:.{digits}g}"
     return f"{text} {prefixes[power]}{unit}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Align the cells of rows of equal length.
+
+    Args:
+        rows: The rows, the heads first.
+        left: The number of columns that are left-aligned; the others are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
+
+    return list(map(line, rows))
