@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jstep.cli import cards, left_out
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
@@ -12,9 +12,6 @@ from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
 from jstep.cli.compare import LeafDifference, difference
 from jstep.cli.output import as_json, complain, printable
 from jstep.stores import is_directory, is_url, join, location, names_in, split
-
-if TYPE_CHECKING:
-    from jstep.fingerprints.log import Log
 
 _SHOWN = 40
 
@@ -26,32 +23,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side of the comparison: a checkpoint, a directory of checkpoints, or a log."""
+    """One side of the comparison: a checkpoint, a directory of checkpoints, or a log.
+
+    Attributes:
+        path: Its path.
+        kind: "a checkpoint", "a directory of checkpoints" or "a log of fingerprints".
+        steps: (step, prefix) → the checkpoint or the entry of the log; the prefix of an entry is empty.
+        problems: What could not be read.
+    """
 
     path: str
     kind: str
-    checkpoint: Checkpoint | None = None
-    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
-    log: "Log | None" = None
-    problems: list[str] = dataclasses.field(default_factory=list)
+    steps: Mapping[tuple[int, str], Any]
+    problems: Sequence[str] = ()
 
 
 def _run(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    compare: dict[str, Callable[[_Side, _Side], dict[str, Any]]] = {
-        "a checkpoint": _checkpoints,
-        "a directory of checkpoints": _directories,
-        "a log of fingerprints": _logs,
-    }
     of_cards = cards.differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
     if not arguments.json:
         for line in cards.text(of_cards):
             print(printable(line))
-    result = compare[a.kind](a, b)
+    result = _checkpoints(a, b) if a.kind == "a checkpoint" else _runs(a, b)
     if arguments.json:
         print(as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
@@ -68,18 +65,19 @@ def _place(side: _Side) -> str:
 
 
 def _prefix(side: _Side) -> str | None:
-    return None if side.checkpoint is None else side.checkpoint.prefix
+    return next(prefix for _, prefix in side.steps) if side.kind == "a checkpoint" else None
 
 
 def _side(path: str) -> _Side:
     one = at(path)
     if one is not None:
-        return _Side(path, "a checkpoint", checkpoint=one)
+        return _Side(path, "a checkpoint", {(one.step, one.prefix): one})
     in_directory = is_directory(path)
     if in_directory:
         checkpoints, problems = below(path)
         if checkpoints or problems:
-            return _Side(path, "a directory of checkpoints", checkpoints=checkpoints, problems=problems)
+            found = {(one.step, one.prefix): one for one in checkpoints}
+            return _Side(path, "a directory of checkpoints", found, problems)
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
     elif not is_url(path) and not os.path.isfile(path):
@@ -101,58 +99,51 @@ def _log_at(path: str, in_directory: bool) -> _Side:
         raise ValueError(
             f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
         )
-    return _Side(path, "a log of fingerprints", log=found, problems=problems)
+    return _Side(path, "a log of fingerprints", {(step, ""): one for step, one in found.entries.items()}, problems)
 
 
 def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
-    assert a.checkpoint is not None
-    assert b.checkpoint is not None
-    found = list(_leaves(a.checkpoint, b.checkpoint))
-    steps = {"a": a.checkpoint.step, "b": b.checkpoint.step}
-    one, other = a.checkpoint, b.checkpoint
+    (one,), (other,) = a.steps.values(), b.steps.values()
     absent = {*left_out.absent_from(one), *left_out.absent_from(other)}
     count = len({*names_of(one), *names_of(other), *absent})
-    return _result(a, b, found, steps=steps, compared=count)
+    return _result(a, b, list(_leaves(one, other)), steps={"a": one.step, "b": other.step}, compared=count)
 
 
-def _directories(a: _Side, b: _Side) -> dict[str, Any]:
-    of_a, of_b = ({(one.prefix, one.step): one for one in side.checkpoints} for side in (a, b))
-    prefixes = [{prefix for prefix, _ in of} for of in (of_a, of_b)]
+def _runs(a: _Side, b: _Side) -> dict[str, Any]:
+    """Compare the common steps of two directories or two logs, up to the first one that differs."""
+    of_a, of_b = a.steps, b.steps
+    prefixes = [{prefix for _, prefix in of} for of in (of_a, of_b)]
     if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:
-        of_a, of_b = ({("", step): one for (_, step), one in of.items()} for of in (of_a, of_b))
-    common = sorted(of_a.keys() & of_b.keys(), key=lambda key: (key[1], key[0]))
-    if not common:
-        raise ValueError(_nothing_common(a, sorted(s for _, s in of_a), b, sorted(s for _, s in of_b)))
-    for before, key in enumerate(common):
-        found = list(_leaves(of_a[key], of_b[key]))
-        if found:
-            return _result(a, b, found, step=key[1], common=[step for _, step in common], same_before=before)
-    return _result(a, b, [], common=[step for _, step in common])
+        of_a, of_b = ({(step, ""): one for (step, _), one in of.items()} for of in (of_a, of_b))
+    keys = sorted(of_a.keys() & of_b.keys())
+    if not keys:
+        raise ValueError(_nothing_common(a, sorted(s for s, _ in of_a), b, sorted(s for s, _ in of_b)))
+    common = [step for step, _ in keys]
+    compare = _of_entries if a.kind == "a log of fingerprints" else _of_checkpoints
+    for before, key in enumerate(keys):
+        found = compare(of_a[key], of_b[key])
+        if found is not None:
+            leaves, more = found
+            return _result(a, b, leaves, step=key[0], common=common, same_before=before, same=False, **more)
+    return _result(a, b, [], common=common)
 
 
-def _logs(a: _Side, b: _Side) -> dict[str, Any]:
-    assert a.log is not None
-    assert b.log is not None
+def _of_checkpoints(a: Checkpoint, b: Checkpoint) -> tuple[list[LeafDifference], dict[str, bool]] | None:
+    """Return the leaves that differ, and what more there is to say; None if nothing differs."""
+    found = list(_leaves(a, b))
+    return (found, {}) if found else None
+
+
+def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
     from jstep.fingerprints.log import difference as log_difference
 
-    common = sorted(a.log.entries.keys() & b.log.entries.keys())
-    if not common:
-        raise ValueError(_nothing_common(a, sorted(a.log.entries), b, sorted(b.log.entries)))
-    for before, step in enumerate(common):
-        found = log_difference(a.log.entries[step], b.log.entries[step])
-        if found is None:
-            continue
-        leaves = [
-            LeafDifference(path, "only in A", "only in A")
-            if path in found.first_only
-            else LeafDifference(path, "only in B", "only in B")
-            if path in found.second_only
-            else LeafDifference(path, "fingerprint", "")
-            for path in found.leaves or ()
-        ]
-        known = {} if found.leaves is not None else {"leaves_known": False}
-        return _result(a, b, leaves, step=step, common=common, same_before=before, same=False, **known)
-    return _result(a, b, [], common=common)
+    found = log_difference(a, b)
+    if found is None:
+        return None
+    if found.leaves is None:
+        return [], {"leaves_known": False}
+    only = dict.fromkeys(found.first_only, "only in A") | dict.fromkeys(found.second_only, "only in B")
+    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in found.leaves], {}
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:

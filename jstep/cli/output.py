@@ -5,6 +5,8 @@ import math
 import sys
 from typing import Any
 
+from jstep.core.text import columns
+
 
 def printable(text: Any) -> str:
     """Escape non-printable characters, because the input may come from an untrusted file."""
@@ -34,13 +36,7 @@ def cell(value: Any) -> str:
 
 def table(heads: Any, rows: list[list[str]], left: int) -> None:
     """Print a table whose first `left` columns are left-aligned and whose others are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in [list(heads), *rows]:
-        cells = [
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print("\n".join(columns([heads, *rows], left)))
 
 
 def _plain(x: Any) -> Any:

@@ -24,16 +24,6 @@ def value_of(env: Mapping[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
-def name_stack(eqn: Any) -> str:
-    """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
-    return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
-
-
-def is_differentiated(eqn: Any) -> bool:
-    """Whether an equation was traced for a gradient, forward or backward."""
-    return "jvp" in name_stack(eqn)
-
-
 def is_variable(atom: Any) -> bool:
     """Whether an operand is a variable and not a literal."""
     return not isinstance(atom, core.Literal)

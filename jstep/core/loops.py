@@ -1,6 +1,6 @@
 """Scans that unroll if the compiled loop would be slow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import dims_of
+from jstep.core.operations import all_equations
 
 Unroll = int | bool | None
 
@@ -58,7 +59,8 @@ def scan(
 
 def is_slow_in_loops(jaxpr: Any) -> bool:
     """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
-    return jax.default_backend() == "cpu" and not SLOW_IN_LOOPS.isdisjoint(_primitives(jaxpr))
+    is_cpu = jax.default_backend() == "cpu"
+    return is_cpu and any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
 def _first_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -68,16 +70,3 @@ def _first_of(x: Any) -> jax.ShapeDtypeStruct:
     whole: Any = jax.typeof(x).sharding
     sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of all operations of a program, including inner programs."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-            if _is_program(inner):
-                yield from _primitives(getattr(inner, "jaxpr", inner))
-
-
-def _is_program(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")

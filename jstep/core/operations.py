@@ -16,69 +16,22 @@ _SHARD_MAP = ("jaxpr", "mesh", "in_specs", "out_specs", "check_vma")
 _REMAT = {"remat", "remat2", "checkpoint"}
 """Names of the operation of `jax.checkpoint` in different versions of JAX."""
 
-MOVES = frozenset(
-    [
-        "reshape",
-        "transpose",
-        "broadcast_in_dim",
-        "squeeze",
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "concatenate",
-        "pad",
-        "rev",
-        "copy",
-        "copy_p",
-        "iota",
-        "optimization_barrier",
-        "split",
-        "stop_gradient",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "ppermute",
-    ]
-)
+# fmt: off
+MOVES = frozenset([
+    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice",
+    "dynamic_update_slice", "concatenate", "pad", "rev", "copy", "copy_p", "iota", "optimization_barrier", "split",
+    "stop_gradient", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+])
+# fmt: on
 """Operations that move data without arithmetic."""
 
-HARMLESS = MOVES | frozenset(
-    [
-        "select_n",
-        "neg",
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "clamp",
-        "reduce_max",
-        "reduce_min",
-        "sort",
-        "floor",
-        "ceil",
-        "round",
-        "real",
-        "imag",
-        "conj",
-        "logistic",
-        "tanh",
-        "sin",
-        "cos",
-        "erf",
-        "cummax",
-        "cummin",
-        "argmax",
-        "argmin",
-        "is_finite",
-        "sharding_constraint",
-        "device_put",
-        "name",
-        "pvary",
-        "mesh_cast",
-        "reshard",
-    ]
-)
+# fmt: off
+HARMLESS = MOVES.union([
+    "select_n", "neg", "abs", "sign", "max", "min", "clamp", "reduce_max", "reduce_min", "sort", "floor", "ceil",
+    "round", "real", "imag", "conj", "logistic", "tanh", "sin", "cos", "erf", "cummax", "cummin", "argmax", "argmin",
+    "is_finite", "sharding_constraint", "device_put", "name", "pvary", "mesh_cast", "reshard",
+])
+# fmt: on
 """Operations whose results are finite if their operands are finite."""
 
 
@@ -118,6 +71,41 @@ class Operation:
     kind: str
     depth: int
     bodies: tuple[Subprogram, ...] = ()
+
+
+def name_stack(eqn: Any) -> str:
+    """Return the name stack of an equation; empty if this version of JAX does not have the attribute."""
+    return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an equation was traced for a gradient, forward or backward."""
+    return "jvp" in name_stack(eqn)
+
+
+def counts_of(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many arguments of a scan are constants, and how many are carried; the others are sliced."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()  # JAX 0.12: three trees
+    return len(consts), len(carried)
+
+
+def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
+    """Iterate over all programs among the parameters of an equation, whether or not it calls them."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(one, "jaxpr", one)
+            if isinstance(jaxpr, core.Jaxpr):
+                yield jaxpr
+
+
+def all_equations(program: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Iterate over the equations of a program and of all programs in them, each after the ones that enclose it."""
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        yield *within, eqn
+        for inner in programs_in(eqn):
+            yield from all_equations(inner, (*within, eqn))
 
 
 def body_of(closed: Any) -> Subprogram:
@@ -221,8 +209,3 @@ def apply(operation: Operation, values: list[Any]) -> list[Any]:
     alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
     results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
-
-
-def read(env: dict[Any, Any], atom: Any) -> Any:
-    """Return the value of a variable or a literal."""
-    return atom.val if isinstance(atom, core.Literal) else env[atom]

@@ -17,8 +17,8 @@ from jstep.core.checks import as_bool
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
-from jstep.core.sizes import size
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
+from jstep.core.text import size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout

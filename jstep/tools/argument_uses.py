@@ -6,8 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jstep.core.operations import MOVES, Operation, Subprogram, body_of
-from jstep.core.scans import counts_of
+from jstep.core.operations import MOVES, Operation, Subprogram, body_of, counts_of, programs_in
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
@@ -69,7 +68,7 @@ class _Counter:
             return self.run(operation.bodies[0], taken, times)
         if operation.eqn.primitive.name in _PARTS:
             return [frozenset().union(*taken)] * len(operation.eqn.outvars)
-        opaque = any(map(_holds_program, operation.eqn.params.values()))
+        opaque = any(True for _ in programs_in(operation.eqn))
         for atom, found in zip(operation.eqn.invars, taken, strict=True):
             for source in found:
                 share = min(1.0, _size(atom) / max(1, self.sizes[source]))
@@ -98,9 +97,3 @@ class _Counter:
 
 def _size(atom: Any) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
-
-
-def _holds_program(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(map(_holds_program, value))
-    return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from jstep.core import html
-from jstep.core.sizes import scaled, size
+from jstep.core.text import scaled, size
 from jstep.tools.table import WIDTH
 from jstep.topologies.compilers import versions
 from jstep.topologies.names import parsed

@@ -10,12 +10,12 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.activation_annotations import is_annotated
-from jstep.core.sizes import size
+from jstep.core.text import size
 from jstep.sharding.of_batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
-from jstep.tools.compiled.origins import argument_of
 from jstep.tools.compiled.program import Instruction, Program, parse_program
+from jstep.tools.compiled.values import argument_of
 from jstep.tools.compiled.walk import instructions_of
 from jstep.tools.gathered_leaves import gathered_parameters, gathered_slots
 from jstep.tools.table import listed

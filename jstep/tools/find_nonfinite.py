@@ -6,20 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
-from jstep.core.equations import is_differentiated
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.operations import Subprogram, body_of
+from jstep.core.operations import body_of, is_differentiated, path_to
 from jstep.core.ranges import Range
 from jstep.state import TrainState, global_step
-from jstep.tools.nonfinite.loop_arguments import evaluated
 from jstep.tools.nonfinite.numbers import is_inexact, range_of
-from jstep.tools.nonfinite.origin import Reader, origin
-from jstep.tools.nonfinite.search import Found, Search
-from jstep.tools.nonfinite.source import line_of
+from jstep.tools.nonfinite.passes import FirstMade, Origins, Ranges, number_of
+from jstep.tools.nonfinite.source import enclosing, line_of
 from jstep.training import TrainStep
 
 
@@ -75,9 +71,9 @@ class NonFinite:
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
-    The function is traced and run once, with a check of every result, including those inside jit, scan, while, cond,
-    remat, shard_map and custom derivatives. For a step returned by `minimize`, this covers the loss, its gradient and
-    the update; nothing is donated or changed.
+    The function is traced, compiled and run with a check of every result, including those inside jit, scan, while,
+    cond, remat, shard_map and custom derivatives; if a check fails, it runs again to record the numbers. For a step
+    returned by `minimize`, this covers the loss, its gradient and the update; nothing is donated or changed.
 
     Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is. A number that a later
     `where` hides is reported, since its derivative often does not hide it; `reaches` is then False. If a result is
@@ -135,40 +131,33 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
                 raise
             # Floats may be used as Python values (`if rate:`), which fails if they are traced.
             closed, indices = traced(arrays), arrays
-        given = [leaves[i] for i in indices]
         with contexts.internal_transfers():
-            given = [one if trees.is_array(one) else jnp.asarray(one) for one in given]
-            return _found(body_of(closed), given)
+            return _found(closed, [leaves[i] for i in indices])
 
 
-def _found(body: Subprogram, given: list[Any]) -> NonFinite | None:
-    search = Search()
-    try:
-        results = [value for value, _ in search.run(body, given, [True] * len(given))]
-        search.finish()
-    except Found as found:
-        return _report(found, not all(range_of(out).is_finite for out in evaluated(body, given)))
-    began = origin(body, given, results)
-    if began is None:
-        return None
-    constant = None if began.constant is None else range_of(began.constant)
-    if began.reader is None:
-        return NonFinite("", "unknown", "", (), (), True, constant)
-    return _report(began.reader, True, constant)
-
-
-def _report(found: Found | Reader, reaches: bool, constant: Range | None = None) -> NonFinite:
-    operation, path = found.operation, found.path
-    eqns = [operation.eqn, *(step.operation.eqn for step in reversed(path))]
+def _found(closed: Any, args: list[Any]) -> NonFinite | None:
+    # Constants become arguments, so that large ones are not compiled into the program.
+    body = body_of(closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]))
+    values, depends = [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args)
+    position, reaches = FirstMade(body).run(values, depends)
+    constant = None
+    if position is None and reaches:
+        position, constant = Origins(body).run(values, depends)
+    if position is None:
+        return None if constant is None else NonFinite("", "unknown", "", (), (), True, constant)
+    inputs, outputs = Ranges(body, position).run(values, depends)
+    chain = path_to(body, number_of(position))
+    operation = chain[-1][1]
+    eqns = [one.eqn for _, one in reversed(chain)]
     return NonFinite(
         operation.eqn.primitive.name,
         line_of(eqns, operation.jaxpr.eqns),
-        ", ".join(step.words for step in path),
-        tuple(map(range_of, found.ins)),
-        tuple(range_of(out) for out in found.outs if out is not None),
+        enclosing(chain, position),
+        inputs,
+        outputs,
         reaches,
         constant,
-        any(is_differentiated(eqn) for eqn in eqns),
+        any(map(is_differentiated, eqns)),
     )
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core.sizes import size
+from jstep.core.text import size
 from jstep.tools.compiled.exchanges import Exchange
-from jstep.tools.compiled.origins import argument_of
 from jstep.tools.compiled.shapes import Array
+from jstep.tools.compiled.values import argument_of
 from jstep.tools.table import listed
 
 _BY_HAND = "shard_map"

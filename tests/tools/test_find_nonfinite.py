@@ -157,6 +157,22 @@ def test_inside_a_shard_map():
     assert [str(value) for value in found.inputs] == ["float32[] 0.5", "float32[1,3] all 0"]
 
 
+def test_shard_map_inside_a_scan():
+    mesh = jax.make_mesh((4,), ("data",))
+    root = jax.shard_map(jnp.sqrt, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    x = jax.device_put(np.float32([9, 9, 9, 1]), jax.NamedSharding(mesh, PartitionSpec("data")))
+    found = jstep.find_nonfinite(lambda x: jax.lax.scan(lambda c, t: (root(c - t), None), x, jnp.arange(2.0) + 1)[0], x)
+    check(found, "sqrt", here(-1), "scan iteration 1, shard_map (data 3)")
+    assert [str(value) for value in found.inputs] == ["float32[1] all -2"]
+
+
+def test_arguments_on_several_devices():
+    one, other = jax.devices()[:2]
+    x, y = jax.device_put(X, one), jax.device_put(X, other)
+    found = jstep.find_nonfinite(lambda x, y: jnp.log(jax.device_put(x, other) * y), x, y)
+    check(found, "log", here(-1))
+
+
 def test_custom_derivatives():
     @jax.custom_jvp
     def reciprocal(x):

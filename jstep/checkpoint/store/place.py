@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
-from jstep.core.sizes import size
+from jstep.core.text import size
 from jstep.stores import sync_folder
 
 IN_FLIGHT: dict[str, Any] = {}

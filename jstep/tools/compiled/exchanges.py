@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jstep.tools.compiled.loops import Frame, trip_count
 from jstep.tools.compiled.program import Computation, Instruction, Program, quoted
 from jstep.tools.compiled.shapes import Array, Shape, size_of
+from jstep.tools.compiled.values import Frame, trip_count
 from jstep.tools.compiled.walk import containing
 
 BETWEEN_SLICES = "between slices"

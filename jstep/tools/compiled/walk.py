@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from jstep.tools.compiled.loops import Frame
 from jstep.tools.compiled.program import Instruction, Program
+from jstep.tools.compiled.values import Frame
 
 
 def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,6 +48,26 @@ def has_nan(value: Any) -> Any:
     return on_current_mesh(found)
 
 
+def measured(value: Any) -> tuple[Any, ...]:
+    """Return the lowest and the highest finite number of a value, and how many are NaN and infinite.
+
+    Complex numbers are measured by their magnitudes. Keys have no numbers.
+    """
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return ()
+    with on_mesh_of(value):
+        parts = _real(value) if is_inexact(value) else [value.astype(jnp.int32) if value.dtype == bool else value]
+        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, parts))
+        real = parts[0] if len(parts) == 1 else jnp.where(finite, jnp.abs(value), parts[0] + parts[1])
+        limits: Any = np.finfo(real.dtype) if is_inexact(real) else np.iinfo(real.dtype)
+        low = jnp.min(real, where=finite, initial=limits.max)
+        high = jnp.max(real, where=finite, initial=limits.min)
+        nans = jnp.sum(jnp.isnan(real), dtype=jnp.int32)
+        found = low, high, nans, jnp.sum(~finite, dtype=jnp.int32) - nans
+    return tuple(map(on_current_mesh, found))
+
+
 def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context with the mesh, and its axis types, of a value or an abstract value."""
     mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
@@ -55,7 +77,9 @@ def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def on_current_mesh(value: Any) -> Any:
-    """Reshard a value that was computed on another mesh, replicated, to the current one."""
+    """Reshard a value that was computed on another mesh, replicated, to the current one; move others to the host."""
+    if not isinstance(value, jax.core.Tracer):
+        return np.asarray(value)
     mesh = jax.sharding.get_abstract_mesh()
     there = jax.typeof(value).sharding.mesh
     if there.empty or mesh.empty or there == mesh:
@@ -69,3 +93,10 @@ def range_of(value: Any) -> Range:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return Range(str(dtype), tuple(np.shape(value)), None, None)
     return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(dtype))
+
+
+def as_range(aval: Any, measures: Sequence[Any]) -> Range:
+    """Return the range of an array from what `measured` returned."""
+    low, high, nans, infinities = (one.item() for one in measures) if measures else (1, 0, 0, 0)
+    low, high = (float(low), float(high)) if low <= high else (None, None)
+    return Range(str(aval.dtype), tuple(aval.shape), low, high, nans, infinities)

@@ -1,5 +1,6 @@
-"""Source lines of operations in the user's code."""
+"""Places of operations: their lines in the user's code, and the operations that enclose them."""
 
+import itertools
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -7,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+
+from jstep.core.operations import Operation, Subprogram, shard_counts
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = str(_ROOT) + os.sep
@@ -55,3 +59,30 @@ def _line(eqns: Sequence[Any]) -> str | None:
 def _text(frame: Any) -> str:
     name = frame.function_name.rsplit(".", 1)[-1]
     return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
+
+
+def enclosing(chain: Sequence[tuple[Subprogram, Operation]], position: np.ndarray[Any, Any]) -> str:
+    """Return the operations that enclose another one, such as "jit(loss_fn), scan iteration 3".
+
+    Args:
+        chain: The operations, outermost first, each with its program.
+        position: The position of the last one.
+    """
+    return ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
+
+
+def _entered(operation: Operation, inner: Subprogram, position: np.ndarray[Any, Any]) -> str:
+    name, params = operation.eqn.primitive.name, operation.eqn.params
+    if operation.kind == "cond":
+        return f"cond {inner.label}"
+    if operation.kind == "shard_map":
+        counts = shard_counts(operation)
+        place = np.unravel_index(position[-1], tuple(counts.values()))
+        return f"shard_map ({', '.join(f'{name} {i}' for name, i in zip(counts, place, strict=True))})"
+    if operation.kind in ("scan", "while"):
+        i = int(position[1 + 2 * operation.depth])
+        at = f"iteration {params['length'] - 1 - i}, backwards" if params.get("reverse") else f"iteration {i}"
+        return " ".join([operation.kind, *([inner.label] if inner.label else []), at])
+    kind = {"remat2": "remat", "checkpoint": "remat", "pjit": "jit"}.get(name, name)
+    called = params.get("name")
+    return kind.removesuffix("_call") + (f"({called})" if called else "")

@@ -1,7 +1,8 @@
-"""Trip counts of the loops in a compiled program."""
+"""Values of a compiled program: which argument one is a part of, and how often a loop runs."""
 
 import dataclasses
 import re
+from collections.abc import Set
 from typing import NamedTuple
 
 from jstep.tools.compiled.program import Computation, Instruction, Program
@@ -9,10 +10,12 @@ from jstep.tools.compiled.program import Computation, Instruction, Program
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _DIRECTION = re.compile(r"direction=(\w\w)")
 _INDEX = re.compile(r"index=(\d+)")
+_INTEGER = re.compile(r"-?\d+")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
-SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
+_SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
 """Opcodes whose result has the value of the operand."""
-CALLS = {
+_PARTS = _SAME | {"transpose", "slice", "dynamic-slice"}
+_CALLS = {
     "fusion": "calls",
     "call": "to_apply",
     "async-start": "calls",
@@ -44,6 +47,14 @@ class Frame:
         return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
 
 
+class _Definition(NamedTuple):
+    """The instruction that defines a value, and the place of the value in its result if that is a tuple."""
+
+    frame: Frame
+    instruction: Instruction
+    place: int | None
+
+
 class _Element(NamedTuple):
     """One element of the carry of a loop; `place` is None if the carry is a single array."""
 
@@ -59,6 +70,63 @@ class _Value(NamedTuple):
     offset: int
 
 
+def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] = _SAME) -> _Definition | None:
+    """Return the definition of a value, through tuples, calls, and opcodes whose result is the `same` value.
+
+    It is never a copy, but may be a loop, or a parameter of the program or of a loop.
+    """
+    while (one := frame.computation.instructions.get(name)) is not None:
+        if one.opcode == "tuple" and index is not None and index < len(one.operands):
+            name, index = one.operands[index], None
+        elif one.opcode == "get-tuple-element" and index is None and (found := _INDEX.search(one.attributes)):
+            name, index = one.operands[0], int(found[1])
+        elif one.opcode in same and one.operands:
+            name = one.operands[0]
+        elif one.opcode in _CALLS:
+            inner = frame.inner(one, _CALLS[one.opcode])
+            if not inner:
+                return None
+            frame, name = inner[0], inner[0].computation.root
+        elif one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode in _CALLS:
+            operands, number = frame.call.operands, _number(one)
+            if number is None or number >= len(operands):
+                return None
+            frame, name = frame.caller, operands[number]
+        else:
+            return _Definition(frame, one, index)
+    return None
+
+
+def _number(parameter: Instruction) -> int | None:
+    return int(parameter.argument) if parameter.argument.isdigit() else None
+
+
+def _element(definition: _Definition) -> _Element | None:
+    """Return the element of a loop's carry that a value is, in an iteration or after the loop."""
+    frame, one, place = definition
+    if one.opcode == "while":
+        return _Element(frame, one, place)
+    if one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode == "while":
+        return _Element(frame.caller, frame.call, place)
+    return None
+
+
+def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None:
+    """Return the number of the argument that an instruction's result is a part of; None if the result is computed.
+
+    Converted, sliced and transposed arguments are parts. So are elements of a loop's carry that no iteration changes.
+    """
+    found = _resolve(frame, name, index, _PARTS)
+    if found is None:
+        return None
+    element = _element(found)
+    if element is not None:
+        unchanged = _step(element) == 0
+        return argument_of(element.frame, element.loop.operands[0], element.place) if unchanged else None
+    is_argument = found.instruction.opcode == "parameter" and found.frame.caller is None and found.place is None
+    return _number(found.instruction) if is_argument else None
+
+
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
     """Return how often a `while` runs its body; None if that depends on values.
 
@@ -69,11 +137,11 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
     if known:
         return int(known[1])
     condition = frame.inner(loop, "condition")
-    compared = _compare(condition[0], condition[0].computation.root) if condition else None
-    if compared is None:
+    found = _resolve(condition[0], condition[0].computation.root) if condition else None
+    if found is None or found.instruction.opcode != "compare":
         return None
-    place, compare = compared
-    left, right = (_value(place, name, None) for name in compare.operands[:2])
+    compare = found.instruction
+    left, right = (_value(found.frame, name) for name in compare.operands[:2])
     direction = _DIRECTION.search(compare.attributes)
     if left is None or right is None or direction is None:
         return None
@@ -81,7 +149,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         end = _constant(limit)
         if end is None or counter.element is None or counter.element.loop is not loop:
             continue
-        start, step = _start(counter.element), _step(counter.element)
+        start, step = _constant(_begin(counter.element)), _step(counter.element)
         if start is not None and step is not None:
             return _count(start + counter.offset, end, step, way)
     return None
@@ -99,56 +167,23 @@ def _count(start: int, end: int, step: int, way: str) -> int | None:
     return None
 
 
-def _compare(frame: Frame, name: str) -> tuple[Frame, Instruction] | None:
-    """Return the comparison whose result an instruction returns."""
-    one = frame.computation.instructions.get(name)
-    if one is None:
-        return None
-    if one.opcode == "compare":
-        return frame, one
-    if one.opcode in SAME and one.operands:
-        return _compare(frame, one.operands[0])
-    if one.opcode in CALLS:
-        inner = frame.inner(one, CALLS[one.opcode])
-        return _compare(inner[0], inner[0].computation.root) if inner else None
-    return None
-
-
-def _value(frame: Frame, name: str, index: int | None) -> _Value | None:
+def _value(frame: Frame, name: str, index: int | None = None) -> _Value | None:
     """Return the value of an integer, or of an element of a tuple; None if unknown."""
-    one = frame.computation.instructions.get(name)
-    if one is None:
+    found = _resolve(frame, name, index)
+    if found is None:
         return None
+    one = found.instruction
     if one.opcode == "constant":
-        return _Value(None, int(one.argument)) if re.fullmatch(r"-?\d+", one.argument) else None
-    if one.opcode == "tuple" and index is not None and index < len(one.operands):
-        return _value(frame, one.operands[index], None)
-    if one.opcode == "get-tuple-element" and index is None and (found := _INDEX.search(one.attributes)):
-        return _value(frame, one.operands[0], int(found[1]))
-    if one.opcode in SAME and one.operands:
-        return _value(frame, one.operands[0], index)
+        return _Value(None, int(one.argument)) if _INTEGER.fullmatch(one.argument) else None
     if one.opcode in ("add", "subtract") and len(one.operands) == 2:
-        left, right = (_value(frame, operand, None) for operand in one.operands)
+        left, right = (_value(found.frame, operand) for operand in one.operands)
         return _sum(left, right, -1 if one.opcode == "subtract" else 1)
-    if one.opcode == "while":
-        element = _Element(frame, one, index)
-        return _begin(element) if _is_constant(element) else None
-    if one.opcode in CALLS:
-        inner = frame.inner(one, CALLS[one.opcode])
-        return _value(inner[0], inner[0].computation.root, index) if inner else None
-    if one.opcode == "parameter" and frame.caller is not None and frame.call is not None:
-        return _given(frame.caller, frame.call, one, index)
-    return None
-
-
-def _given(caller: Frame, call: Instruction, parameter: Instruction, index: int | None) -> _Value | None:
-    """Return the value of a parameter of a called computation."""
-    if call.opcode == "while":
-        return _Value(_Element(caller, call, index), 0)
-    number = int(parameter.argument) if parameter.argument.isdigit() else len(call.operands)
-    if call.opcode in CALLS and number < len(call.operands):
-        return _value(caller, call.operands[number], index)
-    return None
+    element = _element(found)
+    if element is None:
+        return None
+    if one.opcode == "parameter":
+        return _Value(element, 0)
+    return _begin(element) if _step(element) == 0 else None
 
 
 def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
@@ -161,32 +196,19 @@ def _begin(element: _Element) -> _Value | None:
     return _value(element.frame, element.loop.operands[0], element.place)
 
 
-def _next(element: _Element) -> _Value | None:
-    """Return the value of an element after an iteration."""
-    body = element.frame.inner(element.loop, "body")
-    return _value(body[0], body[0].computation.root, element.place) if body else None
-
-
 def _step(element: _Element) -> int | None:
-    """Return the increment of an element per iteration."""
-    following = _next(element)
+    """Return the increment of an element per iteration; None if it changes otherwise."""
+    body = element.frame.inner(element.loop, "body")
+    following = _value(body[0], body[0].computation.root, element.place) if body else None
     if following is None or following.element is None:
         return None
     same = following.element.loop is element.loop and following.element.place == element.place
     return following.offset if same else None
 
 
-def _is_constant(element: _Element) -> bool:
-    return _step(element) == 0
-
-
 def _constant(value: _Value | None) -> int | None:
     """Return the integer if no iteration changes it."""
     if value is None or value.element is None:
         return None if value is None else value.offset
-    begin = _constant(_begin(value.element)) if _is_constant(value.element) else None
+    begin = _constant(_begin(value.element)) if _step(value.element) == 0 else None
     return None if begin is None else begin + value.offset
-
-
-def _start(element: _Element) -> int | None:
-    return _constant(_begin(element))
