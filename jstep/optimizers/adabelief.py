@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average, corrections, direction
 from jstep.optimizers.arguments import adam_hyper
@@ -44,18 +43,17 @@ def adabelief(
     """
     return leafwise(
         adabelief_rule,
-        slots={"m": 0.0, "v": 0.0},
+        slots={"v": 0.0, "m": 0.0},
         hyper=adam_hyper(learning_rate, beta1, beta2, epsilon)
         | {"epsilon_root": checked("epsilon_root", epsilon_root, low=0)},
         prepare=corrections,
         aged=True,
         sparse=False,
-        late=("v",),
     )
 
 
 def adabelief_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and moments."""
-    m, g = compute_first(average(slots["m"], g, h["beta1"]), g)
+    m = average(slots["m"], g, h["beta1"])
     v = average(slots["v"], jnp.square(g - m), h["beta2"]) + h["epsilon_root"]
     return -h["learning_rate"] * direction(m, v, h), {"m": m, "v": v}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import after_parameter, compute_first, ordered_after
+from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import average
 from jstep.optimizers.arguments import rate
@@ -40,7 +40,7 @@ def adadelta(
     """
     return leafwise(
         adadelta_rule,
-        slots={"accum": 0.0, "accum_update": 0.0},
+        slots={"accum_update": 0.0, "accum": 0.0},
         hyper={
             "learning_rate": rate(learning_rate),
             "rho": checked("rho", rho, low=0, high=1),
@@ -51,12 +51,11 @@ def adadelta(
 
 def adadelta_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's update and averages."""
-    e, x = average(slots["accum"], g * g, h["rho"]), slots["accum_update"]
-    e, x, g = compute_first(e, x, g)
+    # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of being stored.
+    e, x, g = compute_first(average(slots["accum"], g * g, h["rho"]), slots["accum_update"], g)
     u = -h["learning_rate"] * step(g, x, e, h)
-    new_p, e, x, g = after_parameter(p, u, h["dtype"], e, x, g)
-    new_x = average(x, jnp.square(step(g, x, e, h)), h["rho"])
-    return u, {"accum": e, "accum_update": ordered_after(new_x, new_p)}
+    e, x, g = compute_first(e, x, g)
+    return u, {"accum": e, "accum_update": average(x, jnp.square(step(g, x, e, h)), h["rho"])}
 
 
 def step(g: Array, x: Array, e: Array, h: Hyper) -> Array:

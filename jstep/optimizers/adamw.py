@@ -68,8 +68,6 @@ def adamw(
         prepare=corrections,
         aged=True,
         sparse=False,
-        # The parameter is computed from m before it is rounded to m_dtype, and so from the old m.
-        late=() if m_dtype is None else ("m",),
     )
 
 

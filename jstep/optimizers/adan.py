@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average, corrections
@@ -75,15 +74,13 @@ def adan_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     """A leaf's update, averages and gradient."""
     old = slots["previous"]
     m, d = average(slots["m"], g, h["beta1"]), average(slots["d"], difference(g, old, h), h["beta2"])
-    m, d, g, old = compute_first(m, d, g, old)
-    n = ordered_after(average(slots["v"], jnp.square(g + h["beta2"] * difference(g, old, h)), h["beta3"]), d)
-    m, d, n, g = compute_first(m, d, n, g)
+    n = average(slots["v"], jnp.square(g + h["beta2"] * difference(g, old, h)), h["beta3"])
     u = h["unbias1"] * m + h["beta2"] * h["unbias2"] * d
     update = -h["learning_rate"] * u / (jnp.sqrt(h["unbias3"] * n) + h["epsilon"])
     if decays(h):
         shrink = h["learning_rate"] * h["weight_decay"]
         update = (update - shrink * p) / (1 + shrink)
-    return update, {"m": m, "d": d, "v": n, "previous": ordered_after(g, n)}
+    return update, {"m": m, "d": d, "v": n, "previous": g}
 
 
 def difference(g: Array, old: Array, h: Hyper) -> Array:

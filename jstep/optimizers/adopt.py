@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.arguments import adam_hyper
 from jstep.optimizers.hyper import checked
@@ -63,6 +62,5 @@ def adopt_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     """A leaf's update and moments."""
     u = jnp.clip(g / jnp.maximum(jnp.sqrt(slots["v"]), h["epsilon"]), -h["bound"], h["bound"])
     m = h["kept_m"] * slots["m"] + h["new_m"] * u
-    m, g = compute_first(m, g)
-    v = ordered_after(h["kept_v"] * slots["v"] + h["new_v"] * (g * g), m)
+    v = h["kept_v"] * slots["v"] + h["new_v"] * (g * g)
     return -h["learning_rate"] * h["moves"] * m, {"m": m, "v": v}

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.execution_order import compute_first, ordered_after
 from jstep.core.slot_roles import AGES, Role, roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers.apply_updates import apply_updates, ordered_outside
 from jstep.optimizers.call_update import call_update
 
 SlotRule = Callable[[Any, Any], Any]
@@ -41,11 +39,8 @@ def conditional_update(
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
     roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
-    with ordered_outside():
-        updates, new_slots = call_update(optimizer, updates, slots, params, step, context)
+    updates, new_slots = call_update(optimizer, updates, slots, params, step, context)
     updates = jax.tree.map(lambda u: _zero_unless(condition, u), updates)
-    # The parameters are computed first, before the old slots are overwritten: see ordered_after.
-    (moved,) = compute_first(apply_updates(params, updates))
 
     def slot(name: str, new: Any) -> Any:
         role, old = roles.get(name), slots[name]
@@ -53,35 +48,14 @@ def conditional_update(
             return slot_rules[role](old, new)
         if role in AGES:
             return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
-        return _selected_slot(condition, old, new, moved)
+        return jax.tree.map(lambda before, after: _select(condition, before, after), old, new)
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 
 
-def _selected_slot(condition: Array, old: Any, new: Any, moved: Params) -> Any:
-    """The new slot if `condition`, else the old one; written after the parameters.
-
-    Args:
-        condition: A scalar bool.
-        old: The slot: a tree like the parameters, or anything else.
-        new: The slot after the update.
-        moved: The new parameters.
-    """
-    try:
-        olds, news = (trees.flatten_like(moved, tree, "slots") for tree in (old, new))
-    except ValueError:  # a scalar, or anything else without the structure of params
-        return jax.tree.map(lambda before, after: jnp.where(condition, after, before), old, new)
-    leaves = [
-        None if o is None else _select(condition, o, n, p)
-        for o, n, p in zip(olds, news, jax.tree.leaves(moved), strict=True)
-    ]
-    return trees.structure(moved).unflatten(leaves)
-
-
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
-def _select(condition: Array, before: Array, after: Array, parameter: Array) -> Array:
-    one = jnp.where(condition, after, before)
-    return ordered_after(one, parameter) if parameter.shape == one.shape else one
+def _select(condition: Array, before: Array, after: Array) -> Array:
+    return jnp.where(condition, after, before)
 
 
 @jax.jit

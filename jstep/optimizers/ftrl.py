@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first, ordered_after
+from jstep.core.execution_order import compute_first, in_order
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -83,7 +83,7 @@ def ftrl_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Ar
     # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
     # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
     linear, old, g = compute_first(linear, old, g)
-    accum = ordered_after(old + g * g, linear)
+    (accum,) = in_order(linear, old + g * g)
     quadratic = rate_power(accum) / lr + 2 * (h["l2_regularization_strength"] + h["beta"] / (2 * lr))
     outweighs = jnp.abs(linear) > l1
     new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))

@@ -56,7 +56,6 @@ def lion(
         | decay_hyper(weight_decay),
         flags=decay_flags(weight_decay_mask),
         sparse=False,
-        late=("m",),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.arguments import rate
 from jstep.optimizers.hyper import checked
@@ -71,7 +70,6 @@ def madgrad_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     wd = h["weight_decay"]
     g = g if isinstance(wd, float) and wd == 0.0 else g + wd * p
     s, total = slots["s"] + h["weight"] * g, slots["grad_sum_sq"] + h["weight"] * (g * g)
-    s, total, p = compute_first(s, total, p)
     root = jnp.cbrt(total) + h["epsilon"]
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     moved = jnp.where(root > 0, s / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(s))

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers.adam import average
@@ -105,7 +104,7 @@ def momentum_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tupl
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
     """A leaf's direction with Nesterov momentum, and its average."""
-    m, g = compute_first(average(slots["momentum"], g, h["momentum"]), g)
+    m = average(slots["momentum"], g, h["momentum"])
     return average(m, g, h["momentum"]), {"momentum": m}
 
 

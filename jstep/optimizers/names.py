@@ -34,11 +34,6 @@ def hyperparameter_names(optimizer: Optimizer) -> list[str]:
     return names
 
 
-def late_slots(optimizer: Optimizer) -> tuple[str, ...]:
-    """The slots of a chain element that must be written after the parameters."""
-    return optimizer.init.late if isinstance(optimizer.init, Init) else ()
-
-
 def is_guarded(optimizer: Optimizer) -> bool:
     """Whether gradients that are not finite are known to reach neither parameters nor slots."""
     return isinstance(optimizer.init, Init) and optimizer.init.guarded

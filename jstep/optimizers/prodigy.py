@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers import age as ages
@@ -166,6 +165,4 @@ def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple
     denominator = jnp.sqrt(v) + h["d"] * h["epsilon"]
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    # The new size depends on ‖s‖₁, so ordering s after it avoids a copy of the old s.
-    s = ordered_after(new_s(g, slots, h), h["size"])
-    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": s, "p0": slots["p0"]}
+    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, slots, h), "p0": slots["p0"]}

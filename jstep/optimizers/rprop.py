@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import after_parameter, compute_first, ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -63,7 +62,4 @@ def rprop_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
     size = jnp.clip(slots["step_size"] * factor, h["min_step_size"], h["max_step_size"])
     g = jnp.where(turn < 0, jnp.zeros_like(g), g)
     u = -size * jnp.sign(g)
-    # The parameter and the step sizes are computed before the old gradient is overwritten.
-    (new_p,) = after_parameter(p, u, h["dtype"])
-    size = ordered_after(size, new_p)
-    return u, {"step_size": size, "previous": ordered_after(g, compute_first(size)[0])}
+    return u, {"step_size": size, "previous": g}

@@ -34,7 +34,6 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
         slots={"m": 0.0},
         hyper={"beta1": beta("beta1", beta1), "beta2": beta("beta2", beta2)},
         sparse=False,
-        late=("m",),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Hyper, leafwise
@@ -42,6 +41,6 @@ def trace_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[A
 
 
 def nesterov_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's direction with Nesterov momentum, and its buffer, computed first to avoid a copy of the old one."""
-    a, g = compute_first(h["momentum"] * slots["momentum"] + g, g)
+    """A leaf's direction with Nesterov momentum, and its buffer."""
+    a = h["momentum"] * slots["momentum"] + g
     return g + h["momentum"] * a, {"momentum": a}

@@ -1,14 +1,12 @@
 """Chain optimizers and gradient transformations."""
 
-import contextlib
 import warnings
 
 from jstep.core.slot_roles import Init
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.apply_updates import ordered_outside, written_late
 from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_roles, merged_slots
-from jstep.optimizers.names import is_guarded, late_slots, makes_finished_updates, own_slots
+from jstep.optimizers.names import is_guarded, makes_finished_updates, own_slots
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -57,24 +55,20 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=2)
 
-    late = tuple(name for one in optimizers for name in late_slots(one))
-
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
         for optimizer in optimizers:
             mine = own_slots(optimizer, slots, params)
-            with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
-                updates, own = call_update(optimizer, updates, mine, params, step, context)
+            updates, own = call_update(optimizer, updates, mine, params, step, context)
             new |= own
-        return updates, written_late(new, late, params, updates)
+        return updates, new
 
     init = Init(
         lambda params, step: merged_slots(parts, params, step),
         lambda params: merged_roles(parts, params),
         finished=bool(finished),
-        late=late,
         guarded=is_guarded(optimizers[0]),
     )
     return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))

@@ -5,7 +5,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.core.var_list import VarList
@@ -61,9 +60,7 @@ def with_moving_average(optimizer: Optimizer, ema: ExponentialMovingAverage, var
         updates, inner = call_update(optimizer, updates, inner, params, step, context)
         after = jnp.asarray(step) + 1
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
-        # The averages read the new parameters from memory. Without the barrier XLA would recompute the parameters
-        # from the slots it is about to overwrite.
-        (moved,) = compute_first(apply_updates(params, updates))
+        moved = apply_updates(params, updates)
         return updates, inner, {ema.name: ema.apply(own[ema.name], moved, after, age=age)}
 
     return wrap_optimizer(optimizer, "with_moving_average", update, added={ema.name: fresh}, aged=ema.zero_debias)
