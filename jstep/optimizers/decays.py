@@ -8,7 +8,8 @@ import numpy as np
 from jstep.core.checks import as_number, kind, shown
 from jstep.core.types import Params, ScalarOrSchedule
 from jstep.core.var_list import VarList
-from jstep.optimizers.hyper import Hyper, checked
+from jstep.optimizers.directions import Values
+from jstep.optimizers.hyper import checked
 from jstep.optimizers.masks import Flag, first_match, mask
 
 Decay: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
@@ -54,11 +55,11 @@ def _of_leaf(name: str, is_split: bool, glob: str | None, scale: Any, factors: M
     return None if factor == 0 else (f"{name}/{glob}" if is_split else name, factor)
 
 
-def decay_of(h: Hyper) -> Any:
+def decay_of(h: Values) -> Any:
     """The decay of this leaf; None if it is known while tracing that the leaf does not decay."""
-    if h[DECAY] is None:
+    if h.decay is None:
         return None
-    name, factor = h[DECAY]
+    name, factor = h.decay
     decay = h[name]
     if isinstance(decay, float) and decay == 0:
         return None

@@ -55,6 +55,10 @@ Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSl
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
 
 
+RULE = "_rule"
+"""The end of the name under which the program of a step calls the rule of an optimizer: `adam_rule`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """The initial value, shape and dtype of a slot, for `leafwise`.
