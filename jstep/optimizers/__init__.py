@@ -9,13 +9,12 @@ from jstep.optimizers.adam_variants import adabelief, adan, ademamix, adopt, yog
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.clip_gradients import clip_gradients
 from jstep.optimizers.dual_averaging import ftrl, madgrad
-from jstep.optimizers.element import stateless
+from jstep.optimizers.element import map_leaves, stateless
 from jstep.optimizers.gradient_blocks import add_noise, centralize_gradients, normalize_gradients
 from jstep.optimizers.held import get_hyperparameter, held, set_hyperparameter
 from jstep.optimizers.hyper import as_schedule
 from jstep.optimizers.layerwise import lamb, lars, novograd, scale_by_trust_ratio
 from jstep.optimizers.leafwise import Slot, leafwise
-from jstep.optimizers.map_leaves import map_leaves
 from jstep.optimizers.matrix_blocks import normalize_neurons, on_hyperball
 from jstep.optimizers.momentum import gradient_descent, momentum, sgd, trace
 from jstep.optimizers.muon import muon, orthogonalize
@@ -25,18 +24,19 @@ from jstep.optimizers.schedule_free import schedule_free_adamw, schedule_free_pa
 from jstep.optimizers.signs import lion, rprop, scale_by_lion, signum
 from jstep.optimizers.soap import soap
 from jstep.optimizers.wrappers.cautious import cautious
-from jstep.optimizers.wrappers.chain import chain
+from jstep.optimizers.wrappers.chain import chain, scope
 from jstep.optimizers.wrappers.dynamic_loss_scale import dynamic_loss_scale
-from jstep.optimizers.wrappers.exponential_moving_average import ExponentialMovingAverage
+from jstep.optimizers.wrappers.exponential_moving_average import (
+    ExponentialMovingAverage,
+    averaged_params,
+    with_moving_average,
+)
 from jstep.optimizers.wrappers.from_optax import from_optax
 from jstep.optimizers.wrappers.lookahead import lookahead, slow_params
-from jstep.optimizers.wrappers.master_weights import master_weights
-from jstep.optimizers.wrappers.moving_average import averaged_params, with_moving_average
+from jstep.optimizers.wrappers.low_precision import master_weights, stochastic_rounding
 from jstep.optimizers.wrappers.noise_scale import with_noise_scale
 from jstep.optimizers.wrappers.partition import partition
-from jstep.optimizers.wrappers.scope import scope
 from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite
-from jstep.optimizers.wrappers.stochastic_rounding import stochastic_rounding
 from jstep.optimizers.wrappers.update_every import update_every
 
 __all__ = [

@@ -74,16 +74,18 @@ def adafactor(
     start_step here.
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
-    given = {
-        "learning_rate": learning_rate,
+    hyper: dict[str, Any] = {
         "decay_rate": decay_rate,
         "epsilon": positive("epsilon", epsilon),
         "epsilon_scale": epsilon_scale,
-        "clip_threshold": clip_threshold,
-        "momentum": None if momentum is None else checked("momentum", momentum, **BETA),
         "weight_decay": weight_decay,
     }
-    hyper = {name: value for name, value in given.items() if value is not None}
+    if learning_rate is not None:
+        hyper["learning_rate"] = learning_rate
+    if clip_threshold is not None:
+        hyper["clip_threshold"] = clip_threshold
+    if momentum is not None:
+        hyper["momentum"] = checked("momentum", momentum, **BETA)
     relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
 
     def without(which: int) -> Any:

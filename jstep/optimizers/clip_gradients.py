@@ -13,10 +13,10 @@ from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.types import Array, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
 from jstep.optimizers.element import element
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.masks import own_leaves
-from jstep.optimizers.unit_axes import UnitAxes, axes_of, check_axes
 
 LEAST_PARAMETER_NORM = 1e-3
 LEAST_GRADIENT_NORM = 1e-6
@@ -131,7 +131,7 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
     clipped = [
         None
         if trees.is_none(g)
-        else on_table(functools.partial(_clip, p=p, ratio=ratio, over=axes_of(axes, path, like, _unit_axes)), g)
+        else on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, path, like, _unit_axes)), g)
         for g, p, (path, like) in zip(found, jax.tree.leaves(params), own_leaves(params), strict=True)
     ]
     return trees.structure(params).unflatten(clipped)

@@ -14,10 +14,10 @@ from jstep.core.checks import as_bool
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
 from jstep.core.keys import as_key
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
 from jstep.optimizers.element import element
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.masks import leaf_numbers, own_leaves
-from jstep.optimizers.unit_axes import UnitAxes, axes_of, check_axes
 
 EPSILON = 1e-6
 
@@ -102,7 +102,9 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         new = [
-            None if trees.is_none(g) else _centred(g, axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape)))))
+            None
+            if trees.is_none(g)
+            else _centred(g, unit_axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape)))))
             for g, (path, p) in zip(found, own_leaves(params), strict=True)
         ]
         return trees.structure(params).unflatten(new)

@@ -16,11 +16,11 @@ from jstep.core.checks import as_number, one_of
 from jstep.core.slot_roles import Init
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
 from jstep.core.when_concrete import when_concrete
+from jstep.optimizers.axes import Axes, MatrixAxes, checked_axes, matrix_axes_of, partition_shown
 from jstep.optimizers.directions import BETA, Result, Values, average, from_update, positive
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.masks import by_path, own_leaves
-from jstep.optimizers.matrix_axes import Axes, MatrixAxes, axes_of, checked_axes, partition_shown
 
 Over: TypeAlias = Literal["neuron", "short"]
 
@@ -77,7 +77,7 @@ def normalize_neurons(
 
     def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the mean, and those of the matrix."""
-        rows, columns = axes_of(path, leaf, chosen, *wording)
+        rows, columns = matrix_axes_of(path, leaf, chosen, *wording)
         sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
         return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
 
@@ -172,7 +172,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     )
 
     def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
-        return axes_of(path, leaf, chosen, *wording)
+        return matrix_axes_of(path, leaf, chosen, *wording)
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
     flags = {"axes": by_path(matrix_axes)}

@@ -17,15 +17,21 @@ from jstep.core.layouts import layout_of
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.core.var_list import VarList
+from jstep.optimizers.axes import Axes, checked_axes, matrix_axes_of, partition_shown
 from jstep.optimizers.directions import Result, Values, average, decay_mask, from_direction, from_update
 from jstep.optimizers.distribute_matrices import layout_of_matrix
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import checked, low_dtype, report, value_at
 from jstep.optimizers.masks import own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
-from jstep.optimizers.matrix_axes import Axes, axes_of, checked_axes, partition_shown
-from jstep.optimizers.newton_schulz import Iteration, Normalization, as_matrix, orthogonalized
-from jstep.optimizers.ns_presets import COEFFICIENTS, triples_and_safety
+from jstep.optimizers.newton_schulz import (
+    COEFFICIENTS,
+    Iteration,
+    Normalization,
+    as_matrix,
+    orthogonalized,
+    triples_and_safety,
+)
 from jstep.optimizers.wrappers.chain import chain
 
 Scale = Literal["rms", "original"]
@@ -177,7 +183,7 @@ def orthogonalize(
 
     def matrix_axes(params: Params) -> list[Any]:
         return [
-            axes_of(path, leaf, chosen, *wording) if trees.is_trainable(leaf) else None
+            matrix_axes_of(path, leaf, chosen, *wording) if trees.is_trainable(leaf) else None
             for path, leaf in own_leaves(params)
         ]
 

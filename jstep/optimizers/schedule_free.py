@@ -14,9 +14,9 @@ from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import Result, Scalar, Values, average, decay_mask, from_update, with_decay
-from jstep.optimizers.find_slot import find_slot
 from jstep.optimizers.hyper import constant
 from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.match_gradients import find_slot
 
 SCALARS = ("weight_sum", "lr_max", "beta1")
 

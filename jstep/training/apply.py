@@ -22,8 +22,8 @@ from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_in_order, apply_updates
-from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
+from jstep.optimizers.parts import EMPTY_CONTEXT, call_update
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED

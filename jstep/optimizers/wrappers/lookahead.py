@@ -21,11 +21,11 @@ from jstep.core.types import (
 )
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
-from jstep.optimizers.wrappers.moving_average import params_from_slot
+from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
 
 SLOW = "slow"
