@@ -15,13 +15,13 @@ from jstep.optimizers.held import get_hyperparameter, held, set_hyperparameter
 from jstep.optimizers.hyper import as_schedule
 from jstep.optimizers.layerwise import lamb, lars, novograd, scale_by_trust_ratio
 from jstep.optimizers.leafwise import Slot, leafwise
+from jstep.optimizers.lion import lion, rprop, scale_by_lion, signum
 from jstep.optimizers.matrix_blocks import normalize_neurons, on_hyperball
 from jstep.optimizers.momentum import gradient_descent, momentum, sgd, trace
 from jstep.optimizers.muon import muon, orthogonalize
 from jstep.optimizers.prodigy import prodigy
 from jstep.optimizers.scaling import add_weight_decay, decay_weights, scale, scale_by_learning_rate, scale_updates
 from jstep.optimizers.schedule_free import schedule_free_adamw, schedule_free_params, schedule_free_sgd
-from jstep.optimizers.signs import lion, rprop, scale_by_lion, signum
 from jstep.optimizers.soap import soap
 from jstep.optimizers.wrappers.cautious import cautious
 from jstep.optimizers.wrappers.chain import chain, scope

@@ -16,7 +16,8 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
             slots={"rms": 1.0},
         )
 
-- `slots`: a number is the initial value of a slot for all leaves. `Slot(...)` allows a copy of the parameter, another
+- `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
+  old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
   shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
 - `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
   slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and

@@ -99,7 +99,6 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     require_alive(require_state(state))
     refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
-
     by_leaf = is_worth_a_sequence(state)
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:

@@ -1,4 +1,4 @@
-"""Optimizers by the sign of the gradient: Lion, Signum, Rprop."""
+"""Lion, and other optimizers by the sign of the gradient: Signum, Rprop."""
 
 from __future__ import annotations
 
