@@ -58,10 +58,10 @@ SHARED_TRACES = {
     "clipping.norms",
     "optimizers.leafwise",
     "optimizers.apply_updates",
-    "optimizers.conditional_update",
     "optimizers.eigenbases",
     "optimizers.newton_schulz",
     "optimizers.wrappers.exponential_moving_average",
+    "optimizers.wrappers.skip_nonfinite",
 }
 """Modules with a jit inside of a step: it compiles nothing, but traces a rule or norm once per shape of leaves."""
 

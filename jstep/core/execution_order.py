@@ -7,7 +7,6 @@ and reads each operand once; an enforced order would split it and read operands 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jstep.core.types import Array
 
@@ -22,36 +21,26 @@ def compute_first(*arrays: Any) -> tuple[Any, ...]:
     return same
 
 
-def ordered_after(x: Array, first: Array) -> Array:
-    """Return x, on a CPU computed by a kernel that XLA must run after the kernel of `first`.
+def in_order(first: Array, *later: Array) -> list[Array]:
+    """Return the later arrays, on a CPU each computed by a kernel that XLA must run after that of the one before it.
 
     If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
     only a data dependency ensures. The condition is never true; LLVM detects this and XLA does not, so the dependency
-    adds no memory traffic.
+    adds no memory traffic. The barrier keeps XLA from computing `first` again in the kernel that is to wait for it.
     """
-    if not _is_traced((x, first)):
-        return x
-    same: Array = jax.lax.platform_dependent(
-        x,
-        first,
-        cpu=lambda x, first: jnp.where((first > 0) & (first < 0), first.astype(x.dtype), x),
-        default=lambda x, first: x,
-    )
+
+    def ordered(first: Array, *later: Array) -> list[Array]:
+        found = []
+        for x in later:
+            first = jax.lax.optimization_barrier(first)
+            first = jax.lax.select((first > 0) & (first < 0), first.astype(x.dtype), x)
+            found.append(first)
+        return found
+
+    if not later or not _is_traced((first, later)):
+        return list(later)
+    same: list[Array] = jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later])
     return same
-
-
-def after_parameter(p: Array, u: Array, dtype: Any, *reads: Array) -> tuple[Array, ...]:
-    """Order arrays after the computation of the new parameter, which needs the old values of slots.
-
-    The sum p + u is the same as in `apply_updates`; XLA computes it once.
-
-    Args:
-        p: The parameter, in the rule's dtype.
-        u: Its update.
-        dtype: The dtype in which the parameter is stored.
-        *reads: Arrays that are read again after it.
-    """
-    return compute_first((p + u).astype(dtype), *reads)
 
 
 def _is_traced(tree: Any) -> bool:

@@ -138,15 +138,12 @@ class Init:
         make: `make(params, global_step) -> slots`.
         roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
         finished: Whether the updates include −learning_rate, ready to be added to the parameters.
-        late: Slots whose old values updates are computed from, and which are written after the parameters: see
-            `leafwise`.
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
     """
 
     make: Callable[[Params, Step], Slots]
     roles: Callable[[Params], Roles]
     finished: bool = False
-    late: tuple[str, ...] = ()
     guarded: bool = False
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:

@@ -33,6 +33,7 @@ from jstep.hooks.hook_state import key_of
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options
 from jstep.loop.stages import TrainSteps, name_of_step
+from jstep.optimizers.leafwise import RULE
 
 PLACES = ("checkpoint_dir", "logdir", "compile_cache")
 """Arguments that name the directories of a run: recorded, never compared."""
@@ -40,8 +41,6 @@ PLACES = ("checkpoint_dir", "logdir", "compile_cache")
 _LONGEST = 1000
 """The maximum length of a part of a definition, in characters of JSON; a longer one is replaced by its hash."""
 _MOST_NUMBERS = 200
-_RULE = "_rule"
-"""The end of the name of an optimizer's rule for a leaf, a function that each step calls: `adam_rule`."""
 
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://)[^/@\s]*@")
@@ -100,7 +99,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[s
         return {"hash": None, **found}
     hashed: ProgramHash = program_hash(traced.jaxpr)
     numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MOST_NUMBERS else None
-    found["optimizer"] = [name.removesuffix(_RULE) for name in hashed.functions if name.endswith(_RULE)]
+    found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
     return {"hash": hashed.digest, **found, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
 
 

@@ -2,79 +2,43 @@
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.core.types import Context, Optimizer, Schedule
-from jstep.optimizers.adabelief import adabelief
-from jstep.optimizers.adadelta import adadelta
 from jstep.optimizers.adafactor import adafactor
-from jstep.optimizers.adagrad import adagrad
-from jstep.optimizers.adam import adam
-from jstep.optimizers.adamax import adamax
-from jstep.optimizers.adamw import adamw
-from jstep.optimizers.adan import adan
-from jstep.optimizers.ademamix import ademamix
-from jstep.optimizers.adopt import adopt
+from jstep.optimizers.adagrad import adadelta, adagrad, rmsprop, scale_by_rms
+from jstep.optimizers.adam import adam, adamax, adamw, nadam, radam, scale_by_adam
+from jstep.optimizers.adam_variants import adabelief, adan, ademamix, adopt, yogi
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.blocks import (
-    add_noise,
-    add_weight_decay,
-    centralize_gradients,
-    clip_gradients,
-    normalize_gradients,
-    normalize_neurons,
-    on_hyperball,
-    orthogonalize,
-    scale,
-    scale_by_adam,
-    scale_by_learning_rate,
-    scale_by_lion,
-    scale_by_rms,
-    scale_by_trust_ratio,
-    trace,
-)
-from jstep.optimizers.element import stateless
-from jstep.optimizers.ftrl import ftrl
-from jstep.optimizers.gradient_descent import gradient_descent
+from jstep.optimizers.clip_gradients import clip_gradients
+from jstep.optimizers.dual_averaging import ftrl, madgrad
+from jstep.optimizers.element import map_leaves, stateless
+from jstep.optimizers.gradient_blocks import add_noise, centralize_gradients, normalize_gradients
 from jstep.optimizers.held import get_hyperparameter, held, set_hyperparameter
 from jstep.optimizers.hyper import as_schedule
-from jstep.optimizers.lamb import lamb
-from jstep.optimizers.lars import lars
+from jstep.optimizers.layerwise import lamb, lars, novograd, scale_by_trust_ratio
 from jstep.optimizers.leafwise import Slot, leafwise
-from jstep.optimizers.lion import lion
-from jstep.optimizers.madgrad import madgrad
-from jstep.optimizers.map_leaves import map_leaves
-from jstep.optimizers.momentum import momentum
-from jstep.optimizers.muon import muon
-from jstep.optimizers.nadam import nadam
-from jstep.optimizers.novograd import novograd
+from jstep.optimizers.lion import lion, rprop, scale_by_lion, signum
+from jstep.optimizers.matrix_blocks import normalize_neurons, on_hyperball
+from jstep.optimizers.momentum import gradient_descent, momentum, sgd, trace
+from jstep.optimizers.muon import muon, orthogonalize
 from jstep.optimizers.prodigy import prodigy
-from jstep.optimizers.radam import radam
-from jstep.optimizers.rmsprop import rmsprop
-from jstep.optimizers.rprop import rprop
+from jstep.optimizers.scaling import add_weight_decay, decay_weights, scale, scale_by_learning_rate, scale_updates
 from jstep.optimizers.schedule_free import schedule_free_adamw, schedule_free_params, schedule_free_sgd
-from jstep.optimizers.sgd import sgd
-from jstep.optimizers.signum import signum
 from jstep.optimizers.soap import soap
-from jstep.optimizers.wrappers import (
+from jstep.optimizers.wrappers.cautious import cautious
+from jstep.optimizers.wrappers.chain import chain, scope
+from jstep.optimizers.wrappers.dynamic_loss_scale import dynamic_loss_scale
+from jstep.optimizers.wrappers.exponential_moving_average import (
     ExponentialMovingAverage,
     averaged_params,
-    cautious,
-    chain,
-    decay_weights,
-    dynamic_loss_scale,
-    from_optax,
-    lookahead,
-    master_weights,
-    partition,
-    scale_updates,
-    scope,
-    skip_nonfinite,
-    slow_params,
-    stochastic_rounding,
-    update_every,
     with_moving_average,
-    with_noise_scale,
-    with_projection,
 )
-from jstep.optimizers.yogi import yogi
+from jstep.optimizers.wrappers.from_optax import from_optax
+from jstep.optimizers.wrappers.lookahead import lookahead, slow_params
+from jstep.optimizers.wrappers.low_precision import master_weights, stochastic_rounding
+from jstep.optimizers.wrappers.noise_scale import with_noise_scale
+from jstep.optimizers.wrappers.partition import partition
+from jstep.optimizers.wrappers.projection import with_projection
+from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite
+from jstep.optimizers.wrappers.update_every import update_every
 
 __all__ = [
     "Context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_bool, as_int
+from jstep.core.slot_roles import Init
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
-from jstep.optimizers.adam import average
-from jstep.optimizers.arguments import decay_flags, decay_hyper, decays, rate
+from jstep.optimizers.directions import BETA, Result, Values, average, decay_mask, decays, from_update, positive
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+from jstep.optimizers.leafwise import Slot
 
 HIGHEST_RELATIVE = 1e-2
 """The upper bound of relative step sizes if no learning_rate is given, as in T5."""
@@ -73,16 +74,18 @@ def adafactor(
     start_step here.
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
-    hyper: dict[str, Any] = {} if learning_rate is None else {"learning_rate": rate(learning_rate)}
-    hyper |= {
-        "decay_rate": checked("decay_rate", decay_rate, low=0),
-        "epsilon": checked("epsilon", epsilon, low=0, above=True),
-        "epsilon_scale": checked("epsilon_scale", epsilon_scale, low=0),
+    hyper: dict[str, Any] = {
+        "decay_rate": decay_rate,
+        "epsilon": positive("epsilon", epsilon),
+        "epsilon_scale": epsilon_scale,
+        "weight_decay": weight_decay,
     }
+    if learning_rate is not None:
+        hyper["learning_rate"] = learning_rate
     if clip_threshold is not None:
-        hyper["clip_threshold"] = checked("clip_threshold", clip_threshold, low=0, above=True)
+        hyper["clip_threshold"] = clip_threshold
     if momentum is not None:
-        hyper["momentum"] = checked("momentum", momentum, low=0, high=1, below=True)
+        hyper["momentum"] = checked("momentum", momentum, **BETA)
     relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
 
     def without(which: int) -> Any:
@@ -95,31 +98,25 @@ def adafactor(
     def whole(path: str, leaf: Any) -> tuple[int, ...] | None:
         return np.shape(leaf) if factored_axes(np.shape(leaf), least) is None else None
 
-    def prepare(h: Hyper) -> Hyper:
-        lr = h.get("learning_rate", HIGHEST_RELATIVE if relative else 1.0)
-        age = h["age"].astype(jnp.result_type(float))
+    def prepare(h: Values) -> dict[str, Any]:
+        lr = h.learning_rate if "learning_rate" in h else HIGHEST_RELATIVE if relative else 1.0
+        age = h.age.astype(jnp.result_type(float))
         return {
-            "beta": 1 - jnp.power(age, -h["decay_rate"]),
+            "beta": 1 - jnp.power(age, -h.decay_rate),
             "step_size": jnp.minimum(lr, 1 / jnp.sqrt(age)) if relative else lr,
             "decay_size": lr,
             "scales": scales,
         }
 
-    return leafwise(
-        adafactor_rule,
-        slots={
-            "v_row": Slot(shape=without(1), keeps="rows"),
-            "v_col": Slot(shape=without(0), keeps="columns"),
-            "v": Slot(shape=whole),
-        }
-        | ({} if momentum is None else {"m": 0.0}),
-        hyper=hyper | decay_hyper(weight_decay),
-        flags=decay_flags(weight_decay_mask),
-        prepare=prepare,
-        aged=True,
-        sparse=False,
-        finished=True,
-    )
+    slots = {
+        "v_row": Slot(shape=without(1), keeps="rows"),
+        "v_col": Slot(shape=without(0), keeps="columns"),
+        "v": Slot(shape=whole),
+    } | ({} if momentum is None else {"m": Slot()})
+    flags = decay_mask(weight_decay_mask)
+    made = from_update("adafactor", adafactor_update, slots, hyper, flags=flags, prepare=prepare)
+    assert isinstance(made.init, Init)
+    return made._replace(init=dataclasses.replace(made.init, finished=True))  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
@@ -130,29 +127,29 @@ def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
     return (second, largest) if shape[second] >= least else None
 
 
-def adafactor_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update and moments."""
-    square, new = g * g + h["epsilon"], {}
-    if slots["v"] is None:
+def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update by factored moments, or by whole ones for a leaf that is not factored."""
+    square, new = g * g + h.epsilon, {}
+    if s.v is None:
         axes = factored_axes(p.shape, 1)
         assert axes is not None
         second, largest = axes
-        row = new["v_row"] = average(slots["v_row"], jnp.mean(square, largest), h["beta"])
-        col = new["v_col"] = average(slots["v_col"], jnp.mean(square, second), h["beta"])
+        row = new["v_row"] = average(s.v_row, jnp.mean(square, largest), h.beta)
+        col = new["v_col"] = average(s.v_col, jnp.mean(square, second), h.beta)
         mean = jnp.mean(row, second - 1 if second > largest else second, keepdims=True)
         u = g * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest) * jnp.expand_dims(1 / jnp.sqrt(col), second)
     else:
-        v = new["v"] = average(slots["v"], square, h["beta"])
+        v = new["v"] = average(s.v, square, h.beta)
         u = g / jnp.sqrt(v)
-    size = h["step_size"]
+    size = h.step_size
     if "clip_threshold" in h:
-        size = size / jnp.maximum(1.0, root_mean_square(u) / h["clip_threshold"])
-    if h["scales"]:
-        size = size * jnp.maximum(h["epsilon_scale"], root_mean_square(p))
+        size = size / jnp.maximum(1.0, root_mean_square(u) / h.clip_threshold)
+    if h.scales:
+        size = size * jnp.maximum(h.epsilon_scale, root_mean_square(p))
     u = size * u
     if "momentum" in h:
-        u = new["m"] = average(slots["m"], u, h["momentum"])
-    return -(u + h["decay_size"] * h["weight_decay"] * p if decays(h) else u), new
+        u = new["m"] = average(s.m, u, h.momentum)
+    return -(u + h.decay_size * h.weight_decay * p if decays(h) else u), new
 
 
 def root_mean_square(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Adam."""
+"""Adam and its classic variants: AdamW, Adamax, NAdam, RAdam."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.checks import as_bool
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.var_list import VarList
 from jstep.optimizers.age import bias_correction
-from jstep.optimizers.arguments import adam_hyper
-from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.directions import (
+    Result,
+    Scalar,
+    Values,
+    average,
+    decay_mask,
+    from_direction,
+    from_update,
+    positive,
+)
+from jstep.optimizers.hyper import low_dtype
+from jstep.optimizers.leafwise import Slot
+
+M_V = {"m": 0.0, "v": 0.0}
 
 
 def adam(
@@ -42,48 +56,320 @@ def adam(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), before section 2.1;
     `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
     """
-    return leafwise(
-        adam_rule,
-        slots={"m": 0.0, "v": 0.0},
-        hyper=adam_hyper(learning_rate, beta1, beta2, epsilon),
-        prepare=prepare,
-        aged=True,
-        sparse=False,
-    )
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    return from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
 
 
-def adam_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update and moments."""
-    m, v = moments(g, slots, h)
-    return h["signed_rate"] * m / (jnp.sqrt(v) + h["epsilon"]), {"m": m, "v": v}
+def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The paper's efficient form, with both bias corrections in the rate."""
+    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
 
-def prepare(h: Hyper) -> Hyper:
+def signed_rate(h: Values) -> dict[str, Any]:
     """The negative learning rate, multiplied by both bias corrections."""
-    correction = jnp.sqrt(bias_correction(h["beta2"], h["age"])) / bias_correction(h["beta1"], h["age"])
-    return {"signed_rate": -h["learning_rate"] * correction}
+    correction = jnp.sqrt(bias_correction(h.beta2, h.age)) / bias_correction(h.beta1, h.age)
+    return {"signed_rate": -h.learning_rate * correction}
 
 
-# Shared by the variants of Adam.
+def adamw(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+    weight_decay: ScalarOrSchedule = 1e-2,
+    weight_decay_mask: VarList = None,
+    *,
+    amsgrad: bool = False,
+    m_dtype: Any = None,
+) -> Optimizer:
+    """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
+
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots. ε is added to √v̂, as
+    in the paper; `adam` uses TF's "epsilon hat" form, which differs where ε matters.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        epsilon: Added to √v̂, ≥ 0.
+        weight_decay: The weight decay ≥ 0, decoupled from the gradient and multiplied by lr. For a decay that does not
+            depend on the learning rate, put `decay_weights` after the optimizer.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
+        m_dtype: The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
+
+    Returns:
+        An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
+
+    Raises:
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adamw(0.5, weight_decay=0.1, weight_decay_mask=["*kernel"])
+        >>> state = jstep.TrainState.create({"kernel": 1.0, "bias": 1.0}, optimizer)
+        >>> grads = {"kernel": jnp.float32(3.0), "bias": jnp.float32(3.0)}
+        >>> params = jstep.apply_gradients(state, grads, optimizer).params
+        >>> print(f"{params['kernel']:.3f} {params['bias']:.3f}")
+        0.450 0.500
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
+    `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
+    """
+    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
+    slots = {"m": Slot(dtype=m_dtype), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {})
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
+    flags = decay_mask(weight_decay_mask)
+    return from_direction("adamw", adam_direction, slots, hyper, flags=flags, prepare=corrections)
 
 
-def moments(g: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, Array]:
-    """The averages m of g and v of g², decayed by β1 and β2."""
-    return average(slots["m"], g, h["beta1"]), average(slots["v"], g * g, h["beta2"])
+def scale_by_adam(
+    beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.999, epsilon: ScalarOrSchedule = 1e-8
+) -> Optimizer:
+    """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), where t is the age of the slots.
+
+    Args:
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        epsilon: Added to √v̂, ≥ 0.
+
+    Returns:
+        An element of a chain with the slots `m` and `v` (initially 0) and the scalar `start_step`.
+
+    Example:
+        AdamW:
+
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(
+        ...     jstep.scale_by_adam(), jstep.add_weight_decay(0.1, ["*kernel"]), jstep.scale_by_learning_rate(0.5)
+        ... )
+        >>> state = jstep.TrainState.create({"kernel": 1.0}, optimizer)
+        >>> print(f"{jstep.apply_gradients(state, {'kernel': jnp.float32(3.0)}, optimizer).params['kernel']:.2f}")
+        0.45
+
+    Source: Kingma and Ba (2014); `optax.scale_by_adam`.
+    """
+    hyper = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    return from_update("scale_by_adam", adam_direction, M_V, hyper, prepare=corrections)
 
 
-def average(old: Array, new: Array, beta: Any) -> Array:
-    """An exponential moving average: β·old + (1−β)·new."""
-    return beta * old + (1 - beta) * new
+def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction m̂ / (√v̂ + ε), with the largest v so far if there is a slot for it."""
+    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    new = {"m": m, "v": v}
+    if "v_max" in s:
+        v = new["v_max"] = jnp.maximum(s.v_max, v)
+    return unbiased(m, v, h), new
 
 
-def corrections(h: Hyper) -> Hyper:
-    """The bias corrections 1/(1−β1^t) and 1/(1−β2^t), and both combined for `direction`, with its ε."""
-    of_m, of_v = bias_correction(h["beta1"], h["age"]), bias_correction(h["beta2"], h["age"])
+def corrections(h: Values) -> dict[str, Any]:
+    """The bias corrections 1/(1−β1^t) and 1/(1−β2^t), and both combined for `unbiased`, with its ε."""
+    of_m, of_v = bias_correction(h.beta1, h.age), bias_correction(h.beta2, h.age)
     root = jnp.sqrt(of_v)
-    return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h["epsilon"]}
+    return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h.epsilon}
 
 
-def direction(m: Array, v: Array, h: Hyper) -> Array:
+def unbiased(m: Array, v: Array, h: Values) -> Array:
     """The direction m̂ / (√v̂ + ε); the bias corrections are computed once for all elements."""
-    return h["unbias"] * m / (jnp.sqrt(v) + h["epsilon_hat"])
+    return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
+
+
+def adamax(
+    learning_rate: ScalarOrSchedule = 2e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+) -> Optimizer:
+    """Adamax: m averages g; u = max(β2·u, |g| + ε); p −= lr·m̂/u, m̂ = m/(1−β1^t), t the age of the slots.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the largest gradient u, in [0, 1).
+        epsilon: Added to |g|, > 0.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (u), initially 0, and the scalar `start_step`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adamax(0.25)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        0.750
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
+    `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
+    """
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": positive("epsilon", epsilon)}
+    return from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
+
+
+def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update by the infinity norm u."""
+    m, u = average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
+    return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
+
+
+def nadam(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+    momentum_decay: ScalarOrSchedule | None = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """NAdam: p −= lr·((β1·m/(1−β1^(t+1)) + (1−β1)·g/(1−β1^t))/(√v̂ + ε) + weight_decay·p), m and v as in Adam.
+
+    With a momentum_decay ψ the momentum grows: μ_t = β1·(1 − 0.96^(tψ)/2), P_t = μ_1·…·μ_t, and the numerator of the
+    first fraction is μ_{t+1}·m/(1 − P_{t+1}) + (1 − μ_t)·g/(1 − P_t). t is the age of the slots.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        epsilon: Added to √v̂, ≥ 0.
+        momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is 1.0.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with momentum_decay, the
+        scalar `mu_product` (P, initially 1).
+
+    Raises:
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.nadam(0.19)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
+        0.72
+
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016). Four algorithms have this name; this is
+    `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
+    """
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
+    flags = decay_mask(weight_decay_mask)
+    if momentum_decay is None:
+        return from_direction("nadam", nadam_direction, M_V, hyper, flags=flags, prepare=nadam_weights)
+    slots, hyper = M_V | {"mu_product": Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
+    return from_direction("nadam", nadam_direction, slots, hyper, flags=flags, prepare=growing_nadam_weights)
+
+
+def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction with Nesterov momentum."""
+    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    return (h.of_m * m + h.of_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
+
+
+def nadam_weights(h: Values) -> dict[str, Any]:
+    """The weights of m and g in the direction, and the bias correction of v."""
+    return {
+        "of_m": h.beta1 / bias_correction(h.beta1, h.age + 1),
+        "of_g": (1 - h.beta1) / bias_correction(h.beta1, h.age),
+        "unbias2": 1 / bias_correction(h.beta2, h.age),
+    }
+
+
+def growing_nadam_weights(h: Values) -> dict[str, Any]:
+    """The values of `nadam_weights` for a momentum that grows with the age, and the product of momenta."""
+    age = h.age.astype(jnp.result_type(h.mu_product))
+
+    def mu(t: Array) -> Array:
+        return h.beta1 * (1 - 0.5 * jnp.power(0.96, t * h.momentum_decay))
+
+    now, later = mu(age), mu(age + 1)
+    product = h.mu_product * now
+    return {
+        "mu_product": product,
+        "of_m": later / (1 - product * later),
+        "of_g": (1 - now) / (1 - product),
+        "unbias2": 1 / bias_correction(h.beta2, h.age),
+    }
+
+
+def radam(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-8,
+    threshold: ScalarOrSchedule = 5.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """RAdam: p −= lr·(r·m̂/(√v̂ + ε) + weight_decay·p) where ρ_t ≥ threshold, lr·(m̂ + weight_decay·p) before.
+
+    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age
+    of the slots. Until v has averaged enough gradients, the step is a momentum step.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t. Up to
+            0.6, steps are never rectified.
+        epsilon: Added to √v̂, ≥ 0.
+        threshold: The smallest ρ_t at which steps are rectified, ≥ 4.
+        weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`.
+
+    Raises:
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.radam(0.25)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.2f}')
+        0.25
+
+    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
+    `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
+    """
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "threshold": threshold,
+        "weight_decay": weight_decay,
+    }
+    flags = decay_mask(weight_decay_mask)
+    return from_direction("radam", radam_direction, M_V, hyper, flags=flags, prepare=rectification)
+
+
+def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The rectified direction or, in the first steps, m̂."""
+    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
+    return h.unbias1 * m * jnp.where(h.rectified, factor, jnp.ones_like(factor)), {"m": m, "v": v}
+
+
+def rectification(h: Values) -> dict[str, Any]:
+    """Whether to rectify, the factor r, and the bias corrections."""
+    seen = bias_correction(h.beta2, h.age)
+    longest = 2 / (1 - h.beta2) - 1
+    rho = longest - 2 * h.age.astype(seen.dtype) * (1 - seen) / seen
+    rectified = (rho >= h.threshold) & (longest > 4)
+    # Without rectification the radicand may be negative, and its NaN would leak into derivatives even if discarded.
+    safe, top = jnp.where(rectified, rho, 5.0), jnp.where(longest > 4, longest, 5.0)
+    r = jnp.sqrt((safe - 4) * (safe - 2) * top / ((top - 4) * (top - 2) * safe))
+    return corrections(h) | {"r": r, "rectified": rectified}

@@ -1,7 +1,5 @@
 """Adding updates to parameters."""
 
-import contextvars
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.execution_order import after_parameter, ordered_after
+from jstep.core.execution_order import in_order
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.meshes import on_any_mesh
-from jstep.core.scoped import scoped
 from jstep.core.types import Array, Params, Slots, Updates
 from jstep.optimizers.projected import is_projected, is_update
 
@@ -40,52 +37,41 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     )
 
 
-_OUTSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_ordered_outside", default=False)
+def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Params, Slots]:
+    """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
 
-
-@scoped
-def ordered_outside() -> Iterator[None]:
-    """Make `written_late` return slots unchanged: the caller knows the final updates and orders the slots itself."""
-    token = _OUTSIDE.set(True)
-    try:
-        yield
-    finally:
-        _OUTSIDE.reset(token)
-
-
-def written_late(slots: Slots, names: Sequence[str], params: Params, updates: Updates) -> Slots:
-    """Order some slots after the parameters that `apply_updates` will return.
-
-    A slot that a parameter is computed from must not be overwritten first, and XLA copies it unless a data dependency
-    fixes the order. XLA merges the sums here with those of `apply_updates`, so they are computed once.
+    A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
+    unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
+    need no order of their own: an optimizer declares a slot after those that are computed from its old value.
 
     Args:
-        slots: The new slots.
-        names: The slots to order; trees like params.
         params: The parameters.
-        updates: The updates that will be added to them.
+        updates: A tree of the same structure, as for `apply_updates`.
+        slots: The new slots. Only leaves with the shape of their parameter are ordered.
     """
-    if _OUTSIDE.get() or not names:
-        return slots
     leaves, treedef = trees.flatten(params)
+    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
+        return apply_updates(params, updates), slots
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    late = {}
-    for name in names:
-        parts = zip(leaves, found, treedef.flatten_up_to(slots[name]), strict=True)
-        late[name] = treedef.unflatten([_late(*part) if _is_dense(*part) else part[2] for part in parts])
-    return slots | late
+    ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    new = list(leaves)
+    for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
+        if not trees.is_none(update):
+            own = [] if is_update(update) else [tree for tree in ordered.values() if _is_alike(tree[i], leaf)]
+            new[i], moved = _add_in_order(leaf, update, [tree[i] for tree in own])
+            for tree, value in zip(own, moved, strict=True):
+                tree[i] = value
+    return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
 
 
-def _is_dense(leaf: Any, update: Any, slot: Any) -> bool:
-    shapes = {np.shape(x) for x in (leaf, update, slot) if not (trees.is_none(x) or is_update(x))}
-    return len(shapes) == 1 and not any(trees.is_none(x) or is_update(x) for x in (update, slot))
+def _is_alike(slot: Any, leaf: Any) -> bool:
+    return trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype)
 
 
-@jax.jit
-def _late(leaf: Array, update: Array, slot: Array) -> Array:
-    dtype = trees.compute_dtype(leaf.dtype)
-    (new,) = after_parameter(leaf.astype(dtype), update.astype(dtype), leaf.dtype)
-    return ordered_after(slot, new)
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _add_in_order(leaf: Array, update: Any, slots: list[Array]) -> tuple[Array, list[Array]]:
+    new = _add(leaf, update)
+    return new, in_order(new, *slots)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 from jstep.core.meshes import on_host
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
@@ -90,6 +90,19 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
             f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is created"
         )
     return float(checked(name, value, **bounds))
+
+
+def low_dtype(argument: str, dtype: Any) -> Any:
+    """A floating dtype for a slot, or None."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{argument}={shown(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}")
+    return found
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:

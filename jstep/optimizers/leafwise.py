@@ -16,7 +16,8 @@ step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, 
             slots={"rms": 1.0},
         )
 
-- `slots`: a number is the initial value of a slot for all leaves. `Slot(...)` allows a copy of the parameter, another
+- `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
+  old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
   shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
 - `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
   slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
@@ -42,7 +43,6 @@ from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, with
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import age_of, new_start_step
-from jstep.optimizers.apply_updates import written_late
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
@@ -54,6 +54,10 @@ from jstep.state import START_STEP
 LeafSlots: TypeAlias = dict[str, Any]
 Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSlots]]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
+
+
+RULE = "_rule"
+"""The end of the name under which the program of a step calls the rule of an optimizer: `adam_rule`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,6 @@ def leafwise(
     aged: bool = False,
     sparse: bool = True,
     finished: bool | None = None,
-    late: tuple[str, ...] = (),
 ) -> Optimizer:
     """An optimizer that applies the same rule to each leaf: `rule(g, p, slots, h) -> (update, slots)`.
 
@@ -124,8 +127,6 @@ def leafwise(
         sparse: Whether the rule may be applied to some rows of a table only, leaving the other rows unchanged.
             Otherwise sparse gradients are converted to dense ones.
         finished: Whether the updates include −learning_rate; by default, whether `hyper` has a learning_rate.
-        late: Slots whose old values, but not new ones, the update is computed from (Lion's m): written after the
-            parameters, they need not be copied by XLA.
 
     Returns:
         An `Optimizer`.
@@ -209,8 +210,6 @@ def leafwise(
             for name, value in new_slots.items():
                 mine[name][i] = value
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
-        if is_finished:  # otherwise the chain orders the slots, after the finished updates
-            new = written_late(new, late, params, treedef.unflatten(new_updates))
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
@@ -218,7 +217,7 @@ def leafwise(
         own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
         return Roles(own | ({START_STEP: Role.AGE} if aged else {}))
 
-    return Optimizer(Init(init, roles, is_finished, late), update, report(hyper))
+    return Optimizer(Init(init, roles, is_finished), update, report(hyper))
 
 
 def _scalar(name: str, value: Any, global_step: Step) -> Array:

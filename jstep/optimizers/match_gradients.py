@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.checks import kind
 from jstep.core.indexed_slices import IndexedSlices, check, is_slices
 from jstep.core.notes import note
 from jstep.core.types import Params, Slots, Updates
 from jstep.optimizers.masks import own_leaves
+from jstep.state import TrainState
 
 
 class NoGradientsError(ValueError):
@@ -130,3 +132,33 @@ def missing_slot(name: str, held: Slots) -> ValueError:
         f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
         "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
     )
+
+
+def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
+    """The full name of the only slot with a given name, under any scopes and labels.
+
+    Args:
+        state: The state.
+        name: The name, with or without its prefixes.
+        hint: How such a slot is created, for the error.
+        belongs: A predicate on the slot's full name; slots that fail it are ignored.
+
+    Raises:
+        TypeError: The state is not a TrainState.
+        ValueError: There is no such slot, or several.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state={state!r:.100}: must be a TrainState, got {kind(state)}")
+    slots = state.slots if isinstance(state.slots, dict) else {}
+    found = [slot for slot in slots if slot == name or slot.endswith(f"/{name}")]
+    found = [slot for slot in found if trees.is_like(state.params, slots[slot]) and belongs(slot)]
+    if name in found:
+        return name
+    if len(found) > 1:
+        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(found)}; give the full name of one")
+    if not found:
+        raise ValueError(
+            f"name={name!r}: the state has no such slot{trees.nearest(str(name), slots)}; it has {sorted(slots)}. "
+            f"{hint}"
+        )
+    return found[0]

@@ -8,13 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import ordered_after
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.core.var_list import VarList
 from jstep.optimizers import age as ages
-from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, with_decay
+from jstep.optimizers.directions import POSITIVE, Result, Scalar, Sums, Values, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+from jstep.optimizers.leafwise import Slot
 
 
 def prodigy(
@@ -70,41 +69,42 @@ def prodigy(
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (2023); the results
     match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
     """
-    hyper = adam_hyper(learning_rate, beta1, beta2, epsilon) | {
-        "d0": checked("d0", d0, low=0, above=True),
-        "d_coef": checked("d_coef", d_coef, low=0, above=True),
+    first = checked("d0", d0, **POSITIVE)
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "d0": first,
+        "d_coef": d_coef,
+        "weight_decay": weight_decay,
     }
     if beta3 is not None:
-        hyper["beta3"] = beta("beta3", beta3)
+        hyper["beta3"] = beta3
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
-        hyper["growth_rate"] = checked("growth_rate", growth_rate, low=1)
+        hyper["growth_rate"] = growth_rate
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
-
-    def prepare(h: Hyper) -> Hyper:
-        return decayed_sizes(h, corrected, guarded)
-
-    return leafwise(
-        prodigy_rule,
-        slots={"m": 0.0, "v": 0.0, "s": 0.0, "p0": Slot("copy")},
-        scalars={"d": hyper["d0"], "d_max": hyper["d0"], "d_numerator": 0.0},
-        hyper=hyper | decay_hyper(weight_decay),
-        flags=decay_flags(weight_decay_mask),
-        prepare=prepare,
-        measure=progress,
-        conclude=estimate,
-        aged=True,
-        sparse=False,
+    slots = {"m": 0.0, "v": 0.0, "s": 0.0, "p0": Slot("copy")}
+    scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
+    return from_update(
+        "prodigy",
+        prodigy_update,
+        slots | scalars,
+        hyper,
+        flags=decay_mask(weight_decay_mask),
+        prepare=lambda h: decayed_sizes(h, corrected, guarded),
+        sums=Sums(progress, estimate),
     )
 
 
-def decayed_sizes(h: Hyper, corrected: bool, guarded: bool) -> Hyper:
+def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
     """The values shared by all leaves: the rate, and the weights of old and new values in each average."""
-    lr, d = h["learning_rate"], h["d"]
-    beta3 = h["beta3"] if "beta3" in h else _root(h["beta2"])
+    lr, d = h.learning_rate, h.d
+    beta3 = h.beta3 if "beta3" in h else _root(h.beta2)
     size = d * lr
     if corrected:
-        age = h["age"]
-        size = size * jnp.sqrt(ages.bias_correction(h["beta2"], age)) / ages.bias_correction(h["beta1"], age)
+        age = h.age
+        size = size * jnp.sqrt(ages.bias_correction(h.beta2, age)) / ages.bias_correction(h.beta1, age)
     moves = jnp.asarray(lr > 0)
 
     def old(share: Any) -> Array:
@@ -116,13 +116,13 @@ def decayed_sizes(h: Hyper, corrected: bool, guarded: bool) -> Hyper:
     return {
         "size": size,
         "moves": moves,
-        "m_old": old(h["beta1"]),
-        "m_new": new((1 - h["beta1"]) * d),
-        "v_old": old(h["beta2"]),
-        "v_new": new((1 - h["beta2"]) * d * d),
+        "m_old": old(h.beta1),
+        "m_new": new((1 - h.beta1) * d),
+        "v_old": old(h.beta2),
+        "v_new": new((1 - h.beta2) * d * d),
         "s_old": old(beta3),
-        "s_new": new(d / h["d0"] * (d if guarded else size)),
-        "n_new": d / h["d0"] * size,
+        "s_new": new(d / h.d0 * (d if guarded else size)),
+        "n_new": d / h.d0 * size,
         "n_old": old(beta3),
     }
 
@@ -131,41 +131,39 @@ def _root(x: Any) -> Any:
     return math.sqrt(x) if isinstance(x, float) else jnp.sqrt(x)
 
 
-def new_s(g: Array, slots: dict[str, Array], h: Hyper) -> Array:
+def new_s(g: Array, s: Values, h: Values) -> Array:
     """The weighted sum of gradients."""
-    return h["s_old"] * slots["s"] + h["s_new"] * g
+    return h.s_old * s.s + h.s_new * g
 
 
-def progress(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> dict[str, Array]:
+def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
     """A leaf's terms of the sums ⟨g, p0 − p⟩ and ‖s‖₁."""
-    return {"ahead": jnp.sum(g * (slots["p0"] - p)), "length": jnp.sum(jnp.abs(new_s(g, slots, h)))}
+    return {"ahead": jnp.sum(g * (s.p0 - p)), "length": jnp.sum(jnp.abs(new_s(g, s, h)))}
 
 
-def estimate(h: Hyper) -> Hyper:
+def estimate(h: Values) -> dict[str, Any]:
     """The new estimate of the distance."""
-    d, highest, length = h["d"], h["d_max"], h["length"]
-    numerator = h["n_old"] * h["d_numerator"] + h["n_new"] * h["ahead"]
+    d, highest, length = h.d, h.d_max, h.length
+    numerator = h.n_old * h.d_numerator + h.n_new * h.ahead
     # The estimate stays unchanged as long as all gradients have been 0, and at a rate of 0.
-    learns = h["moves"] & (length > 0)
-    found = h["d_coef"] * numerator / jnp.where(learns, length, jnp.ones_like(length))
-    first = jnp.where(d == h["d0"], jnp.maximum(d, found), d)
+    learns = h.moves & (length > 0)
+    found = h.d_coef * numerator / jnp.where(learns, length, jnp.ones_like(length))
+    first = jnp.where(d == h.d0, jnp.maximum(d, found), d)
     top = jnp.maximum(highest, found)
-    new = jnp.minimum(top, first * h["growth_rate"]) if "growth_rate" in h else top
+    new = jnp.minimum(top, first * h.growth_rate) if "growth_rate" in h else top
     return {
         "d": jnp.where(learns, new, d),
         "d_max": jnp.where(learns, top, highest),
-        "d_numerator": jnp.where(learns, numerator, h["d_numerator"]),
-        "size": jnp.where(learns, h["size"], jnp.zeros_like(h["size"])),
+        "d_numerator": jnp.where(learns, numerator, h.d_numerator),
+        "size": jnp.where(learns, h.size, jnp.zeros_like(h.size)),
     }
 
 
-def prodigy_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update, moments and weighted sum; d in h is the new one."""
-    m = h["m_old"] * slots["m"] + h["m_new"] * g
-    v = h["v_old"] * slots["v"] + h["v_new"] * (g * g)
-    denominator = jnp.sqrt(v) + h["d"] * h["epsilon"]
+def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update with the size and d of this step."""
+    m = h.m_old * s.m + h.m_new * g
+    v = h.v_old * s.v + h.v_new * (g * g)
+    denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    # The new size depends on ‖s‖₁, so ordering s after it avoids a copy of the old s.
-    s = ordered_after(new_s(g, slots, h), h["size"])
-    return -h["size"] * with_decay(u, p, h), {"m": m, "v": v, "s": s, "p0": slots["p0"]}
+    return -h.size * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}

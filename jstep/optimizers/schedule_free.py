@@ -12,12 +12,11 @@ from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.core.var_list import VarList
-from jstep.optimizers.adam import average
 from jstep.optimizers.age import bias_correction
-from jstep.optimizers.arguments import beta, decay_flags, decay_hyper, rate, with_decay
-from jstep.optimizers.find_slot import find_slot
-from jstep.optimizers.hyper import checked, constant
-from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+from jstep.optimizers.directions import Result, Scalar, Values, average, decay_mask, from_update, with_decay
+from jstep.optimizers.hyper import constant
+from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.match_gradients import find_slot
 
 SCALARS = ("weight_sum", "lr_max", "beta1")
 
@@ -68,18 +67,18 @@ def schedule_free_adamw(
     Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
     (`AdamWScheduleFree`). Optax's wrapper has a counter of its own, so it weights steps by another rate during warmup.
     """
-    return leafwise(
-        adamw_rule,
-        slots={"z": Slot("copy"), "v": 0.0},
-        scalars={"weight_sum": 0.0, "lr_max": 0.0, "beta1": _beta1(beta1)},
-        hyper=_hyper(learning_rate, beta1, weight_lr_power, r)
-        | {"beta2": beta("beta2", beta2), "epsilon": checked("epsilon", epsilon, low=0)}
-        | decay_hyper(weight_decay),
-        flags=decay_flags(weight_decay_mask),
-        prepare=adamw_weights,
-        aged=True,
-        sparse=False,
-    )
+    beta1 = _beta1(beta1)
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_lr_power": weight_lr_power,
+        "r": r,
+        "weight_decay": weight_decay,
+    }
+    slots, flags = {"z": Slot("copy"), "v": 0.0} | _scalars(beta1), decay_mask(weight_decay_mask)
+    return from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
 
 
 def schedule_free_sgd(
@@ -119,67 +118,62 @@ def schedule_free_sgd(
 
     Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree` (`SGDScheduleFree`).
     """
-    return leafwise(
-        sgd_rule,
-        slots={"z": Slot("copy")},
-        scalars={"weight_sum": 0.0, "lr_max": 0.0, "beta1": _beta1(beta1)},
-        hyper=_hyper(learning_rate, beta1, weight_lr_power, r) | decay_hyper(weight_decay),
-        flags=decay_flags(weight_decay_mask),
-        prepare=weights,
-        aged=True,
-        sparse=False,
-    )
+    beta1 = _beta1(beta1)
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "weight_lr_power": weight_lr_power,
+        "r": r,
+        "weight_decay": weight_decay,
+    }
+    slots, flags = {"z": Slot("copy")} | _scalars(beta1), decay_mask(weight_decay_mask)
+    return from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
 
 
 def _beta1(value: float) -> float:
     return constant("beta1", value, low=0, high=1, above=True, below=True)
 
 
-def _hyper(learning_rate: Any, beta1: Any, weight_lr_power: Any, r: Any) -> dict[str, Any]:
-    return {
-        "learning_rate": rate(learning_rate),
-        "beta1": _beta1(beta1),
-        "weight_lr_power": checked("weight_lr_power", weight_lr_power, low=0),
-        "r": checked("r", r),
-    }
+def _scalars(beta1: float) -> dict[str, Any]:
+    return {"weight_sum": Scalar(), "lr_max": Scalar(), "beta1": Scalar(beta1)}
 
 
-def weights(h: Hyper) -> Hyper:
+def weights(h: Values) -> dict[str, Any]:
     """The weight c by which x moves towards z, and the weight of u in the update of y."""
-    lr, age = h["learning_rate"], h["age"].astype(h["lr_max"].dtype)
-    highest = jnp.maximum(h["lr_max"], lr)
-    weight = jnp.power(age, h["r"]) * jnp.power(highest, h["weight_lr_power"])
-    total = h["weight_sum"] + weight
+    lr, age = h.learning_rate, h.age.astype(h.lr_max.dtype)
+    highest = jnp.maximum(h.lr_max, lr)
+    weight = jnp.power(age, h.r) * jnp.power(highest, h.weight_lr_power)
+    total = h.weight_sum + weight
     # As long as all rates have been 0, there is nothing to average.
     c = jnp.where(total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total))
     # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, expressed in terms of the new z' = z − lr·u.
-    return {"lr_max": highest, "weight_sum": total, "c": c, "of_u": lr * (1 - c) * (1 - h["beta1"])}
+    return {"lr_max": highest, "weight_sum": total, "c": c, "of_u": lr * (1 - c) * (1 - h.beta1)}
 
 
-def adamw_weights(h: Hyper) -> Hyper:
+def adamw_weights(h: Values) -> dict[str, Any]:
     """The weights of `weights`, and the bias correction of v."""
-    return weights(h) | {"unbias2": 1 / bias_correction(h["beta2"], h["age"])}
+    return weights(h) | {"unbias2": 1 / bias_correction(h.beta2, h.age)}
 
 
-def sgd_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update and z."""
+def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update of y, and z."""
     u = with_decay(g, p, h)
-    z = slots["z"] - h["learning_rate"] * u
-    return h["c"] * (z - p) - h["of_u"] * u, {"z": z}
+    z = s.z - h.learning_rate * u
+    return h.c * (z - p) - h.of_u * u, {"z": z}
 
 
-def adamw_rule(g: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update, z and second moment."""
+def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update of y, z and the second moment."""
     # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
-    v, g, p = compute_first(average(slots["v"], g * g, h["beta2"]), g, p)
-    z = slots["z"] - h["learning_rate"] * adamw_direction(g, v, p, h)
+    v, g, p = compute_first(average(s.v, g * g, h.beta2), g, p)
+    z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
-    return h["c"] * (z - p) - h["of_u"] * adamw_direction(g, v, p, h), {"z": z, "v": v}
+    return h.c * (z - p) - h.of_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
 
 
-def adamw_direction(g: Array, v: Array, p: Array, h: Hyper) -> Array:
+def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     """The direction u, with weight decay."""
-    return with_decay(g / (jnp.sqrt(h["unbias2"] * v) + h["epsilon"]), p, h)
+    return with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
 @on_any_mesh

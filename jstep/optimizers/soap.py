@@ -13,9 +13,9 @@ from jstep.core.checks import as_int
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.core.var_list import VarList
 from jstep.optimizers.age import age_of, bias_correction
-from jstep.optimizers.arguments import adam_hyper, beta, decay_flags, decay_hyper, decays
+from jstep.optimizers.directions import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases
-from jstep.optimizers.leafwise import Hyper, Slot, leafwise
+from jstep.optimizers.leafwise import Slot
 from jstep.state import START_STEP
 
 
@@ -82,17 +82,16 @@ def soap(
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
         }
 
-    moments = leafwise(
-        soap_rule,
-        slots=slots,
-        hyper=adam_hyper(learning_rate, beta1, beta2, epsilon)
-        | {"shampoo_beta": beta("shampoo_beta", shampoo_beta)}
-        | decay_hyper(weight_decay),
-        flags=decay_flags(weight_decay_mask),
-        prepare=sizes_and_shares,
-        aged=True,
-        sparse=False,
-    )
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "shampoo_beta": shampoo_beta,
+        "weight_decay": weight_decay,
+    }
+    flags = decay_mask(weight_decay_mask)
+    moments = from_update("soap", soap_update, slots, hyper, flags=flags, prepare=sizes_and_shares)
 
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new_updates, new = moments.update(updates, given, params, step)
@@ -124,33 +123,33 @@ def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list
     return slots
 
 
-def sizes_and_shares(h: Hyper) -> Hyper:
+def sizes_and_shares(h: Values) -> dict[str, Any]:
     """The step size, and the weights of old and new values in the moments."""
-    first, k = h["age"] == 1, jnp.maximum(h["age"] - 1, 1)
-    size = h["learning_rate"] * jnp.sqrt(bias_correction(h["beta2"], k)) / bias_correction(h["beta1"], k)
+    first, k = h.age == 1, jnp.maximum(h.age - 1, 1)
+    size = h.learning_rate * jnp.sqrt(bias_correction(h.beta2, k)) / bias_correction(h.beta1, k)
     return {
         "first": first,
         "size": jnp.where(first, 0.0, size),
-        "shrink": jnp.where(first, 0.0, h["learning_rate"] * h["weight_decay"]),
-        "m_old": jnp.where(first, 1.0, h["beta1"]),
-        "m_new": jnp.where(first, 0.0, 1 - h["beta1"]),
-        "v_old": jnp.where(first, 1.0, h["beta2"]),
-        "v_new": jnp.where(first, 0.0, 1 - h["beta2"]),
+        "shrink": jnp.where(first, 0.0, h.learning_rate * h.weight_decay),
+        "m_old": jnp.where(first, 1.0, h.beta1),
+        "m_new": jnp.where(first, 0.0, 1 - h.beta1),
+        "v_old": jnp.where(first, 1.0, h.beta2),
+        "v_new": jnp.where(first, 0.0, 1 - h.beta2),
     }
 
 
-def soap_rule(g: Array, p: Array, slots: dict[str, Any], h: Hyper) -> tuple[Array, dict[str, Any]]:
-    """A leaf's update, moments and averages of g·gᵀ; the bases of all leaves are updated together afterwards."""
-    axes = [axis for axis in range(p.ndim) if slots.get(f"gg_{axis}") is not None]
-    bases = {axis: slots[f"q_{axis}"] for axis in axes}
-    m = h["m_old"] * slots["m"] + h["m_new"] * g
-    v = h["v_old"] * slots["v"] + h["v_new"] * jnp.square(projected(g, bases))
-    u = projected(projected(m, bases) / (jnp.sqrt(v) + h["epsilon"]), bases, back=True)
+def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update, moments and averages of g·gᵀ; the bases of all leaves are updated together afterwards."""
+    axes = [axis for axis in range(p.ndim) if f"gg_{axis}" in s and s[f"gg_{axis}"] is not None]
+    bases = {axis: s[f"q_{axis}"] for axis in axes}
+    m = h.m_old * s.m + h.m_new * g
+    v = h.v_old * s.v + h.v_new * jnp.square(projected(g, bases))
+    u = projected(projected(m, bases) / (jnp.sqrt(v) + h.epsilon), bases, back=True)
     # The bases are initialized from the first gradient, so the first update has no direction.
-    update = jnp.where(h["first"], jnp.zeros_like(u), -h["size"] * u)
+    update = jnp.where(h.first, jnp.zeros_like(u), -h.size * u)
     if decays(h):
-        update = update - h["shrink"] * (p + update)
-    grams = {axis: gram(g, axis, slots[f"gg_{axis}"], h["shampoo_beta"]) for axis in axes}
+        update = update - h.shrink * (p + update)
+    grams = {axis: gram(g, axis, s[f"gg_{axis}"], h.shampoo_beta) for axis in axes}
     return update, {"m": m, "v": v} | {f"gg_{i}": grams[i] for i in axes}
 
 

@@ -6,13 +6,19 @@ from typing import Any, TypeAlias
 from jstep.core.slot_roles import Init, Role, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.masks import partial_params
 from jstep.optimizers.match_gradients import missing_slot
-from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import is_guarded, makes_finished_updates, own_slots
+from jstep.optimizers.parts import (
+    EMPTY_CONTEXT,
+    check_names,
+    is_guarded,
+    makes_finished_updates,
+    merge,
+    merged_hyperparameters,
+    own_slots,
+)
 from jstep.state import START_STEP
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]

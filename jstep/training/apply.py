@@ -21,9 +21,9 @@ from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
-from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
+from jstep.optimizers.apply_updates import apply_in_order, apply_updates
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
+from jstep.optimizers.parts import EMPTY_CONTEXT, call_update
 from jstep.optimizers.projected import moves
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
@@ -100,12 +100,20 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     require_alive(require_state(state))
     refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
+    by_leaf = is_worth_a_sequence(state)
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
-        return _applied(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        shown = moves(state.params, found.updates)  # as added to the parameters
+        if by_leaf:
+            params = apply_updates(state.params, found.updates)
+            return found._replace(state=found.state.replace(params=params), updates=shown)
+        params, slots = apply_in_order(state.params, found.updates, found.slots)
+        new = found.state.replace(params=params, slots={**state.slots, **slots})
+        return found._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    if is_worth_a_sequence(state):
+    if by_leaf:
         run, here = functools.partial(_leaf_by_leaf, run), state
     else:
         here = state.replace(slots=on_devices(state.slots))
@@ -143,7 +151,8 @@ def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
     return {i: group for i, group in found.items() if i is not None and is_on_host(leaves[i])}
 
 
-def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+    """The next state, with the old parameters."""
     step = step_of(state)
     match_gradients(grads, state.params)  # even if no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
@@ -164,8 +173,7 @@ def _applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guards}
-    params, updates = apply_updates(state.params, updates), moves(state.params, updates)
-    new = state.replace(params=params, slots={**state.slots, **own})
+    new = state.replace(slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new
     return Applied(new, updates, own, roles, left_out)
 

@@ -7,8 +7,7 @@ import jax
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.types import Params
-from jstep.optimizers.wrappers.exponential_moving_average import NAME
-from jstep.optimizers.wrappers.moving_average import averaged_params
+from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
 from jstep.state import TrainState
 
 

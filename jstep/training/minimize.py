@@ -21,9 +21,9 @@ from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
-from jstep.optimizers.call_update import EMPTY_CONTEXT
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots
+from jstep.optimizers.parts import EMPTY_CONTEXT
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of

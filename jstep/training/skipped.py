@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.types import Array, Optimizer, Updates
 from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips
-from jstep.optimizers.names import is_guarded
+from jstep.optimizers.parts import is_guarded
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite
 from jstep.state import TrainState

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices, on_table
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LEAST_SHARE = 1e-3

@@ -1,14 +1,23 @@
-"""Chain optimizers and gradient transformations."""
+"""Chain optimizers and gradient transformations, and prefix the names of one."""
 
-import contextlib
 import warnings
 
-from jstep.core.slot_roles import Init
+from jstep.core.checks import as_text
+from jstep.core.slot_roles import Init, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.apply_updates import ordered_outside, written_late
-from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update
-from jstep.optimizers.merge import check_names, merged_hyperparameters, merged_roles, merged_slots
-from jstep.optimizers.names import is_guarded, late_slots, makes_finished_updates, own_slots
+from jstep.optimizers.held import check_prefix
+from jstep.optimizers.parts import (
+    EMPTY_CONTEXT,
+    call_update,
+    check_names,
+    is_guarded,
+    makes_finished_updates,
+    merged_hyperparameters,
+    merged_roles,
+    merged_slots,
+    own_slots,
+    prefixed,
+)
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -57,25 +66,63 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=2)
 
-    late = tuple(name for one in optimizers for name in late_slots(one))
-
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
         for i, optimizer in enumerate(optimizers):
             mine = own_slots(optimizer, slots, params)
-            with ordered_outside() if late_slots(optimizer) else contextlib.nullcontext():
-                is_last = i == len(optimizers) - 1
-                updates, own = call_update(optimizer, updates, mine, params, step, context, exact=is_last)
+            is_last = i == len(optimizers) - 1
+            updates, own = call_update(optimizer, updates, mine, params, step, context, exact=is_last)
             new |= own
-        return updates, written_late(new, late, params, updates)
+        return updates, new
 
     init = Init(
         lambda params, step: merged_slots(parts, params, step),
         lambda params: merged_roles(parts, params),
         finished=bool(finished),
-        late=late,
         guarded=is_guarded(optimizers[0]),
     )
     return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
+
+
+def scope(name: str, optimizer: Optimizer) -> Optimizer:
+    """Rename the slots and hyperparameters of an optimizer to `name/…`.
+
+    Args:
+        name: The prefix, without a trailing slash.
+        optimizer: The optimizer.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
+        ['fast/m', 'fast/v']
+    """
+    require_optimizer("optimizer", optimizer)
+    check_prefix("name", as_text(name, "name"))
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        return prefixed(name, optimizer.init(params, global_step))
+
+    def roles(params: Params) -> Roles:
+        return roles_of(optimizer, params).prefixed(name)
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        mine = own_slots(optimizer, slots, params, f"{name}/")
+        updates, own = call_update(optimizer, updates, mine, params, step, context, exact=True)
+        return updates, prefixed(name, own)
+
+    return Optimizer(
+        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer)),
+        update,
+        lambda step: prefixed(name, optimizer.hyperparameters(step)),
+        optimizer.takes_context,
+    )

@@ -1,5 +1,6 @@
 """Use Optax transformations as jstep optimizers."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,14 +10,14 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.scoped import scoped
 from jstep.core.slot_roles import Init, Roles, of_slots
-from jstep.core.types import Context, Held, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers.call_update import EMPTY_CONTEXT
+from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, report
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
-from jstep.optimizers.wrappers.optax_arguments import EXTRA, dense, extra_arguments, takes_extra
+from jstep.optimizers.parts import EMPTY_CONTEXT
 
 
 def from_optax(
@@ -86,7 +87,7 @@ def from_optax(
         slots = _StateSlots(name, state, params).slots
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
-    def skeleton(params: Params) -> "_StateSlots":
+    def skeleton(params: Params) -> _StateSlots:
         with _standard_promotion():
             return _StateSlots(name, jax.eval_shape(lambda given: transformation.init(_seen(given)), params), params)
 
@@ -293,3 +294,64 @@ def _reported(given: Any) -> Any:
         }
 
     return hyperparameters
+
+
+EXTRA = ("value", "grad", "value_fn")
+"""The extra arguments that Optax's own transformations take."""
+
+
+def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
+    """A predicate for whether an update takes an extra argument of a given name."""
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return lambda name: False
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return lambda name: takes_any or name in parameters
+
+
+def extra_arguments(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
+    """The extra arguments of Optax transformations that the step can provide."""
+    known: dict[str, Any] = {}
+    if context.loss is not None:
+        known |= {"value": _wide(context.loss), "grad": grads}
+    if context.value_and_grad is not None:
+        known["value_fn"] = _value_fn(context.value_and_grad, params)
+    return known
+
+
+def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
+    """The loss as a function of the parameters that Optax sees, with the derivative given by the step."""
+    leaves, treedef = trees.flatten(params)
+
+    def evaluated(seen: Params) -> tuple[Array, Params]:
+        found = treedef.flatten_up_to(seen)
+        own = [p if s is None else s.astype(p.dtype) for s, p in zip(found, leaves, strict=True)]
+        loss, gradients = value_and_grad(treedef.unflatten(own))
+        pairs = zip(treedef.flatten_up_to(gradients), leaves, found, strict=True)
+        return _wide(loss), treedef.unflatten([None if s is None else dense(g, p) for g, p, s in pairs])
+
+    @jax.custom_jvp
+    def value_fn(seen: Params) -> Array:
+        return evaluated(seen)[0]
+
+    @value_fn.defjvp
+    def _derivative(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        loss, gradients = evaluated(*primals)
+        products = jax.tree.map(lambda g, t: jnp.sum(g * t), gradients, *tangents)
+        return loss, sum(jax.tree.leaves(products), start=jnp.zeros_like(loss)).astype(loss.dtype)
+
+    return value_fn
+
+
+def _wide(loss: Array) -> Array:
+    loss = jnp.asarray(loss)
+    return loss.astype(trees.compute_dtype(loss.dtype))
+
+
+def dense(gradient: Any, leaf: Any) -> Any:
+    """A gradient as Optax sees it: an array, in at least float32."""
+    dtype = trees.compute_dtype(leaf.dtype)
+    if gradient is None:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    return (gradient.to_dense() if isinstance(gradient, IndexedSlices) else jnp.asarray(gradient)).astype(dtype)

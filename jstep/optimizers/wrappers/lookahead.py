@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.execution_order import compute_first
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import (
     Array,
@@ -22,11 +21,11 @@ from jstep.core.types import (
 )
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
-from jstep.optimizers.wrappers.moving_average import params_from_slot
+from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
 from jstep.state import START_STEP, TrainState
 
 SLOW = "slow"
@@ -93,8 +92,7 @@ def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> t
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
-    # The parameters first, then the slow weights from them: in the other order XLA copies what it overwrites.
-    nearer = compute_first(apply_updates(p, update))[0] if p.dtype == dtype else p.astype(dtype) + update
+    nearer = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
     return update, jnp.where(due, nearer, slow)
 
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Context, GradientNoise, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper, constant
+from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 SLOTS = {

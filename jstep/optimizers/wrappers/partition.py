@@ -10,14 +10,21 @@ from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices
 from jstep.core.slot_roles import AGES, Init, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.call_update import EMPTY_CONTEXT, call_update, inner_context
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, partial_params
 from jstep.optimizers.match_gradients import NoGradientsError
-from jstep.optimizers.merge import check_names, merge, merged_hyperparameters
-from jstep.optimizers.names import is_guarded, makes_finished_updates
+from jstep.optimizers.parts import (
+    EMPTY_CONTEXT,
+    call_update,
+    check_names,
+    inner_context,
+    is_guarded,
+    makes_finished_updates,
+    merge,
+    merged_hyperparameters,
+)
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrappers.scope import scope
+from jstep.optimizers.wrappers.chain import scope
 
 
 def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:

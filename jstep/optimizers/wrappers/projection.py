@@ -11,8 +11,8 @@ from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.call_update import call_update
 from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import Projected, is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 

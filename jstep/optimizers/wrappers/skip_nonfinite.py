@@ -1,14 +1,20 @@
-"""Skip updates whose gradients are not finite."""
+"""Skip updates whose gradients are not finite, and other conditional updates."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from jstep.clipping import global_norm
-from jstep.core.slot_roles import Role
+from jstep.core import trees
+from jstep.core.slot_roles import AGES, Role, roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.match_gradients import match_gradients
+from jstep.optimizers.parts import call_update
+from jstep.optimizers.projected import Projected, is_projected, is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
@@ -87,3 +93,64 @@ def unless_skipped(
         Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
     }
     return conditional_update(finite, optimizer, updates, slots, params, step, context, slot_rules=slot_rules)
+
+
+SlotRule = Callable[[Any, Any], Any]
+"""`rule(old, new)`, the new value of a slot."""
+
+
+def conditional_update(
+    condition: Array,
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    params: Params,
+    step: Step,
+    context: Context,
+    *,
+    slot_rules: Mapping[Role, SlotRule] | None = None,
+) -> tuple[Updates, Slots]:
+    """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
+
+    Args:
+        condition: A scalar bool.
+        optimizer: The optimizer.
+        updates: Its gradients.
+        slots: Its slots.
+        params: The parameters.
+        step: The step.
+        context: The context.
+        slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
+    """
+    roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
+    updates, new_slots = call_update(optimizer, updates, slots, params, step, context, exact=True)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    leaves, treedef = trees.flatten(params)
+    updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
+
+    def slot(name: str, new: Any) -> Any:
+        role, old = roles.get(name), slots[name]
+        if role and role in slot_rules:
+            return slot_rules[role](old, new)
+        if role in AGES:
+            return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
+        return jax.tree.map(lambda before, after: _select(condition, before, after), old, new)
+
+    return updates, {name: slot(name, new) for name, new in new_slots.items()}
+
+
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _select(condition: Array, before: Array, after: Array) -> Array:
+    return jnp.where(condition, after, before)
+
+
+def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
+    """The update if `condition`, else one that leaves the parameter as it is."""
+    if is_projected(update):
+        return Projected(_select(condition, leaf, update.value))
+    return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
+
+
+@jax.jit
+def _zero_array_unless(condition: Array, update: Array) -> Array:
+    return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update

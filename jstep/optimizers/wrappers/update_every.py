@@ -9,11 +9,11 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
 from jstep.core.slot_roles import Roles
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.conditional_update import conditional_update
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrappers.skip_nonfinite import conditional_update
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
 NOTHING = -0.0

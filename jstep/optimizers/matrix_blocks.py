@@ -1,28 +1,111 @@
-"""Hyperball optimization: steps on a sphere, which preserve the norm of every matrix."""
+"""Elements of a chain for matrices: NorMuon's normalization of neurons, and steps on a sphere."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_number
+from jstep.core.checks import as_number, one_of
 from jstep.core.slot_roles import Init
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
 from jstep.core.when_concrete import when_concrete
-from jstep.optimizers.arguments import rate
+from jstep.optimizers.axes import Axes, MatrixAxes, checked_axes, matrix_axes_of, partition_shown
+from jstep.optimizers.directions import BETA, Result, Values, average, from_update, positive
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Hyper, leafwise
+from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.masks import by_path, own_leaves
-from jstep.optimizers.matrix_axes import Axes, MatrixAxes, axes_of, checked_axes, partition_shown
+
+Over: TypeAlias = Literal["neuron", "short"]
+
+
+def normalize_neurons(
+    beta2: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-10,
+    axes: Axes | None = None,
+    over: Over = "neuron",
+) -> Optimizer:
+    """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
+
+    Norms are Frobenius norms. Each matrix u keeps its norm, so scales before or after this block are preserved, and
+    the bias of v cancels. After `orthogonalize` it is NorMuon (see the example).
+
+    Args:
+        beta2: The decay of the average v, in [0, 1).
+        epsilon: Added to √v and ‖U‖, > 0.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices. By default the last two, (in, out) as in Flax.
+        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in
+            and out (in, if they are equal), which also normalizes matrices with more inputs than outputs evenly.
+
+    Returns:
+        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the
+        axes of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> normuon = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True),
+        ...     jstep.orthogonalize(scale="original"),
+        ...     jstep.normalize_neurons(),
+        ...     jstep.add_weight_decay(0.1),
+        ...     jstep.scale_by_learning_rate(0.02),
+        ... )
+        >>> optimizer = jstep.partition(
+        ...     {"normuon": normuon, "adamw": jstep.adamw(1e-3)},
+        ...     lambda path, leaf: "normuon" if leaf.ndim == 2 else "adamw",
+        ... )
+        >>> state = jstep.TrainState.create({"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}, optimizer)
+        >>> print(state.slots["normuon/neuron_v"]["w"].shape)
+        (1, 3)
+
+    Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
+    norm, while the paper sets the root mean square to 0.2.
+    """
+    chosen = checked_axes(axes)
+    whose = one_of(over, "over", ["neuron", "short"])
+    wording = "to normalize its neurons", partition_shown("normuon", NORMUON)
+
+    def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the mean, and those of the matrix."""
+        rows, columns = matrix_axes_of(path, leaf, chosen, *wording)
+        sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
+        return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
+
+    def shape(path: str, leaf: Any) -> tuple[int, ...]:
+        mean, _ = mean_and_matrix(path, leaf)
+        return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
+
+    hyper = {"neuron_beta2": checked("beta2", beta2, **BETA), "neuron_epsilon": positive("epsilon", epsilon)}
+    flags = {"axes": by_path(mean_and_matrix)}
+    return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
+
+
+NORMUON = (
+    "jstep.chain(jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(), jstep.normalize_neurons(), "
+    "jstep.scale_by_learning_rate(0.02))"
+)
+
+
+def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction and second moments."""
+    mean, matrix = h.axes
+    v = average(s.neuron_v, jnp.mean(jnp.square(u), mean, keepdims=True), h.neuron_beta2)
+    new = u / (jnp.sqrt(v) + h.neuron_epsilon)
+    old_norm, norm = (jnp.sqrt(jnp.sum(jnp.square(x), matrix, keepdims=True)) for x in (u, new))
+    return new * (old_norm / (norm + h.neuron_epsilon)), {"neuron_v": v}
+
 
 Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
-
 SMALLEST = 1e-10
 """The lower bound of norms in divisors."""
 
@@ -89,16 +172,16 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     )
 
     def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
-        return axes_of(path, leaf, chosen, *wording)
+        return matrix_axes_of(path, leaf, chosen, *wording)
 
-    hyper: dict[str, Any] = {"learning_rate": rate(learning_rate)}
+    hyper: dict[str, Any] = {"learning_rate": learning_rate}
     flags = {"axes": by_path(matrix_axes)}
     if callable(radius) and not isinstance(radius, type):
         of_leaf: Any = radius
         flags["radius"] = by_path(lambda path, leaf: _given(of_leaf(path, leaf), path))
     elif radius is not None:
-        hyper["radius"] = checked("radius", radius, low=0, above=True)
-    optimizer = leafwise(hyperball_rule, hyper=hyper, flags=flags, sparse=False)
+        hyper["radius"] = radius
+    optimizer = from_update("hyperball", hyperball_update, {}, hyper, flags=flags)
     made = optimizer.init
     assert isinstance(made, Init)
 
@@ -110,18 +193,18 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     return optimizer._replace(init=dataclasses.replace(made, make=init))
 
 
-def hyperball_rule(u: Array, p: Array, slots: dict[str, Array], h: Hyper) -> tuple[Array, dict[str, Array]]:
-    """A leaf's update: p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums in one pass over p and u.
+def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums in one pass over p and u.
 
     Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1; computing R/‖q‖ − 1 directly would lose half the digits.
     """
-    axes = tuple(axis for part in h["axes"] for axis in part)
+    axes = tuple(axis for part in h.axes for axis in part)
     of_p, of_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
     norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (of_p, of_u))
-    ratio = h["radius"] / norm_p if "radius" in h else 1.0
-    excess = (h["radius"] * h["radius"] - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
+    ratio = h.radius / norm_p if "radius" in h else 1.0
+    excess = (h.radius * h.radius - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
     # Less than the learning rate if ‖u‖ is below the smallest norm; NaN if it is infinite.
-    step = h["learning_rate"] * ratio
+    step = h.learning_rate * ratio
     taken = step * (jnp.sqrt(of_u) / norm_u)
     d = taken * taken - 2 * step * (inner / norm_p / norm_u)
     square = 1 + d

@@ -1,0 +1,263 @@
+"""Optimizers with one norm for each leaf: LAMB, LARS and their trust ratio, and NovoGrad."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.clipping.norms import norm_of
+from jstep.core import trees
+from jstep.core.checks import as_bool
+from jstep.core.indexed_slices import on_table
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.core.var_list import VarList
+from jstep.optimizers.adam import M_V, adam_direction, corrections
+from jstep.optimizers.directions import Result, Values, average, decay_mask, from_update, with_decay
+from jstep.optimizers.element import element
+from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.masks import mask
+from jstep.optimizers.match_gradients import match_gradients
+
+
+def lamb(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.999,
+    epsilon: ScalarOrSchedule = 1e-6,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """LAMB: r = m̂/(√v̂ + ε) + weight_decay·p; p −= lr·r·‖p‖/‖r‖, norms by leaf; lr·r where a norm is 0.
+
+    m̂ and v̂ are those of Adam.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
+        beta2: The decay of the second moment, in [0, 1). A schedule enters the correction as β2(step)^t.
+        epsilon: Added to √v̂, ≥ 0.
+        weight_decay: Weight decay ≥ 0, added to the direction before its norm is taken.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (initially 0) and the scalar `start_step`. If a leaf stacks several
+        layers, they share one norm: keep layers in separate leaves.
+
+    Raises:
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lamb(0.25)
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.5
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the results
+    match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
+    """
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
+    return from_update("lamb", lamb_update, M_V, hyper, flags=decay_mask(weight_decay_mask), prepare=corrections)
+
+
+def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """Adam's direction with weight decay, scaled to the norm of the parameter."""
+    u, new = adam_direction(g, p, s, h)
+    return scale_by_ratio(p, with_decay(u, p, h), -h.learning_rate), new
+
+
+def lars(
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule = 0.9,
+    use_nesterov: bool = False,
+    trust_coefficient: ScalarOrSchedule = 1e-3,
+    epsilon: ScalarOrSchedule = 0.0,
+    trust_ratio_mask: VarList = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a, norms by leaf.
+
+    With Nesterov p −= (the last term of a) + momentum·a. If a norm is 0, the ratio is 1. The learning rate is inside
+    the buffer: gradients accumulated at a high rate keep that rate.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The fraction of the old update that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
+        trust_coefficient: The step length at lr = 1 as a fraction of the leaf's norm, ≥ 0.
+        epsilon: Added to ‖g‖, ≥ 0.
+        trust_ratio_mask: The leaves with a trust ratio, in the grammar of `var_list`; None for all.
+        weight_decay: Coupled weight decay ≥ 0, added to the gradient as weight_decay·p.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0).
+
+    Raises:
+        ValueError: An argument is out of its range, or a mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lars(1.0, trust_coefficient=0.25)
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.5
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
+    `optax.lars`.
+    """
+    hyper = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "trust_coefficient": trust_coefficient,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
+    flags = decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
+    rule = lars_nesterov_update if as_bool(use_nesterov, "use_nesterov") else lars_update
+    return from_update("lars", rule, {"momentum": 0.0}, hyper, flags=flags)
+
+
+def scaled(g: Array, p: Array, h: Values) -> Array:
+    """The gradient with weight decay, multiplied by the trust ratio and the learning rate."""
+    g = with_decay(g, p, h)
+    return scale_by_ratio(p, g, h.learning_rate, h.trust_coefficient, h.epsilon) if h.trusts else h.learning_rate * g
+
+
+def lars_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update along the buffer."""
+    a = h.momentum * s.momentum + scaled(g, p, h)
+    return -a, {"momentum": a}
+
+
+def lars_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update with Nesterov momentum."""
+    g = scaled(g, p, h)
+    a = h.momentum * s.momentum + g
+    return -(g + h.momentum * a), {"momentum": a}
+
+
+def novograd(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    beta1: ScalarOrSchedule = 0.9,
+    beta2: ScalarOrSchedule = 0.25,
+    epsilon: ScalarOrSchedule = 1e-6,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """NovoGrad: v averages ‖g‖²; m = β1·m + g/(√v + ε) + weight_decay·p; p −= lr·m; one v for each leaf.
+
+    At the first update of a slot v = ‖g‖².
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        beta1: The fraction of the old direction that is kept, in [0, 1).
+        beta2: The decay of the squared norm, in [0, 1).
+        epsilon: Added to √v, ≥ 0.
+        weight_decay: Weight decay ≥ 0, part of the direction and so multiplied by lr.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slots `m` and `v` (initially 0; v has one scalar per leaf) and the scalar `start_step`.
+
+    Raises:
+        ValueError: An argument is out of its range, or the mask matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.novograd(0.25)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        0.750
+
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the results match
+    `optax.novograd`.
+    """
+    slots = {"m": 0.0, "v": Slot(shape=lambda path, leaf: ())}
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
+    return from_update(
+        "novograd", novograd_update, slots, hyper, flags=decay_mask(weight_decay_mask), prepare=share_of_old
+    )
+
+
+def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update along the average of normalized gradients."""
+    v = average(s.v, jnp.sum(g * g), h.kept)
+    m = h.beta1 * s.m + with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
+    return -h.learning_rate * m, {"m": m, "v": v}
+
+
+def share_of_old(h: Values) -> dict[str, Any]:
+    """The weight of the old squared norm, which is 0 for a new slot."""
+    return {"kept": jnp.where(h.age == 1, 0.0, h.beta2)}
+
+
+def scale_by_trust_ratio() -> Optimizer:
+    """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0; u is the update from the previous element.
+
+    Returns:
+        An element of a chain without slots.
+
+    Example:
+        LAMB:
+
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(
+        ...     jstep.scale_by_adam(epsilon=1e-6), jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(0.25)
+        ... )
+        >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        1.5
+
+    Source: You et al. (2019); `optax.scale_by_trust_ratio`.
+    """
+    return element(_scaled_updates, {})
+
+
+def _scaled_updates(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+    found = match_gradients(updates, params)
+    scaled = [
+        None if u is None else on_table(functools.partial(_scaled, p), u)
+        for u, p in zip(found, jax.tree.leaves(params), strict=True)
+    ]
+    return trees.structure(params).unflatten(scaled)
+
+
+def _scaled(p: Array, u: Array) -> Array:
+    dtype = trees.compute_dtype(p.dtype)
+    return scale_by_ratio(p.astype(dtype), u.astype(dtype))
+
+
+def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
+    """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0.
+
+    It does not overflow or underflow if the result does not, even where the ratio does.
+    """
+    of_p, of_u = norm_of([p]), norm_of([u])
+    neither = (of_p > 0) & (of_u > 0)
+    divisor = jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u))
+    unit = _power_of_two(divisor)
+    return rate * jnp.where(neither, coefficient * of_p / (divisor * unit), 1.0) * (u * unit)
+
+
+def _power_of_two(norm: Array) -> Array:
+    """A power of two, whose product with the norm is between 1/2 and 4: multiplying by it is exact."""
+    _, exponent = jnp.frexp(jax.lax.stop_gradient(norm))
+    return jnp.ldexp(jnp.ones_like(norm), jnp.clip(-exponent, -126, 126))
