@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 Layouts = Mapping[str, NamedSharding]
 """Path → sharding, for leaves on a mesh."""

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_text, shown
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 DEVICE = "device"
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.contexts import internal_transfers
+from jstep.core.exceptions import explain_jax
 from jstep.core.layouts import mesh_axes_of
-from jstep.core.notes import explain_jax
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 Check: TypeAlias = Callable[..., None]
 Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]

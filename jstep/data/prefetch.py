@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.contexts import Thread
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.core.trees import leaves_with_paths, quoted
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchIterator

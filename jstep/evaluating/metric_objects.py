@@ -9,8 +9,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.contexts import internal_transfers
+from jstep.core.exceptions import note
 from jstep.core.meshes import without_explicit_axes
-from jstep.core.notes import note
 from jstep.hooks.values import host, is_number
 
 _METHODS = ("merge", "compute")

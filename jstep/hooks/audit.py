@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core.checks import as_int, one_of
 from jstep.core.contexts import internal_transfers
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.core.trees import is_array
 from jstep.fingerprints.by_device import by_device
 from jstep.fingerprints.fingerprint import named_leaves

@@ -3,7 +3,7 @@
 import contextvars
 from collections.abc import Callable, Iterator
 
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 _stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
     "stop_requested", default=None

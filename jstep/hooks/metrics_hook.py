@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.hooks.async_transfer import PendingValues
 from jstep.hooks.cadence import CadenceTimer
 from jstep.hooks.hook import Metrics

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jstep.checkpoint import Saver
 from jstep.core.checks import kind, shown
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 from jstep.stores import is_url
 
 _logger = logging.getLogger("jstep")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core.checks import kind
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.cadence import CadencedHook, CadenceTimer
 from jstep.hooks.hook import NEVER, Hook, check_step, name_of

@@ -10,7 +10,7 @@ import numpy as np
 from jstep.checkpoint import checkpoint_name
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.distributed import agreement
 from jstep.hooks.hook import name_of
 from jstep.hooks.skipped_updates import is_bad

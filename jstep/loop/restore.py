@@ -12,7 +12,7 @@ from jstep.checkpoint import Saver, checkpoint_name
 from jstep.checkpoint.format import left_out
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
 from jstep.loop.run import Run

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import shown
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.data import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
 from jstep.queues.errors import until_end

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jstep.core.contexts import Thread
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here
 

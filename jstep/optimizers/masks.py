@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jstep.core import paths, trees
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 from jstep.core.types import Params
 from jstep.core.var_list import VarList, check_form, flags
 

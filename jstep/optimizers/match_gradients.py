@@ -10,8 +10,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind
+from jstep.core.exceptions import note
 from jstep.core.indexed_slices import IndexedSlices, check, is_slices
-from jstep.core.notes import note
 from jstep.core.types import Params, Slots, Updates
 from jstep.optimizers.masks import own_leaves
 from jstep.state import TrainState

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"

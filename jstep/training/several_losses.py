@@ -9,7 +9,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, shown
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.core.summary_collection import join_returned, merge_summaries
 from jstep.core.types import Array, Params
 from jstep.core.var_list import VarList, check_form, selected

@@ -11,8 +11,8 @@ import numpy as np
 
 from jstep.core import paths, trees
 from jstep.core.checks import kind, shown
+from jstep.core.exceptions import note
 from jstep.core.matching import as_text, assign, entries, listing
-from jstep.core.notes import note
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None

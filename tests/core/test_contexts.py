@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jstep.core import contexts
-from jstep.core.scoped import scoped
+from jstep.core.exceptions import scoped
 
 SECS = 60
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
+from jstep.core.exceptions import scoped
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.scoped import scoped
 from jstep.core.slot_roles import Init, Roles, of_slots
 from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from jstep.core.contexts import Thread, internal_transfers
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.summary.records import frame
 from jstep.summary.write.event_file import Sink
 

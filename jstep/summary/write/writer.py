@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.notes import note
+from jstep.core.exceptions import note
 from jstep.core.types import Step
 from jstep.stores import location
 from jstep.summary.graph.write_graph import graph_def
