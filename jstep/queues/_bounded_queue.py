@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import scoped
-from jstep.core.stack import no_rows, rows_of, stack_trees
+from jstep.core.trees import no_rows, rows_of, stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 
 # Threads of a QueueRunner set `feeding` here: their waits end with the main thread, so that they do
