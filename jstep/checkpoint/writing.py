@@ -17,7 +17,7 @@ from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.var_list import VarList
+from jstep.core.selection import VarList
 from jstep.distributed import agreement
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from jstep.core.selection import VarList
 from jstep.core.types import Number, Params
-from jstep.core.var_list import VarList
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.gating import GATE_OP
 from jstep.differentiate.microbatches import AggregationMethod

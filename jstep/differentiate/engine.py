@@ -12,9 +12,9 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.loops import Unroll, as_unroll
 from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
+from jstep.core.selection import VarList, check_form, selected
 from jstep.core.summary_collection import collect_summaries
 from jstep.core.types import Array, Params
-from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate.connected_params import track_connected
 from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables

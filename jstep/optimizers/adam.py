@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
+from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
-from jstep.core.var_list import VarList
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import (
     Result,

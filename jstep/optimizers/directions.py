@@ -20,8 +20,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, Params
-from jstep.core.var_list import VarList
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import RULE, Hyper, LeafSlots, leafwise
 from jstep.optimizers.masks import Flag, mask

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
-from jstep.core.var_list import VarList
 from jstep.optimizers.directions import BETA, POSITIVE, Result, Values, average, decay_mask, from_direction, from_update
 from jstep.optimizers.hyper import checked, constant, low_dtype
 from jstep.optimizers.leafwise import Slot

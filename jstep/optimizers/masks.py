@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jstep.core import paths, trees
+from jstep.core import trees
 from jstep.core.exceptions import scoped
+from jstep.core.selection import VarList, check_form, flags, is_named, names_of
 from jstep.core.types import Params
-from jstep.core.var_list import VarList, check_form, flags
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
 """Maps params to one hashable value per leaf, in order."""
@@ -58,11 +58,11 @@ def first_match(argument: str, entries: Iterable[str]) -> Flag:
 
     def of(params: Params) -> list[Any]:
         flags(params, globs, argument)
-        everything = paths.names_of(params)
+        everything = names_of(params)
         exact = {name for names in everything for name in names}
 
         def means(glob: str, names: tuple[str, ...]) -> bool:
-            return glob in names if glob in exact else paths.matches(names, glob)
+            return glob in names if glob in exact else is_named(names, glob)
 
         return [next((glob for glob in globs if means(glob, names)), None) for names in everything]
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
 from jstep.core.execution_order import compute_first
+from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
-from jstep.core.var_list import VarList
 from jstep.optimizers.directions import (
     Result,
     Rule,

@@ -10,8 +10,8 @@ from jstep.core import trees
 from jstep.core.execution_order import compute_first
 from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
-from jstep.core.var_list import VarList
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import Result, Scalar, Values, average, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import constant

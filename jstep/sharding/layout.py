@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.layouts import mesh_axes_of, parts_along
-from jstep.core.paths import matches, names_of
+from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.types import Params, Slots
 
@@ -75,11 +75,11 @@ def _by_rules(
     named: list[tuple[str, Any]], names: list[tuple[str, ...]], rules: Sequence[tuple[str, Any]]
 ) -> list[PartitionSpec]:
     for glob, _ in rules:
-        if not any(matches(known, glob) for known in names):
+        if not any(is_named(known, glob) for known in names):
             hint = trees.nearest(glob, [path for path, _ in named])
             raise ValueError(f"param_specs: the rule {glob!r} matches no parameter{hint}")
     return [
-        next((_as_spec(spec, path) for glob, spec in rules if matches(known, glob)), PartitionSpec())
+        next((_as_spec(spec, path) for glob, spec in rules if is_named(known, glob)), PartitionSpec())
         for known, (path, _) in zip(names, named, strict=True)
     ]
 

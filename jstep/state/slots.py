@@ -7,7 +7,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text
-from jstep.core.paths import index_of
+from jstep.core.selection import index_of
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in
 from jstep.core.types import Params
 from jstep.state.require import require_state

@@ -14,9 +14,9 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, shown
 from jstep.core.keys import without_mesh
 from jstep.core.loops import Unroll
+from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
-from jstep.core.var_list import VarList
 from jstep.differentiate import GATE_OP, AggregationMethod
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.noise import estimated

@@ -10,9 +10,9 @@ import jax
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.exceptions import note
+from jstep.core.selection import VarList, check_form, selected
 from jstep.core.summary_collection import join_returned, merge_summaries
 from jstep.core.types import Array, Params
-from jstep.core.var_list import VarList, check_form, selected
 from jstep.differentiate import GATE_NONE
 from jstep.differentiate.engine import Differentiation, Inputs
 from jstep.differentiate.gating import gated

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import paths, trees
+from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.exceptions import note
 from jstep.core.matching import as_text, assign, entries, listing
+from jstep.core.selection import ambiguous, names_of
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
@@ -46,10 +47,10 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
         TypeError: `names` has values other than names.
         ValueError: `names` has a path that is not in the tree, or two leaves share a path.
     """
-    known = paths.names_of(tree)
+    known = names_of(tree)
     for path, count in Counter(found[0] for found in known).items():
         if count > 1:
-            raise ValueError(paths.ambiguous(what, path, count))
+            raise ValueError(ambiguous(what, path, count))
     given = entries(
         names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )

@@ -9,8 +9,8 @@ import numpy as np
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
+from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import roles_in
-from jstep.core.var_list import VarList, resolve
 from jstep.fingerprints.fingerprint import as_text, stacked
 from jstep.fingerprints.mix import leaf_key
 from jstep.state.slots import owners

@@ -12,9 +12,10 @@ from jstep.checkpoint.format import slots
 from jstep.checkpoint.format.leaves import by_id, dtype_name, ids
 from jstep.checkpoint.format.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.format.slots import GLOBAL_STEP, Keys, Kind
-from jstep.core import paths, trees
+from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.matching import SHOWN, as_text, assign, entries, has_value, listing
+from jstep.core.selection import names_of
 from jstep.core.slot_roles import roles_in
 
 PARAMS = "params"
@@ -201,7 +202,7 @@ def _renamed(
     names: Names | None, target: Any, leaves: Sequence[_TargetLeaf], saved: set[str], where: str
 ) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    given = entries(names, paths.names_of(target), "target", _FORM)
+    given = entries(names, names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
         given = {path: other for path, other in given.items() if other is not None}
     for path, other in given.items():

@@ -12,6 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.selection import VarList
 from jstep.core.types import (
     Array,
     Context,
@@ -24,7 +25,6 @@ from jstep.core.types import (
     Updates,
     require_optimizer,
 )
-from jstep.core.var_list import VarList
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import Hyper, checked, value_at

@@ -1,13 +1,64 @@
-"""Selection of parameters: the four forms of `var_list` and of masks."""
+"""Selection of leaves: by path or glob, and by the four forms of `var_list` and of masks."""
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.tree_util import GetAttrKey
 
-from jstep.core import paths, trees
+from jstep.core import trees
 from jstep.core.types import Params
+
+_BOXED = GetAttrKey("value")
+
+
+def names_of(tree: Any) -> list[tuple[str, ...]]:
+    """Return the names of each leaf: its path, and for a boxed variable (Flax NNX) also the path of the box.
+
+    The leaf `fc/kernel/value`, the attribute `value` of a variable, can also be looked up as `fc/kernel`.
+    """
+    found: list[tuple[str, ...]] = []
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        boxed = len(keys) > 1 and keys[-1] == _BOXED
+        found.append((trees.path_str(keys), trees.path_str(keys[:-1])) if boxed else (trees.path_str(keys),))
+    return found
+
+
+def is_named(names: tuple[str, ...], entry: str) -> bool:
+    """Whether a path or glob matches a leaf with these names."""
+    return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
+
+
+def index_of(tree: Any, path: str, what: str) -> int | None:
+    """Return the index of the leaf at a path among the leaves of a tree; None if there is no such leaf.
+
+    Args:
+        tree: Any tree.
+        path: The full path of a leaf, or of its box.
+        what: The name of the caller, for the error.
+
+    Raises:
+        ValueError: Several leaves share the path.
+    """
+    everything = names_of(tree)
+    for depth in (0, 1):
+        indices = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
+        if len(indices) > 1:
+            raise ValueError(ambiguous(what, path, len(indices)))
+        if indices:
+            return indices[0]
+    return None
+
+
+def ambiguous(what: str, path: str, leaves: int) -> str:
+    """Format the error message for a path that several leaves share."""
+    return (
+        f"{what}: {leaves} leaves share the path {path!r}, because a key of the tree contains a slash; rename the key "
+        "to make paths unique"
+    )
+
 
 VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | None
 
@@ -88,7 +139,7 @@ def _chosen(
         var_list = [var_list]
     if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
-        return _by_globs(named, paths.names_of(params), trainable, entries, argument)
+        return _by_globs(named, names_of(params), trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     return _by_bools(params, named, var_list, argument)
@@ -99,7 +150,7 @@ def _by_globs(
 ) -> list[bool]:
     chosen = [False] * len(named)
     for entry in entries:
-        matches = [i for i, known in enumerate(names) if paths.matches(known, entry)]
+        matches = [i for i, known in enumerate(names) if is_named(known, entry)]
         if not matches:
             every = [path for path, _ in named]
             hint = trees.nearest(entry, every) or f"; paths are {every[:20]}"
@@ -108,7 +159,7 @@ def _by_globs(
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
         exact = [i for i in matches if named[i][0] == entry]
         if len(exact) > 1:
-            raise ValueError(paths.ambiguous(argument, entry, len(exact)))
+            raise ValueError(ambiguous(argument, entry, len(exact)))
         if not any(trainable[i] for i in matches):
             raise ValueError(
                 f"{argument}: {entry!r} matches only {[named[i][0] for i in matches][:20]}, whose dtype "
