@@ -1,6 +1,8 @@
-"""Validation of arguments that may be arrays, concrete or traced: numbers and PRNG keys."""
+"""Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values."""
 
-from typing import Any, Unpack
+import contextvars
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import Bounds, kind, out_of_range, shown
 from jstep.core.contexts import internal_transfers
+from jstep.core.exceptions import scoped
 from jstep.core.meshes import on_host
 
 
@@ -63,3 +66,81 @@ def as_scalar(
     if problem:
         raise ValueError(f"{argument}={known.item()}: {problem}{hint}")
     return value if isinstance(value, jax.Array) and on_mesh is None else number
+
+
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+
+
+def as_key(value: Any, argument: str) -> Any:
+    """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
+
+    A key on a mesh, such as one created while a mesh was set, is copied off the mesh, so that it works with any state.
+
+    Raises:
+        TypeError: The value is not a key.
+        ValueError: The value is an array of several keys.
+    """
+    dtype = getattr(value, "dtype", None)
+    typed = trees.is_key(value)
+    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
+        raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
+    if np.ndim(value) != (0 if typed else 1):
+        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
+    return without_mesh(value)
+
+
+def without_mesh(key: Any) -> Any:
+    """Copy a key off its mesh, if it is on one, so that it can be used with arrays on any mesh."""
+    if not isinstance(key, jax.Array) or trees.is_traced(key):
+        return key
+    data = on_host(trees.key_data(key))
+    if data is None:
+        return key
+    with internal_transfers(), jax.set_mesh(_NO_MESH):
+        return (
+            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key))
+            if trees.is_key(key)
+            else jnp.asarray(data)
+        )
+
+
+Check: TypeAlias = Callable[..., None]
+Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
+
+_WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep_when_concrete", default=None)
+
+
+def when_concrete(path: str, check: Check, *args: Hashable) -> None:
+    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `collecting_checks`.
+
+    Parameters are still traced while slots are created by a compiled function.
+
+    Args:
+        path: The path among the state's parameters.
+        check: A module-level function, so that equal checks of several traces run once.
+        *args: Additional arguments of `check`.
+    """
+    waiting = _WAITING.get()
+    if waiting is not None:
+        waiting[path, check, args] = None
+
+
+@scoped
+def collecting_checks() -> Iterator[Waiting]:
+    """Context manager in which `when_concrete` collects checks for `run_checks`."""
+    waiting: Waiting = {}
+    token = _WAITING.set(waiting)
+    try:
+        yield waiting
+    finally:
+        _WAITING.reset(token)
+
+
+def run_checks(waiting: Waiting, params: Any) -> None:
+    """Run the collected checks on parameters; parameters that are still traced are not checked."""
+    if waiting:
+        leaves = dict(trees.leaves_with_paths(params))
+        with internal_transfers():
+            for path, check, args in waiting:
+                if path in leaves:
+                    check(path, leaves[path], *args)

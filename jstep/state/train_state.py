@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import html, trees
+from jstep.core.array_checks import collecting_checks, run_checks
 from jstep.core.checks import as_bool
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
@@ -20,7 +21,6 @@ from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_expl
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.text import size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
-from jstep.core.when_concrete import collecting_checks, run_checks
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on
 from jstep.state.global_step import create_global_step

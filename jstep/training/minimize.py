@@ -11,8 +11,8 @@ import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
+from jstep.core.array_checks import without_mesh
 from jstep.core.checks import as_bool, as_function, kind, shown
-from jstep.core.keys import without_mesh
 from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of

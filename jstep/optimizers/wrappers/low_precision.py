@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
-from jstep.core.keys import as_key
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper
