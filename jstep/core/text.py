@@ -1,6 +1,8 @@
-"""Text for people: numbers of bytes and operations, and columns."""
+"""Text and HTML for people: sizes and tables."""
 
-from collections.abc import Sequence
+import base64
+import html
+from collections.abc import Iterable, Sequence
 
 
 def size(count: float, digits: int = 3) -> str:
@@ -37,3 +39,45 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
 
     return list(map(line, rows))
+
+
+_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
+_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
+_LEFT = f"{_CELL}; text-align: left"
+_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
+
+    Args:
+        title: The title above the table.
+        rows: The rows: the first cell is left-aligned, the others right-aligned.
+        head: The names of the columns, if any.
+        notes: Lines below the table.
+    """
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
+    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    if head:
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell)}</td>' for i, cell in enumerate(row))
+        parts.append(f'<tr style="background: none">{cells}</tr>')
+    parts.append("</table>")
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
+    return "".join([*parts, "</div>"])
+
+
+def html_picture(png: bytes | None, alt: str) -> str:
+    """Format an inline image; an empty string without an image."""
+    if png is None:
+        return ""
+    source = base64.b64encode(png).decode()
+    # White background also in dark themes, because plots are drawn in black.
+    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
+    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
+
+
+def _side(column: int) -> str:
+    return _RIGHT if column else _LEFT

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import html, trees
+from jstep.core import trees
 from jstep.core.array_checks import collecting_checks, run_checks
 from jstep.core.checks import as_bool
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
-from jstep.core.text import size
+from jstep.core.text import html_table, size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on
@@ -196,7 +196,7 @@ class TrainState:
         named = {"params": self.params, **dict(sorted(self.slots.items()))}
         rows = [(name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree)) for name, tree in named.items()]
         title = f"TrainState at step {_step_text(self.global_step)}: {_counted(numbers, 'parameter', 'parameters')}"
-        return html.table(title, rows, ("", "leaves", "size"))
+        return html_table(title, rows, ("", "leaves", "size"))
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))

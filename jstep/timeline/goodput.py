@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core import html
+from jstep.core.text import html_table
 from jstep.timeline.lines import Line, read, starts
 from jstep.timeline.stopwatch import PARTS, STEPPING
 
@@ -83,7 +83,7 @@ class Goodput:
             for name, seconds in self.parts.items()
             if seconds
         ]
-        return html.table(self._title, rows)
+        return html_table(self._title, rows)
 
     def __str__(self) -> str:
         shown = {name: f"{seconds:.3f}" for name, seconds in self.parts.items() if seconds}

@@ -3,8 +3,7 @@
 import textwrap
 from typing import Any
 
-from jstep.core import html
-from jstep.core.text import scaled, size
+from jstep.core.text import html_table, scaled, size
 from jstep.tools.table import WIDTH
 from jstep.topologies.compilers import versions
 from jstep.topologies.names import parsed
@@ -49,7 +48,7 @@ def text_of(cost: Any) -> str:
 
 def html_of(cost: Any) -> str:
     """Format a `Cost` as HTML for a notebook."""
-    return html.table(_title(cost), rows_of(cost), notes=[f"warning: {warning}" for warning in cost.warnings])
+    return html_table(_title(cost), rows_of(cost), notes=[f"warning: {warning}" for warning in cost.warnings])
 
 
 def _title(cost: Any) -> str:

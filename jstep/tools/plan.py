@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import html
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
+from jstep.core.text import html_picture
 from jstep.core.types import Optimizer, Schedule
 from jstep.loop.checks import list_of_hooks
 from jstep.tools import due_steps as _due
@@ -107,7 +107,7 @@ class Plan:
     def _repr_html_(self) -> str:
         schedule = self._schedule()
         text = _table.plan_html(self.steps, self.hyperparameters, self._due_steps(), self.last_step, schedule)
-        return text + html.picture(self._picture(), "the plan, drawn")
+        return text + html_picture(self._picture(), "the plan, drawn")
 
     def _schedule(self) -> str:
         return _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes, self._weights)

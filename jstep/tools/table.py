@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core import html
+from jstep.core.text import html_table
 
 WIDTH = 100
 _ROWS = 11
@@ -54,7 +54,7 @@ def plan_html(
         for row in (_rows_shown(steps) if changing else [])
     ]
     title = f"Plan of the steps {_count(steps[0])} to {_count(last - 1)}"
-    return html.table(title, cells, ("step", *changing) if changing else (), notes)
+    return html_table(title, cells, ("step", *changing) if changing else (), notes)
 
 
 def _changing(values: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
