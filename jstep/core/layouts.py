@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jstep.core.exceptions import scoped
+from jstep.core.meshes import parts_along
 
 Layouts = Mapping[str, NamedSharding]
 """Path → sharding, for leaves on a mesh."""
@@ -42,13 +43,3 @@ def sharding_of(leaf: Any) -> NamedSharding | None:
 def parts(sharding: NamedSharding) -> int:
     """Return the number of parts into which a sharding splits an array."""
     return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
-
-
-def parts_along(mesh: Mesh | AbstractMesh, axis: Any) -> int:
-    """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
-    return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
-
-
-def mesh_axes_of(axis: Any) -> tuple[str, ...]:
-    """Return the mesh axes of one dimension of a spec."""
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -8,6 +8,7 @@ arguments.
 import contextlib
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import explain_jax
-from jstep.core.layouts import mesh_axes_of
+from jstep.core.trees import is_traced
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -100,6 +101,16 @@ def dims_of(spec: PartitionSpec) -> tuple[Any, ...]:
     JAX 0.10.0 has no `PartitionSpec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
     """
     return tuple(spec.partitions) if hasattr(spec, "partitions") else tuple(spec)
+
+
+def parts_along(mesh: Mesh | AbstractMesh, axis: Any) -> int:
+    """Return the number of parts into which the mesh axes of one dimension of a spec split it."""
+    return math.prod(mesh.shape[name] for name in mesh_axes_of(axis))
+
+
+def mesh_axes_of(axis: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one dimension of a spec."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
@@ -200,11 +211,6 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
         return tuple(name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit) or None
 
     return PartitionSpec(*map(part, dims_of(spec)))
-
-
-def is_traced(leaf: Any) -> bool:
-    """Whether a leaf is a tracer, which has no values, and on Auto axes no sharding."""
-    return isinstance(leaf, jax.core.Tracer)
 
 
 def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -313,3 +319,12 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
         return result
     jax.eval_shape(whole, arrays)
     return fn(*args)
+
+
+def on_every_device(fn: Callable[..., _R], *args: Any) -> _R:
+    """Compute `fn(*args)` redundantly on every device of the current mesh, if its axes are Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return fn(*args)
+    spec = PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*args)

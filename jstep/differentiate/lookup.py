@@ -14,8 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.exceptions import scoped
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import dims_of, explicit_mesh, sharded_like, spec_of, without_explicit_axes
+from jstep.core.meshes import dims_of, explicit_mesh, mesh_axes_of, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
 
 

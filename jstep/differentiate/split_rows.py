@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.layouts import parts_along
-from jstep.core.meshes import dims_of, explicit_mesh, spec_of, without_explicit_axes
+from jstep.core.meshes import dims_of, explicit_mesh, parts_along, spec_of, without_explicit_axes
 from jstep.sharding.of_batches import fitting_spec
 
 _logger = logging.getLogger("jstep")

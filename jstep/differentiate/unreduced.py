@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.layouts import mesh_axes_of
-from jstep.core.meshes import atomic, dims_of, explicit_mesh, spec_of
+from jstep.core.meshes import atomic, dims_of, explicit_mesh, mesh_axes_of, spec_of
 from jstep.core.operations import counts_of
 from jstep.core.types import Array
 from jstep.differentiate.split_rows import microbatch

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.layouts import mesh_axes_of
+from jstep.core.meshes import mesh_axes_of
 from jstep.core.types import Array
 
 Names = tuple[str, ...]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.core.on_every_device import on_every_device
+from jstep.core.meshes import on_every_device
 from jstep.core.types import Array
 
 FIRST, NEXT, SAME = 0, 1, 2

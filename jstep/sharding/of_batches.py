@@ -6,8 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.layouts import parts_along
-from jstep.core.meshes import dims_of, mesh_of
+from jstep.core.meshes import dims_of, mesh_of, parts_along
 from jstep.core.trees import is_key
 
 

@@ -13,7 +13,8 @@ from jstep.core.checks import as_bool, as_function
 from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
 from jstep.core.memory import sharded
-from jstep.core.meshes import Attempts, is_traced, mesh_of, sharded_like, using_mesh
+from jstep.core.meshes import Attempts, mesh_of, sharded_like, using_mesh
+from jstep.core.trees import is_traced
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, keep_roles, require_alive
 from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
