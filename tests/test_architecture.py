@@ -41,7 +41,7 @@ PUBLIC_COMPILERS = {"training.step", "training.scan"}
 COUNTERS = {"training.apply"}
 BUILDERS = {"sharding.layout"}
 """Creates states that are too large for one device under jit; it does not run steps or donate."""
-READERS = {"core.placements"}
+READERS = {"core.placement"}
 """Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
 STAGES = {"checkpoint.writing"}
 """Copies a state into the staging buffer of a Saver: it donates this buffer, never a state."""

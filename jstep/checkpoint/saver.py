@@ -16,8 +16,8 @@ from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool, kind
-from jstep.core.compile_only import refuse_compile_only
 from jstep.core.exceptions import note
+from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
 from jstep.state import TrainState

@@ -36,8 +36,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     place, name = _place_and_name(arguments.program)
     # These import JAX, which --help and the errors above do not need.
-    from jstep.core.compile_only import compiles_only
     from jstep.core.meshes import mesh_of
+    from jstep.core.placement import compiles_only
     from jstep.tools import cost
     from jstep.topologies.compilers import name_of, prepare
     from jstep.topologies.names import parsed

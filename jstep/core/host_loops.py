@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.equations import Env, apply, compute, is_elementwise, on_slices, value_of, variables
-from jstep.core.memory import is_on_host, on_devices, shardings_of, to_host
+from jstep.core.placement import is_on_host, on_devices, shardings_of, to_host
 
 ROWS = {1: 4096, 2: 32}
 """Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""

@@ -14,7 +14,7 @@ import jax
 from jstep.core.dataflow import Flow, Groups, flow_of, groups_computing, needed, split_barriers_and_calls
 from jstep.core.equations import Env, compute, is_variable, size_of, traced, value_of, variables
 from jstep.core.host_loops import Loop, Placed, has_same_type, run_loop
-from jstep.core.memory import on_devices, to_host
+from jstep.core.placement import on_devices, to_host
 
 Wanted: TypeAlias = dict[int, dict[tuple[Any, int | None], int]]
 """Group → (variable to compute, index of the array that it replaces) → the stage at which it is computed."""

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
-from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import mesh_axes_of
+from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.rows import place_rows
 

@@ -9,9 +9,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import Attempts, mesh_of, using_mesh
+from jstep.core.placement import refuse_shapes
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
 from jstep.evaluating.evaluation_batches import EvaluationBatches

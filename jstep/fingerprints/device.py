@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jstep.core.memory import on_devices
+from jstep.core.placement import on_devices
 from jstep.core.trees import key_data
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import HALF, HIGH, MASK, STRIDE, U, lanes, sealed, split_at

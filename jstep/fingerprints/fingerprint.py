@@ -9,8 +9,7 @@ import numpy as np
 
 from jstep.core import contexts, trees
 from jstep.core.checks import as_bool, kind
-from jstep.core.compile_only import refuse_shapes
-from jstep.core.placements import compute_on, placements_of
+from jstep.core.placement import compute_on, placements_of, refuse_shapes
 from jstep.fingerprints import device
 from jstep.fingerprints.host import host_sums
 from jstep.fingerprints.mix import U, leaf_key, sealed

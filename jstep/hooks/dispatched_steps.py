@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jstep.core.devices import device_count, device_of
 from jstep.core.flops import Product, work_of
 from jstep.core.operations import body_of, recomputes
+from jstep.core.placement import device_count, device_of
 
 _logger = logging.getLogger("jstep")
 

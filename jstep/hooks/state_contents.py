@@ -8,8 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.memory import on_devices
-from jstep.core.placements import compute_on, placements_of
+from jstep.core.placement import compute_on, on_devices, placements_of
 from jstep.hooks.values import host
 from jstep.state import MODEL_STATE
 

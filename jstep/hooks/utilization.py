@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.checks import as_number
-from jstep.core.devices import device_of
+from jstep.core.placement import device_of
 from jstep.hooks.dispatched_steps import DispatchedSteps, Steps, StepWork
 from jstep.state import TrainState
 from jstep.topologies.peaks import has_peaks, peak_of

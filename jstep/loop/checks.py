@@ -7,7 +7,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.compile_only import refuse_compile_only
+from jstep.core.placement import refuse_compile_only
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.state import TrainState, get_global_step, require_state
 

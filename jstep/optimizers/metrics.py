@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.indexed_slices import IndexedSlices, is_slices
-from jstep.core.memory import on_devices
+from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Slots, Updates
 from jstep.optimizers.held import shown_name

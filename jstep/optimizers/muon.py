@@ -13,7 +13,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_bool, one_of
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.layouts import layout_of
+from jstep.core.placement import layout_of
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.execution_order import compute_first
-from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.optimizers.age import bias_correction

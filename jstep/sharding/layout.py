@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.meshes import mesh_axes_of, parts_along
+from jstep.core.placement import compiles_only, is_shape
 from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
 from jstep.core.types import Params, Slots

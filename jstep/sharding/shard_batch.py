@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.meshes import require_mesh
+from jstep.core.placement import compiles_only, is_shape
 from jstep.sharding.layout import axis_size
 from jstep.sharding.rows import place_rows
 

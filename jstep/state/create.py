@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import trees
-from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import using_mesh, without_explicit_axes
+from jstep.core.placement import compiles_only, is_shape
 from jstep.sharding import layout
 
 

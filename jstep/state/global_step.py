@@ -10,8 +10,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
 from jstep.core.checks import kind
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import refuse_shapes
 from jstep.core.slot_roles import COUNTS, roles_in
 from jstep.core.types import Array, Step
 

@@ -16,8 +16,8 @@ from jstep.core import trees
 from jstep.core.array_checks import collecting_checks, run_checks
 from jstep.core.checks import as_bool
 from jstep.core.contexts import internal_transfers
-from jstep.core.memory import checked_memory
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
+from jstep.core.placement import checked_memory
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.text import html_table, size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.devices import device_count, device_of, sharding_of
 from jstep.core.flops import work_of
-from jstep.core.memory import is_of_host
 from jstep.core.operations import body_of
+from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.compile_only import compiles_only, is_shape
 from jstep.core.meshes import mesh_of
+from jstep.core.placement import compiles_only, is_shape
 from jstep.state import TrainState, shard_state
 from jstep.topologies import topology
 from jstep.training import leading_axes

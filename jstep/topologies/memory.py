@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jstep.core.compile_only import is_compile_only
+from jstep.core.placement import is_compile_only
 from jstep.topologies.gpus import GPUS, SHARE
 from jstep.topologies.tpus import TPUS
 

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
 from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
 from jstep.core.host_offload import compute_offloaded
-from jstep.core.layouts import using_layouts
-from jstep.core.memory import back, is_on_host, on_devices
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.placement import back, is_on_host, on_devices, refuse_shapes, using_layouts
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_in_order, apply_updates

@@ -4,8 +4,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import trees
-from jstep.core.layouts import Layouts, parts, sharding_of
-from jstep.core.memory import shardings_of
+from jstep.core.placement import Layouts, parts_of, sharding_on_mesh, shardings_of
 from jstep.state import TrainState
 
 
@@ -18,7 +17,7 @@ def layouts_of(state: TrainState) -> Layouts:
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
-    known = shardings_of(state) or [sharding_of(leaf) for leaf in leaves]
+    known = shardings_of(state) or [sharding_on_mesh(leaf) for leaf in leaves]
     if not any(known):
         return {}
     indices = treedef.unflatten(range(len(leaves)))
@@ -30,6 +29,6 @@ def layouts_of(state: TrainState) -> Layouts:
             sharding = None if place is None else known[place]
             if sharding is None or leaves[place].shape != param.shape:
                 continue
-            if path not in found or parts(sharding) > parts(found[path]):
+            if path not in found or parts_of(sharding) > parts_of(found[path]):
                 found[path] = sharding
     return found

@@ -10,10 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
-from jstep.core.memory import sharded
 from jstep.core.meshes import Attempts, mesh_of, sharded_like, using_mesh
+from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.trees import is_traced
 from jstep.optimizers.metrics import SKIPPED
 from jstep.state import TrainState, keep_roles, require_alive

@@ -11,9 +11,9 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.compile_only import refuse_compile_only
 from jstep.core.contexts import internal_transfers
 from jstep.core.matching import has_value
+from jstep.core.placement import refuse_compile_only
 from jstep.weights.fit import Fit, Names, Wanted, transformed, with_transform_problems
 from jstep.weights.place import from_host
 from jstep.weights.source import open_source

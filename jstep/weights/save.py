@@ -12,8 +12,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.compile_only import refuse_shapes
 from jstep.core.contexts import internal_transfers
+from jstep.core.placement import refuse_shapes
 from jstep.distributed.agreement import any_process
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed

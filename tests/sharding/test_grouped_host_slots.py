@@ -8,7 +8,7 @@ from jax.extend import core
 from optimizer_table import TABLE
 
 import jstep
-from jstep.core.memory import is_on_host
+from jstep.core.placement import is_on_host
 from jstep.training import apply
 
 MESHES = {

@@ -10,8 +10,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.memory import on_devices
 from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.types import (
     Array,

@@ -1,0 +1,262 @@
+"""Placement of arrays: shardings, devices, memory kinds, and computation on the devices of arrays."""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.checks import as_text, shown
+from jstep.core.exceptions import scoped
+from jstep.core.meshes import mesh_of, parts_along
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Return the sharding of an array or shape; None for traced arrays and anything else."""
+    return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
+
+
+def device_count(tree: Any) -> int:
+    """Return the number of devices, over all processes, that a program with these arguments runs on."""
+    counts = [len(found.device_set) for leaf in jax.tree.leaves(tree) if (found := sharding_of(leaf)) is not None]
+    return max(counts, default=1)
+
+
+def device_of(tree: Any) -> Any:
+    """Return one of these devices, from the mesh if there is one."""
+    mesh = mesh_of(tree)
+    if mesh is not None:
+        return mesh.devices.flat[0]
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not trees.is_traced(leaf)]
+    return next(iter(arrays[0].devices())) if arrays else jax.local_devices()[0]
+
+
+Layouts = Mapping[str, NamedSharding]
+"""Path → sharding, for leaves on a mesh."""
+
+_LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
+
+
+@scoped
+def using_layouts(layouts: Layouts) -> Iterator[None]:
+    """Make the shardings of leaves known to `layout_of` in a context: tracers on Auto axes do not know theirs."""
+    token = _LAYOUTS.set(layouts)
+    try:
+        yield
+    finally:
+        _LAYOUTS.reset(token)
+
+
+def layout_of(path: str) -> NamedSharding | None:
+    """Return the sharding of the leaf at a path; None if it is unknown or not on a mesh."""
+    return (_LAYOUTS.get() or {}).get(path)
+
+
+def sharding_on_mesh(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of an array, or of a tracer with Explicit axes; None if it is unknown or not on a mesh."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def parts_of(sharding: NamedSharding) -> int:
+    """Return the number of parts into which a sharding splits an array."""
+    return math.prod(parts_along(sharding.mesh, axis) for axis in sharding.spec)
+
+
+DEVICE = "device"
+
+
+def checked_memory(kind: Any, mesh: Mesh, argument: str) -> str | None:
+    """Validate a memory kind for the devices of a mesh; return None for their default memory.
+
+    Raises:
+        TypeError: The value is not a string.
+        ValueError: The devices do not have this memory kind.
+    """
+    if kind is None or as_text(kind, argument) == DEVICE:
+        return None
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if not kinds:
+        raise ValueError(
+            f"{argument}={shown(kind)}: {device.device_kind} devices that only compile do not report their memory "
+            "kinds; leave it out"
+        )
+    if kind not in kinds:
+        raise ValueError(f"{argument}={shown(kind)}: {device.device_kind} devices have the memory kinds {kinds}")
+    return None if kind == device.default_memory().kind else str(kind)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, traced or not, is in host memory, not in device memory."""
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def is_of_host(sharding: Any) -> bool:
+    """Whether a sharding, of an array or a shape, is in host memory, not in device memory."""
+    kind = sharding.memory_kind
+    return kind is not None and kind != _here(sharding).default_memory().kind
+
+
+def _here(sharding: Any) -> Any:
+    """Return a device of a sharding, preferably of this process: others may not report their memory kinds."""
+    devices = sharding.device_set
+    return next((one for one in devices if one.process_index == one.client.process_index()), next(iter(devices)))
+
+
+def on_devices(tree: Any) -> Any:
+    """Move arrays to device memory, for computation."""
+    return jax.tree.map(_on_device, tree)
+
+
+def _on_device(leaf: Any) -> Any:
+    if not is_on_host(leaf):
+        return leaf
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.device_put(leaf, jax.memory.Space.Device)
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
+
+
+_SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
+
+
+@scoped
+def sharded(shardings: Any) -> Iterator[None]:
+    """Context manager that makes the shardings of a traced state known: tracers on Auto axes do not know them."""
+    token = _SHARDINGS.set(shardings)
+    try:
+        yield
+    finally:
+        _SHARDINGS.reset(token)
+
+
+def shardings_of(tree: Any) -> list[Any] | None:
+    """Return the shardings of the leaves of a traced state; None if they are unknown."""
+    known = _SHARDINGS.get()
+    return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
+
+
+def to_host(leaf: Any) -> Any:
+    """Move a traced array to host memory."""
+    return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)
+
+
+def back(leaf: Any, before: Any) -> Any:
+    """Move an array to the memory of the array that it replaces, and unless traced, reshard it like that array."""
+    if isinstance(leaf, jax.core.Tracer):
+        return to_host(leaf) if is_on_host(before) else leaf
+    sharding = getattr(before, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array) or leaf.sharding == sharding:
+        return leaf
+    return jax.device_put(leaf, sharding)
+
+
+class Placements(NamedTuple):
+    """Indices of arrays, grouped by placement.
+
+    Attributes:
+        on_devices: The indices of the arrays on the same devices, and their mesh or None, for each set of devices.
+        on_host: The indices of NumPy arrays.
+    """
+
+    on_devices: list[tuple[list[int], Any]]
+    on_host: list[int]
+
+
+def placements_of(leaves: Sequence[Any]) -> Placements:
+    """Group arrays by their devices; those whose device JAX may choose join the others."""
+    placements: dict[Any, list[int]] = {}
+    meshes: dict[Any, Any] = {}
+    on_host = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            devices, mesh = _placement_of(leaf)
+            placements.setdefault(devices, []).append(number)
+            meshes.setdefault(devices, mesh)
+        else:
+            on_host.append(number)
+    if None in placements and len(placements) > 1:
+        anywhere = placements.pop(None)
+        next(iter(placements.values())).extend(anywhere)
+    return Placements([(numbers, meshes[devices]) for devices, numbers in placements.items()], on_host)
+
+
+def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """Compile and call `fn(*args)` for arrays with one placement; the result is replicated over the mesh.
+
+    The caller's current mesh is ignored in favor of the mesh of the arrays. The program is cached by `fn`.
+    """
+    with contextlib.nullcontext() if mesh is None or mesh == jax.sharding.get_mesh() else jax.set_mesh(mesh):
+        return _compiled(fn, mesh)(*args)
+
+
+@functools.cache
+def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
+    return jax.jit(fn, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+
+def _placement_of(leaf: Any) -> tuple[Any, Any]:
+    """A key for the devices of an array, None if JAX may choose them; and its mesh, if any."""
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+        return tuple(sharding.mesh.devices.flat), sharding.mesh
+    if not leaf.committed:
+        return None, None
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id)), None
+
+
+def is_compile_only(device: Any) -> bool:
+    """Whether a device only compiles, like those of `jstep.topology`: it can have shapes but no arrays."""
+    # The client of a real device has devices in this process, even if this device belongs to another process.
+    return not device.client.local_device_count()
+
+
+def compiles_only(mesh: Any) -> bool:
+    """Whether the devices of a mesh only compile."""
+    return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
+
+
+def refuse_compile_only(tree: Any, argument: str) -> None:
+    """Reject compile-only devices before a computation.
+
+    Args:
+        tree: Arrays, shapes and shardings.
+        argument: The name of the argument, for the error.
+
+    Raises:
+        ValueError: A shape or a sharding is on compile-only devices.
+    """
+    for leaf in jax.tree.leaves(tree):
+        sharding = leaf.sharding if is_shape(leaf) else leaf
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and compiles_only(mesh):
+            raise ValueError(
+                f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only compile; use "
+                "jstep.cost or lower with them, and run on devices of this machine"
+            )
+
+
+def refuse_shapes(tree: Any, argument: str) -> None:
+    """Reject shapes before a computation, which needs arrays.
+
+    Raises:
+        ValueError: A leaf is a `jax.ShapeDtypeStruct`.
+    """
+    if any(map(is_shape, jax.tree.leaves(tree))):
+        refuse_compile_only(tree, argument)
+        raise ValueError(
+            f"{argument}: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
+            "lower with them"
+        )
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether a leaf is a `jax.ShapeDtypeStruct`."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
