@@ -5,8 +5,7 @@ from typing import Any
 
 from jstep.core.selection import VarList
 from jstep.core.types import Number, Params
-from jstep.differentiate.engine import Differentiation, Inputs
-from jstep.differentiate.gating import GATE_OP
+from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.microbatches import AggregationMethod
 
 

@@ -15,15 +15,35 @@ from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.summary_collection import collect_summaries
 from jstep.core.types import Array, Params
-from jstep.differentiate.connected_params import track_connected
-from jstep.differentiate.gating import GATE_OP, GATES, gated
 from jstep.differentiate.lookup import tables
-from jstep.differentiate.loss_outputs import checked_aux, checked_loss, same_kind, split_outputs
-from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate
+from jstep.differentiate.loss_outputs import checked_aux, checked_loss, same_kind, split_outputs, track_connected
+from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
 from jstep.differentiate.noise import squared_norm
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
-from jstep.differentiate.split_rows import number_of_parts, specs_of_rows, split
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
+
+GATE_NONE = 0
+"""No gating: XLA may start an update before its gradient is complete."""
+GATE_OP = 1
+"""Each gradient is complete before its update begins."""
+GATE_GRAPH = 2
+"""All gradients are complete before any update begins."""
+
+GATES = (GATE_NONE, GATE_OP, GATE_GRAPH)
+
+
+def gated(grads: list[Any], gate: int) -> list[Any]:
+    """Apply a gate, which keeps XLA from overlapping gradients and updates, to gradients.
+
+    It affects memory and time, never values.
+
+    Args:
+        grads: Arrays, `IndexedSlices` or None.
+        gate: One of `GATES`.
+    """
+    if gate == GATE_OP:
+        return [None if g is None else jax.lax.optimization_barrier(g) for g in grads]
+    return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
 
 
 class Inputs(NamedTuple):

@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, mesh_axes_of, spec_of
 from jstep.core.operations import counts_of
 from jstep.core.types import Array
-from jstep.differentiate.split_rows import microbatch
+from jstep.differentiate.microbatches import microbatch
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
 _CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "scan"})

@@ -14,8 +14,7 @@ from jstep.core.selection import VarList, check_form, selected
 from jstep.core.summary_collection import join_returned, merge_summaries
 from jstep.core.types import Array, Params
 from jstep.differentiate import GATE_NONE
-from jstep.differentiate.engine import Differentiation, Inputs
-from jstep.differentiate.gating import gated
+from jstep.differentiate.engine import Differentiation, Inputs, gated
 from jstep.differentiate.microbatches import Part
 from jstep.differentiate.noise import together_squared
 
