@@ -1,0 +1,307 @@
+"""Gradient clipping by value, norm, average norm and global norm."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.clipping.norms import clipped, factors, norm_of, scaled
+from jstep.core import trees
+from jstep.core.array_checks import as_scalar
+from jstep.core.checks import as_int
+from jstep.core.execution_order import compute_first
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
+from jstep.core.meshes import on_any_mesh
+from jstep.core.types import Array, Number
+
+
+@on_any_mesh
+def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
+    """Clip each element to [min, max]: min(max(t, min), max).
+
+    Args:
+        t: An array or a tree of arrays.
+        min: The minimum, a scalar or an array that broadcasts to the shape of each leaf.
+        max: The maximum, likewise.
+
+    Returns:
+        The clipped tree, with the same shapes and dtypes. NaNs are preserved.
+
+    Raises:
+        TypeError: A leaf is not an array of real numbers, for example a PRNG key (names its path).
+        ValueError: `min` > `max`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.clip_by_value(jnp.array([-3.0, 0.5, 3.0]), -1, 1))
+        [-1.   0.5  1. ]
+
+    Source: `tf.clip_by_value`.
+    """
+    low, high = _bound("min", min), _bound("max", max)
+    try:
+        np.broadcast_shapes(np.shape(min), np.shape(max))
+    except ValueError:
+        raise ValueError(
+            f"min and max have shapes {np.shape(min)} and {np.shape(max)}, which do not fit together: they must "
+            "broadcast with each other"
+        ) from None
+    if low is not None and high is not None and np.any(low > high):
+        raise ValueError(f"min={min!r} is larger than max={max!r}")
+
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
+        for name, bound in (("min", min), ("max", max)):
+            if not _broadcasts(np.shape(bound), x.shape):
+                raise ValueError(
+                    f"{name}: has shape {np.shape(bound)}, which does not broadcast to the leaf at "
+                    f"{trees.quoted(path)} of shape {x.shape}"
+                )
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"clip_by_value: the leaf at {trees.quoted(path)} is {x.dtype}, and complex numbers have no order"
+            )
+        low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
+        return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
+
+    return map_leaves(clip, t, "clip_by_value", number)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
+def _bound(name: str, value: Any) -> Any:
+    """Return a bound on the host, or None if it is traced."""
+    if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
+        raise TypeError(f"{name}={value!r}: must be a number or an array, got {type(value).__name__}")
+    number = trees.concrete(value)
+    if number is not None and np.any(np.isnan(number)):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    return number
+
+
+@on_any_mesh
+def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
+    """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
+
+    Args:
+        t: An array or a tree of arrays.
+        clip_norm: The maximum norm, a scalar > 0.
+        axes: The axes over which the norm is computed; None for all. To clip the rows of a matrix: `axes=1`.
+
+    Returns:
+        The clipped tree, with the same dtypes; values within the norm are unchanged.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.clip_by_norm(jnp.array([3.0, 4.0]), 1.0))
+        [0.6 0.8]
+
+    Source: `tf.clip_by_norm`.
+    """
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+    given = axes if axes is None or isinstance(axes, tuple | list) else (axes,)
+    over = None if given is None else tuple(as_int(axis, "axes") for axis in given)
+
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
+        rank = len(shape)
+        for axis in over or ():
+            if not -rank <= axis < rank:
+                raise ValueError(
+                    f"axes={axes}: the leaf at {trees.quoted(path)} has shape {shape}, which has no axis "
+                    f"{axis}; map over the leaves that have it"
+                )
+        if over is not None and len({axis % rank for axis in over}) < len(over):
+            raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quoted(path)}")
+        return scaled(x, norm_of([x], over, clip_norm), clip_norm)
+
+    return map_leaves(clip, t, "clip_by_norm")
+
+
+@on_any_mesh
+def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
+    """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
+
+    Args:
+        t: An array or a tree of arrays; the size of an `IndexedSlices` is the size of its table.
+        clip_norm: The maximum average norm, a scalar > 0.
+
+    Returns:
+        The clipped tree, with the same dtypes.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.clip_by_average_norm(jnp.array([3.0, 4.0]), 1.0))
+        [1.2 1.6]
+
+    Source: `tf.clip_by_average_norm`.
+    """
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+
+    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
+        size = max(1, int(np.prod(shape)))
+        return scaled(x, norm_of([x], limit=clip_norm * size) / size, clip_norm)
+
+    return map_leaves(clip, t, "clip_by_average_norm")
+
+
+@on_any_mesh
+def global_norm(tree: Any) -> Array:
+    """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
+
+    Args:
+        tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` are summed first.
+
+    Returns:
+        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Intermediate values do not
+        overflow if the result is finite. Complex leaves enter with their absolute values.
+
+    Raises:
+        TypeError: A leaf is not an array of numbers, for example a PRNG key (names its path).
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> print(jstep.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": None}))
+        5.0
+
+    Source: `tf.global_norm`.
+    """
+    return _global_norm(tree, "global_norm")
+
+
+def _global_norm(tree: Any, name: str) -> Array:
+    arrays: list[Array] = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
+        if trees.is_none(x):
+            continue
+        path = trees.path_str(keys)
+        array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
+        array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
+        # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
+        arrays += compute_first(array)
+    return norm_of(arrays)
+
+
+@on_any_mesh
+def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
+    """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
+
+    Args:
+        tree: An array or a tree of arrays.
+        clip_norm: The maximum norm, a scalar > 0.
+        use_norm: The precomputed norm, if available.
+
+    Returns:
+        The clipped tree, with the same dtypes, and the norm before clipping. If the norm is not finite, every leaf
+        becomes NaN, so that a diverged step is visible and is not applied in part.
+
+    Raises:
+        TypeError: A leaf is not floating point (names its path).
+        ValueError: `clip_norm` ≤ 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> clipped, norm = jstep.clip_by_global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, 1.0)
+        >>> print(clipped["a"], clipped["b"], norm)
+        [0.6] [0.8] 5.0
+
+    Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
+    `tf.clip_by_global_norm`.
+    """
+    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+    norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
+    by = factors(norm, clip_norm)  # once for all leaves
+    return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
+
+
+def _known_norm(norm: Any) -> Array:
+    if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
+        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {type(norm).__name__}")
+    if np.ndim(norm):
+        raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
+    value = trees.concrete(norm)
+    if value is not None and np.isfinite(value) and value < 0:
+        raise ValueError(f"use_norm={value}: must be ≥ 0")
+    array = jnp.asarray(norm)
+    return array if trees.is_floating(array.dtype) else array.astype(jnp.float32)
+
+
+def number(x: Any, path: str, name: str) -> Array:
+    """Return a leaf as an array of numbers; raise an error with its path otherwise."""
+    if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
+        raise TypeError(f"{name}: {trees.leaf_at(path)} is {type(x).__name__}, which is not an array")
+    if trees.is_key(x):
+        raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
+    return jnp.asarray(x)
+
+
+def floating(x: Any, path: str, name: str) -> Array:
+    """Return a leaf as an array of floating or complex dtype; raise an error with its path otherwise."""
+    array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name}: {trees.leaf_at(path)} has dtype {array.dtype}; only floating-point arrays can be "
+            "scaled. Replace it by None, or cast it."
+        )
+    return array
+
+
+def map_leaves(
+    function: Callable[[Array, tuple[int, ...], str], Array],
+    tree: Any,
+    name: str,
+    as_array: Callable[[Any, str, str], Array] = floating,
+) -> Any:
+    """Map a function of an array, its dense shape and its path over the leaves of a tree.
+
+    The array of an `IndexedSlices` is its combined rows; its dense shape is that of its table.
+
+    Args:
+        function: The function.
+        tree: The tree; leaves that are None stay.
+        name: The name of the caller, for errors.
+        as_array: Converts and validates a leaf: `as_array(leaf, path, name)`.
+    """
+    refuse_numbers_in_a_row(tree, name)
+
+    def leaf(keys: Any, x: Any) -> Any:
+        path = trees.path_str(keys)
+        if isinstance(x, IndexedSlices):
+            rows = combined(x, path)
+            values = function(rows.values, x.dense_shape, path).astype(jnp.result_type(x.values))
+            return within(dataclasses.replace(rows, values=values))
+        if trees.is_none(x):
+            return x
+        array = as_array(x, path, name)
+        return function(array, array.shape, path)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
+
+
+def refuse_numbers_in_a_row(tree: Any, name: str) -> None:
+    """Reject a list or tuple of numbers, which was probably meant as one array.
+
+    Raises:
+        TypeError: The tree contains a list or tuple of numbers.
+    """
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        row = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
+        if row and isinstance(x, bool | int | float | complex | np.generic):
+            where = f" at {trees.path_str(keys[:-1])!r}" if keys[:-1] else ""
+            raise TypeError(
+                f"{name}: a list or tuple of numbers{where} is a tree of scalars; give an array: jnp.array([...])"
+            )
