@@ -14,7 +14,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
-from jstep.sharding.rows import place_rows
+from jstep.sharding.batches import place_rows
 
 
 def placement(sharding: Any) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from jstep.core.loops import Unroll, scan
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
 from jstep.core.types import Array
 from jstep.differentiate.noise import Square, Squares
-from jstep.sharding.of_batches import fitting_spec
+from jstep.sharding.batches import fitting_spec
 
 _logger = logging.getLogger("jstep")
 

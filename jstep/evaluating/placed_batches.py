@@ -14,8 +14,7 @@ from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.data.placement import copied, placement
 from jstep.distributed import agreement
-from jstep.sharding.of_batches import fitting, named
-from jstep.sharding.rows import place_rows
+from jstep.sharding.batches import as_shardings, fitting, place_rows
 
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 """In place of a number of rows: the batches have ended, fetching one has failed, or the batch is global already."""
@@ -34,7 +33,7 @@ def shardings_of(batch_sharding: Any) -> Any:
         placement(batch_sharding)
     except (TypeError, ValueError) as error:
         raise type(error)(f"batch_{error}") from None
-    return named(batch_sharding)
+    return as_shardings(batch_sharding)
 
 
 def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from jstep.data.prefetch import Reader
 from jstep.loop.read_ahead import AHEAD, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
-from jstep.sharding.of_batches import named
+from jstep.sharding.batches import as_shardings
 from jstep.timeline import Stopwatch
 
 
@@ -85,8 +85,8 @@ def make_calls(
         plan: Returns how calls are made; None if each takes one step.
         ends: The steps at which calls must end, in order; the last one ends the run.
     """
-    one = placement(None) if on_device else None if sharding is None else placement(named(sharding))
-    many = None if sharding is None else placement(named(sharding, stacked=True))
+    one = placement(None) if on_device else None if sharding is None else placement(as_shardings(sharding))
+    many = None if sharding is None else placement(as_shardings(sharding, stacked=True))
     if plan is None:
         for step, (batch, position) in enumerate(items, start):
             yield Call(arguments_of(batch if one is None else one(batch)), 1, step, position)

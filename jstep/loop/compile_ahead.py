@@ -16,7 +16,7 @@ from jstep.loop.run import Run
 from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
 from jstep.loop.start_times import FirstBatch, interruptible
-from jstep.sharding.of_batches import named
+from jstep.sharding.batches import as_shardings
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
@@ -111,7 +111,7 @@ def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[An
 
 def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
     """The shapes and shardings of the arguments that a batch becomes."""
-    placed = batch if batch_sharding is None else placement(named(batch_sharding))(batch)
+    placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
     args: tuple[Any, ...] = shapes_of(trees.arguments_of(placed))
     return args
 

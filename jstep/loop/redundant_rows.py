@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jstep.core.activation_annotations import shards_arrays
-from jstep.sharding.of_batches import mesh_without_batch
+from jstep.sharding.batches import mesh_without_batch
 
 _logger = logging.getLogger("jstep")
 

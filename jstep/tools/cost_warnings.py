@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jstep.core import trees
 from jstep.core.activation_annotations import is_annotated
 from jstep.core.text import size
-from jstep.sharding.of_batches import mesh_without_batch
+from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.compiled.exchanges import Exchange, exchanges_of
 from jstep.tools.compiled.program import Instruction, Program, parse_program
