@@ -20,7 +20,7 @@ from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_with
 from jstep.tools.device_memory import device_peak
 from jstep.tools.recomputed import recomputes
 from jstep.topologies.compilers import name_of
-from jstep.topologies.memory import memory_of
+from jstep.topologies.devices import memory_of
 
 _logger = logging.getLogger("jstep")
 _TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")

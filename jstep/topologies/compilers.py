@@ -13,9 +13,8 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from jstep.topologies.gpus import GPUS, target_config
+from jstep.topologies.devices import GPUS, TPUS, target_config
 from jstep.topologies.names import Name
-from jstep.topologies.tpus import TPUS
 
 _lock = threading.Lock()
 _made: dict[Name, Sequence[Any]] = {}

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from jstep.core import trees
 from jstep.core.checks import as_text, shown
-from jstep.topologies.gpus import GPUS, LARGEST_CLUSTER, LARGEST_HOST
-from jstep.topologies.tpus import LARGEST_SLICES, TPUS
+from jstep.topologies.devices import GPUS, LARGEST_CLUSTER, LARGEST_HOST, LARGEST_SLICES, TPUS
 
 _FORM = re.compile(r"([A-Za-z0-9_\-]+):([0-9]{1,6}(?:x[0-9]{1,6})*)(?:\*([0-9]{1,6}))?")
 _EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', 'v5e:4x4*2' (two slices) or 'h100:4x8' (hosts x devices)"

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jstep.core.flops import Product
-from jstep.topologies.gpus import GPUS
-from jstep.topologies.tpus import TPUS
+from jstep.topologies.devices import GPUS, TPUS
 
 T = 1e12
 _NEGLIGIBLE = 0.01

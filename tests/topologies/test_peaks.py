@@ -7,9 +7,8 @@ from jax.experimental import pallas
 
 from jstep.core.flops import Product, work_of
 from jstep.core.operations import body_of
-from jstep.topologies.gpus import GPUS
+from jstep.topologies.devices import GPUS, TPUS
 from jstep.topologies.peaks import GPU_PEAKS, TPU_PEAKS, has_peaks, peak_of
-from jstep.topologies.tpus import TPUS
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
 

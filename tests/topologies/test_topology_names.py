@@ -6,9 +6,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.topologies.gpus import GPUS, target_config
+from jstep.topologies.devices import GPUS, TPUS, target_config
 from jstep.topologies.names import parsed
-from jstep.topologies.tpus import TPUS
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,48 @@
-"""NVIDIA GPU specifications, for XLA's compiler on machines without a GPU."""
+"""TPU generations and NVIDIA GPUs: slice sizes, memory, and what XLA's compilers need to know of them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jstep.core.placement import is_compile_only
+
+GIB = 2**30
+
+
+class Tpu(NamedTuple):
+    """A generation of TPUs.
+
+    Attributes:
+        device_kind: The value of `device.device_kind`.
+        largest: The largest slice, in chips along each dimension, longest first. A larger one must never be requested:
+            the compiler aborts the process or takes minutes.
+        memory: Bytes of HBM per device that the compiler makes available to a program.
+        options: Compiler options in addition to the size.
+    """
+
+    device_kind: str
+    largest: tuple[int, ...]
+    memory: int
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+TPUS: Mapping[str, Tpu] = MappingProxyType(
+    {
+        "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB)),
+        "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB)),
+        # One device per chip, as on real hardware.
+        "v4": Tpu("TPU v4", (16, 16, 16), int(30.75 * GIB), MappingProxyType({"chip_config_name": "megacore"})),
+        "v5e": Tpu("TPU v5 lite", (16, 16), int(15.75 * GIB)),
+        "v5p": Tpu("TPU v5", (28, 20, 16), int(95.74 * GIB)),
+        "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB)),
+        "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB)),
+    }
+)
+"""Name → generation. Memory is what the compiler reports when a program does not fit (libtpu 0.0.42 and 0.0.50)."""
+
+LARGEST_SLICES = 64
+"""The compiler accepts more, but takes minutes to create their devices."""
+
 
 LARGEST_HOST = 16
 LARGEST_CLUSTER = 16384
@@ -122,3 +162,13 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{gpu.description}"
 """
+
+
+def memory_of(device: Any) -> int | None:
+    """Return the bytes available to programs on a device, real or compile-only; None if unknown."""
+    if not is_compile_only(device):
+        stats = device.memory_stats() if device.process_index == device.client.process_index() else None
+        return None if not stats else stats.get("bytes_limit")
+    known = {tpu.device_kind: tpu.memory for tpu in TPUS.values()}
+    known |= {gpu.description: int(SHARE * gpu.memory) for gpu in GPUS.values()}
+    return known.get(device.device_kind)
