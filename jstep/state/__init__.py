@@ -8,10 +8,17 @@ from jstep.state.global_step import (
     global_step,
     increment_global_step,
 )
-from jstep.state.require import require_alive, require_state, step_of
 from jstep.state.shard_state import shard_state
 from jstep.state.slots import get_slot, get_slot_names
-from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState, keep_roles
+from jstep.state.train_state import (
+    MODEL_STATE,
+    START_STEP,
+    TrainState,
+    keep_roles,
+    require_alive,
+    require_state,
+    step_of,
+)
 
 __all__ = [
     "MODEL_STATE",

@@ -9,8 +9,7 @@ from jstep.core.meshes import require_mesh
 from jstep.core.placement import checked_memory
 from jstep.core.slot_roles import roles_in
 from jstep.sharding.layout import ParamSpecs, in_memory, put, state_shardings
-from jstep.state.require import require_state
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, require_state
 
 
 def shard_state(

@@ -10,8 +10,7 @@ from jstep.core.checks import as_text
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in
 from jstep.core.types import Params
-from jstep.state.require import require_state
-from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState
+from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState, require_state
 
 _OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
 """Scalar slots of jstep's optimizers, other than steps and held hyperparameters."""

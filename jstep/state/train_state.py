@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.array_checks import collecting_checks, run_checks
-from jstep.core.checks import as_bool
+from jstep.core.checks import as_bool, kind
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
 from jstep.core.placement import checked_memory
@@ -22,9 +22,8 @@ from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.core.text import html_table, size
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
-from jstep.state.create import is_abstract, made_on
-from jstep.state.global_step import create_global_step
-from jstep.state.untrained import refuse_untrained
+from jstep.state.create import is_abstract, made_on, refuse_untrained
+from jstep.state.global_step import NO_STEP, create_global_step
 
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
@@ -318,3 +317,43 @@ def _step_text(step: Any) -> str:
     if isinstance(step, jax.Array) and step.is_deleted():
         return "donated"
     return str(np.asarray(step))
+
+
+def require_state(value: Any, argument: str = "state") -> TrainState:
+    """Return the value, which must be a `TrainState`.
+
+    Raises:
+        TypeError: It is not a `TrainState`.
+    """
+    if not isinstance(value, TrainState):
+        raise TypeError(f"{argument}: must be a TrainState, got {kind(value)}; make one with TrainState.create")
+    return value
+
+
+def step_of(state: TrainState) -> Array:
+    """Return the global step of a state, which must have one.
+
+    Raises:
+        ValueError: Its global step is None.
+    """
+    if state.global_step is None:
+        raise ValueError(NO_STEP)
+    return state.global_step
+
+
+def require_alive(state: Any, cause: BaseException | None = None) -> None:
+    """Reject a state that was donated to a compiled step.
+
+    Args:
+        state: Any tree of arrays.
+        cause: JAX's own exception, if there is one.
+
+    Raises:
+        RuntimeError: A leaf was donated; names its path.
+    """
+    path = trees.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
+            "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
+        ) from cause
