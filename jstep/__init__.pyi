@@ -21,8 +21,10 @@ from jstep.data import Batches as Batches
 from jstep.data import Mixture as Mixture
 from jstep.data import PrefetchIterator as PrefetchIterator
 from jstep.data import batches as batches
+from jstep.data import from_state as from_state
 from jstep.data import mixture as mixture
 from jstep.data import prefetch_to_device as prefetch_to_device
+from jstep.data import replayed as replayed
 from jstep.differentiate import GATE_GRAPH as GATE_GRAPH
 from jstep.differentiate import GATE_NONE as GATE_NONE
 from jstep.differentiate import GATE_OP as GATE_OP

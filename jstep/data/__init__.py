@@ -2,8 +2,10 @@
 
 from jstep.core.public import set_public_module as _set_public_module
 from jstep.data.batches import Batches, batches
+from jstep.data.from_state import StateBatches, from_state
 from jstep.data.mixture import Mixture, mixture
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
+from jstep.data.replayed import replayed
 from jstep.data.sequence import BatchIterator, BatchSequence
 
 __all__ = [
@@ -12,9 +14,12 @@ __all__ = [
     "Batches",
     "Mixture",
     "PrefetchIterator",
+    "StateBatches",
     "batches",
+    "from_state",
     "mixture",
     "prefetch_to_device",
+    "replayed",
 ]
 
 _set_public_module(globals())

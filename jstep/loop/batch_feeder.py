@@ -13,7 +13,7 @@ import numpy as np
 from jstep.core.trees import arguments_of, flatten
 from jstep.data.placement import copied, placement
 from jstep.data.prefetch import Reader
-from jstep.loop.read_ahead import AHEAD, ReadAhead
+from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
 from jstep.sharding.batches import as_shardings
@@ -187,7 +187,7 @@ class BatchFeeder:
         read_ahead: ReadAhead | None = None,
     ) -> None:
         self._watch = Stopwatch() if watch is None else watch
-        self._read_ahead = ReadAhead() if read_ahead is None else read_ahead
+        self._read_ahead: ReadAhead = read_ahead or (NeverAhead() if source.is_of_state else ReadAhead())
         self._read, self._stopping = functools.partial(next, made), stopping
         self._reader, self._requested = Reader(self._read), 0
         self._waited = self._got = 0.0

@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_bool, as_int, kind, shown
+from jstep.data import StateBatches
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence
 from jstep.loop.auto_steps import AUTO
@@ -47,6 +48,21 @@ class Options:
     def cache_directory(self) -> str | None:
         """The directory of the compilation cache."""
         return cache_directory(self.compile_cache, self.checkpoint_dir)
+
+    def for_batches(self, batches: Any) -> "Options":
+        """The options for these batches: those that are made with the state allow one step a call.
+
+        Raises:
+            ValueError: `batches` are made with the state, and a call would take several steps.
+        """
+        if not isinstance(batches, StateBatches) or self.steps_per_call == 1:
+            return self
+        if self.steps_per_call == AUTO:
+            return dataclasses.replace(self, steps_per_call=1)
+        raise ValueError(
+            f"steps_per_call={self.steps_per_call}, batches={batches!r}: batches of jstep.from_state are made with the "
+            "state before each step; use steps_per_call=1"
+        )
 
     def __post_init__(self) -> None:
         checked = {

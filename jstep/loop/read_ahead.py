@@ -111,3 +111,11 @@ class ReadAhead:
             self._calls.clear()
             self._unsettled = AHEAD if self.choice.ahead != before else 0
         return self.choice.ahead
+
+
+class NeverAhead(ReadAhead):
+    """For batches that must not be made ahead, whatever the times."""
+
+    def after_call(self, waited: float, rest: float, steps: int) -> bool:
+        """False."""
+        return False

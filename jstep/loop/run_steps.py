@@ -59,7 +59,7 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
     loop.step = call.first + call.steps
 
 
-def run_steps(run_call: RunCall, state: Any, calls: Iterable[Call], start: int, stop: int) -> LoopState:
+def run_steps(loop: LoopState, run_call: RunCall, calls: Iterable[Call], stop: int) -> None:
     """Run steps up to `stop`, or until the calls end: what `train` does without hooks, for `replay`, `verify_resume`.
 
     To run from a state at step 3 to step 7, two steps per call:
@@ -69,22 +69,20 @@ def run_steps(run_call: RunCall, state: Any, calls: Iterable[Call], start: int, 
         ends = StageBoundaries(stages, source.next_change).ends(3, 7)
         programs = Programs(stages, 2, state=state)                    # jstep.loop.programs
         calls = programs.calls(copied_batches(source), 3, ends)        # jstep.loop.batch_feeder
-        loop = run_steps(programs, state, calls, 3, 7)
+        loop = LoopState(3, state)
+        run_steps(loop, programs, calls, 7)
         loop.step, loop.state                                          # 7, or less if the batches ended
 
     Args:
+        loop: The initial step and state, which is donated to a compiled step; kept up to date.
         run_call: Runs the steps of a call.
-        state: The initial state; it is donated to a compiled step.
         calls: The calls.
-        start: The step of the state.
         stop: The step at which to end.
     """
-    loop = LoopState(start, state)
     for call in calls:
         take_steps(loop, run_call, call)
         if loop.step >= stop:
             break
-    return loop
 
 
 def _size_of(call: Call) -> Any:

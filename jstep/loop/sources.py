@@ -13,7 +13,7 @@ import numpy as np
 
 from jstep.core.checks import shown
 from jstep.core.exceptions import note
-from jstep.data import BatchIterator, BatchSequence
+from jstep.data import BatchIterator, BatchSequence, StateBatches
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
 from jstep.queues.errors import until_end
 
@@ -21,12 +21,8 @@ _logger = logging.getLogger("jstep")
 
 
 @runtime_checkable
-class HasState(Protocol):
-    """An iterator that can save and restore its position."""
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        ...
+class HasOwnState(Protocol):
+    """An object that can save and restore its position."""
 
     def get_state(self) -> Any:
         """Return the position, as bytes or as a value that JSON can hold."""
@@ -34,6 +30,15 @@ class HasState(Protocol):
 
     def set_state(self, state: Any, /) -> Any:
         """Restore a position."""
+        ...
+
+
+@runtime_checkable
+class HasState(HasOwnState, Protocol):
+    """An iterator that can save and restore its position."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
         ...
 
 
@@ -63,6 +68,7 @@ class Source(NamedTuple):
         next_change: Maps a step to the next one at which the shapes of the batches change; None if not known.
         is_function: Whether each batch is a function of its step and can be fetched again.
         begin: Returns the position before the first batch; None if `position` does.
+        is_of_state: Whether batches are made with the state of the run, so that none may be made ahead.
     """
 
     items: Iterator[Any]
@@ -74,9 +80,18 @@ class Source(NamedTuple):
     next_change: Callable[[int], int | None] | None = None
     is_function: bool = False
     begin: Callable[[], Any] | None = None
+    is_of_state: bool = False
 
 
-def source_of(batches: Any, start: int, last_step: int, position: Any = None, *, resumable: bool = False) -> Source:
+def source_of(
+    batches: Any,
+    start: int,
+    last_step: int,
+    position: Any = None,
+    *,
+    resumable: bool = False,
+    state: Callable[[], Any] = lambda: None,
+) -> Source:
     """The batches from step `start`.
 
     Args:
@@ -87,8 +102,11 @@ def source_of(batches: Any, start: int, last_step: int, position: Any = None, *,
         last_step: The step at which to end.
         position: The position of an earlier run, from `encode_position` or as a `SavedPosition`; None in a fresh run.
         resumable: Whether the run saves checkpoints, from which it may be resumed later.
+        state: Returns the current state of the run, for batches that are made with it.
     """
     check_batches(batches)
+    if isinstance(batches, StateBatches):
+        return _made_with_state(batches, position, start, last_step, state)
     source = _source_of(batches, start, last_step, position, resumable=resumable)
     return source._replace(items=until_end(source.items))
 
@@ -140,6 +158,17 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
     return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
 
 
+def _made_with_state(
+    batches: StateBatches, position: Any, start: int, last_step: int, state: Callable[[], Any]
+) -> Source:
+    items = (batches.make(step, state()) for step in range(start, last_step))
+    owner = batches.make
+    if not isinstance(owner, HasOwnState | HasStateDict):
+        return Source(until_end(items), is_of_state=True)
+    source = _stateful(owner, position, start, last_step, items)
+    return source._replace(items=until_end(source.items), is_of_state=True)
+
+
 def check_batches(batches: Any) -> None:
     """Refuse a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
@@ -154,6 +183,8 @@ def check_batches(batches: Any) -> None:
             "with batches[N], a function of the step, or an iterable; to repeat one batch, "
             "itertools.repeat(batch)."
         )
+    if isinstance(batches, StateBatches):
+        return
     if isinstance(batches, type) or not (
         callable(batches)
         or isinstance(batches, HasState)
@@ -195,7 +226,7 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
         return None
 
 
-def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
+def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iterator[Any] | None = None) -> Source:
     """The batches of a loader or iterator that keeps its position."""
     get, set_to = _methods(owner)
     name = type(owner).__name__
@@ -223,8 +254,8 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int) -> Source:
             start,
             name,
         )
-    # Some iterators have `__next__` but no `__iter__`.
-    items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
+    if items is None:  # some iterators have `__next__` but no `__iter__`
+        items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
 
     def where() -> Any:
         state = get()
@@ -250,7 +281,7 @@ def position_of(batches: Any) -> Any:
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    if isinstance(owner, HasState):
+    if isinstance(owner, HasOwnState):
         return owner.get_state, owner.set_state
     return owner.state_dict, owner.load_state_dict
 

@@ -5,7 +5,7 @@ import functools
 import logging
 from typing import Any
 
-from jstep.data import BatchSequence
+from jstep.data import BatchSequence, StateBatches
 from jstep.hooks import hook_state
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
 from jstep.loop.build_hooks import build_hooks
@@ -77,6 +77,8 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
     own = batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.last_step or (own is None and run.latest is None):
         return None
+    if isinstance(batches, StateBatches):
+        return None
     if own is not None and not own.is_endless and start >= len(own):
         return None
     source = _source(run, batches)
@@ -95,7 +97,14 @@ def _open_batches(run: Run, batches: Any) -> tuple[Source, Any]:
 def _source(run: Run, batches: Any) -> Source:
     """The batches from the start of the run, at the position that was saved with its checkpoint."""
     resumable = run.saver is not None
-    source = source_of(batches, run.first, run.options.last_step, saved_position(run.extra), resumable=resumable)
+    source = source_of(
+        batches,
+        run.first,
+        run.options.last_step,
+        saved_position(run.extra),
+        resumable=resumable,
+        state=lambda: run.state,
+    )
     if not resumable:
         return source._replace(position=None)  # the position is never saved
     if source.position is None or source.begin is not None:

@@ -70,7 +70,8 @@ def train(
             background.
         state: The initial state. If a checkpoint is restored, the state is only a template that gives structure,
             shapes, dtypes and sharding, and may be abstract. It is donated to a compiled step.
-        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, or any iterable. The position
+        batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)` for
+            batches that are made with the state, or any iterable. The position
             of an iterator with `get_state` and `set_state`, or of a loader or iterator with `state_dict` and
             `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
             anything else, a list or a NamedTuple, too, is one argument. Each batch is copied before the next one is
@@ -133,6 +134,7 @@ def train(
     stages = stages_of(train_step)
     check(state, options.last_step)
     check_batches(batches)
+    options = options.for_batches(batches)
     times = StartTimes()
     with times.part("devices"):
         jax.devices()

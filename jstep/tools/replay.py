@@ -15,7 +15,7 @@ from jstep.loop.checks import check, check_alive
 from jstep.loop.options import as_steps_per_call, check_locations
 from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
-from jstep.loop.run_steps import run_steps
+from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.state import TrainState, global_step
@@ -103,22 +103,23 @@ def replay(
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
-    source = _seekable(source_of(batches, start, step + 1, position), batches, start, position)
+    loop = LoopState(start, state)
+    source = source_of(batches, start, step + 1, position, state=lambda: loop.state)
+    source = _seekable(source, batches, start, position)
     items = copied_batches(source)
     programs = Programs(stages, steps_per_call, state=state)
     if step > start:
         made = programs.calls(
             items, start, StageBoundaries(stages, source.next_change).ends(start, step), batch_sharding
         )
-        loop = run_steps(programs, state, _exactly(made, step - start), start, step)
+        run_steps(loop, programs, _exactly(made, step - start), step)
         if loop.step < step:
             raise _too_few(loop.step, step)
-        state = loop.state
     last = next(make_calls(items, step, batch_sharding, on_device=programs.on_device), None)
     if last is None:
         raise _too_few(step, step)
-    check_step(step, state, start if step > start else None)
-    return Replay(state, last.args)
+    check_step(step, loop.state, start if step > start else None)
+    return Replay(loop.state, last.args)
 
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:

@@ -18,7 +18,7 @@ from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.checks import check_alive
 from jstep.loop.positions import POSITION
 from jstep.loop.programs import Programs
-from jstep.loop.run_steps import run_steps
+from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, keeps_position, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.loop.train import train
@@ -108,10 +108,11 @@ def verify_resume(
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
         with internal_transfers():
             first = global_step(state)
-        source = source_of(batches, first, first + count, position)
+        at = LoopState(first, state)
+        source = source_of(batches, first, first + count, position, state=lambda: at.state)
         # Read exactly as many batches as there are steps, since the position is saved.
         made = itertools.islice(make_calls(copied_batches(source), first), count)
-        at = run_steps(Programs(stages, state=state), state, made, first, first + count)
+        run_steps(at, Programs(stages, state=state), made, first + count)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         check_step(at.step, at.state, first)

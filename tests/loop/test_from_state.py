@@ -1,0 +1,157 @@
+"""Batches that are made with the state (`from_state`), and those that a restart reads again (`replayed`)."""
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
+
+
+def make_state() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+
+
+class Environment:
+    """An environment on the host: a random walk towards the parameters, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng, self.at = np.random.default_rng(3), np.zeros(2)
+        self.seen: list[tuple[int, int, str]] = []
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.seen.append((step, jstep.global_step(state), threading.current_thread().name))
+        self.at = self.at + 0.1 * (np.asarray(state.params["w"]) - self.at) + self.rng.normal(size=2)
+        return self.at.astype(np.float32)
+
+    def state_dict(self) -> Any:
+        return {"rng": self.rng.bit_generator.state, "at": self.at.tolist()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.rng.bit_generator.state = state["rng"]
+        self.at = np.array(state["at"])
+
+
+def by_hand(steps: int) -> jstep.TrainState:
+    state, environment = make_state(), Environment()
+    for step in range(steps):
+        state, _ = STEP(state, environment(step, state))
+    return state
+
+
+def trained(last: int, batches: Any, **kwargs: Any) -> jstep.TrainState:
+    return jstep.train(STEP, make_state(), batches, last, progress=False, log_steps=None, **kwargs)
+
+
+def test_a_batch_is_made_with_the_state_of_its_step_and_never_ahead() -> None:
+    environment = Environment()
+    assert trained(40, jstep.from_state(environment)) == by_hand(40)
+    assert environment.seen == [(n, n, "MainThread") for n in range(40)]
+
+
+def test_it_sees_the_changes_of_hooks() -> None:
+    seen = []
+
+    def batch(step: int, state: jstep.TrainState) -> Any:
+        seen.append(float(state.params["w"][0]))
+        return np.zeros(2, np.float32)
+
+    def reset(step: int, state: jstep.TrainState, metrics: Any) -> jstep.TrainState:
+        return state.replace(params={"w": jnp.full(2, 7.0)})
+
+    trained(4, jstep.from_state(batch), hooks=[jstep.every(2, reset)])
+    assert seen[0] == 0.0
+    assert seen[2] == 7.0
+
+
+@pytest.mark.parametrize("cut", [1, 7])
+def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path, cut: int) -> None:
+    for last in (cut, 20):
+        state = trained(last, jstep.from_state(Environment()), checkpoint_dir=tmp_path)
+    assert state == by_hand(20)
+    step = min(cut + 2, 19)
+    replayed = jstep.replay(STEP, make_state(), jstep.from_state(Environment()), tmp_path, step)
+    assert replayed.state == by_hand(step)
+    assert STEP(replayed.state, *replayed.args)[0] == by_hand(step + 1)
+
+
+def test_verify_resume_takes_them() -> None:
+    batches = jstep.from_state(lambda step, state: np.asarray(state.params["w"]) + step)
+    assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
+
+
+def test_an_error_in_it_loses_no_state(tmp_path: Path) -> None:
+    def fail(step: int, state: jstep.TrainState) -> Any:
+        if step == 5:
+            raise OSError("the environment is gone")
+        return np.zeros(2, np.float32)
+
+    with pytest.raises(OSError, match="is gone") as caught:
+        trained(9, jstep.from_state(fail), checkpoint_dir=tmp_path)
+    assert "while batch 5 was fetched" in caught.value.__notes__[0]
+    assert jstep.Saver(tmp_path).latest_step() == 5
+
+
+def test_calls_of_several_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"steps_per_call=4, batches=<jstep.from_state\(.*Environment.*\)>: .*=1"):
+        trained(9, jstep.from_state(Environment()), steps_per_call=4)
+    assert trained(9, jstep.from_state(Environment()), steps_per_call="auto") == by_hand(9)
+    with pytest.raises(TypeError, match=r"fn=.*: must be a function"):
+        jstep.from_state([1])  # type: ignore[arg-type]
+
+
+def test_end_of_batches_and_stages() -> None:
+    def some(step: int, state: jstep.TrainState) -> Any:
+        if step == 6:
+            raise jstep.OutOfRangeError("no more")
+        return np.ones(2, np.float32)
+
+    assert jstep.global_step(trained(9, jstep.from_state(some))) == 6
+    stages = {0: STEP, 3: jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), OPTIMIZER)}
+    state = jstep.train(stages, make_state(), jstep.from_state(Environment()), 6, progress=False)
+    assert jstep.global_step(state) == 6
+
+
+# Batches that a restart reads again.
+
+
+def stream() -> Iterator[Any]:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        yield rng.normal(size=2).astype(np.float32)
+
+
+def test_a_restart_drops_the_batches_that_were_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    whole = trained(20, jstep.replayed(stream))
+    for last, used in ((8, 0), (13, 8), (20, 13)):
+        caplog.clear()
+        state = trained(last, jstep.replayed(stream), checkpoint_dir=tmp_path)
+        lines = [m for m in caplog.messages if m.startswith("replayed: ")]
+        assert [line.split(" in ")[0] for line in lines] == [f"replayed: {used} batches were read again"][: used > 0]
+    assert state == whole
+    assert jstep.replay(STEP, make_state(), jstep.replayed(stream), tmp_path, 15).state == trained(
+        15, jstep.replayed(stream)
+    )
+    assert trained(20, jstep.replayed(stream), steps_per_call=4) == trained(
+        20, jstep.replayed(stream), steps_per_call=3
+    )
+
+
+def test_too_few_batches_after_a_restart_and_wrong_values(tmp_path: Path) -> None:
+    trained(8, jstep.replayed(stream), checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="returned 5 batches, and the run has used 8"):
+        trained(20, jstep.replayed(lambda: itertools.islice(stream(), 5)), checkpoint_dir=tmp_path)
+    with pytest.raises(TypeError, match="must return an iterable of batches"):
+        trained(3, jstep.replayed(lambda: 3))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"make=.*: must be a function"):
+        jstep.replayed(stream())  # type: ignore[arg-type]
