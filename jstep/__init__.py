@@ -42,7 +42,8 @@ Schedules
     linear_cosine_decay, warmup_cosine_decay, warmup_stable_decay, one_cycle, cyclical, ademamix_alpha, ademamix_beta3.
     Composition: join, shift, times, linear_warmup.
 Input data
-    batches (Batches, indexed by step), mixture (a weighted Mixture of sources), prefetch_to_device (PrefetchIterator).
+    batches (Batches, indexed by step), mixture (a weighted Mixture of sources), from_state, replayed,
+    prefetch_to_device (PrefetchIterator).
     Queues: FIFOQueue, RandomShuffleQueue, QueueRunner, add_queue_runner, start_queue_runners, Coordinator,
     OutOfRangeError, CancelledError.
 Training loop and hooks

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import jax
 
 from jstep.checkpoint import arguments as checked
-from jstep.checkpoint import processes
-from jstep.checkpoint.store.open import open_store
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store.protocol import Store
 from jstep.core.checks import as_number
+from jstep.distributed import agreement
 from jstep.stores import is_url
 
 _POLL_SECS = 1.0
@@ -91,7 +91,7 @@ def _next(store: Store, prefix: str, returned: set[int], timeout: float | None, 
             left = poll if deadline is None else deadline - time.monotonic()
             found = _END if found == _WAIT and left <= 0 else found
         if _is_distributed():
-            found = processes.broadcast_first(found)
+            (found,) = agreement.broadcast_ints(found)
         if error is not None:
             raise error
         if found == _FAILED:

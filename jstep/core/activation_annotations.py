@@ -4,6 +4,7 @@ from typing import Any
 
 from jax.sharding import Sharding
 
+from jstep.core.meshes import dims_of
 from jstep.core.operations import all_equations, is_differentiated
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
@@ -42,5 +43,5 @@ def _splits(value: Any) -> bool:
 
 def _is_explicit(var: Any) -> bool:
     """Whether the type of an array has a sharding, as only types on Explicit axes do."""
-    spec = getattr(getattr(var.aval, "sharding", None), "spec", ())
-    return any(axis is not None for axis in spec)
+    spec = getattr(getattr(var.aval, "sharding", None), "spec", None)
+    return spec is not None and any(axis is not None for axis in dims_of(spec))

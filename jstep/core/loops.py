@@ -45,7 +45,7 @@ def scan(
         unroll: As in `jax.lax.scan`. None: fully unrolled if the body has operations that are slow in a loop, else 1.
     """
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
-        first = jax.tree.map(_first_of, xs)
+        first = jax.tree.map(first_row, xs)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
         out = jax.tree.structure(shapes)
 
@@ -63,7 +63,7 @@ def is_slow_in_loops(jaxpr: Any) -> bool:
     return is_cpu and any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
-def _first_of(x: Any) -> jax.ShapeDtypeStruct:
+def first_row(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of an element, with the sharding of the stacked array."""
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))

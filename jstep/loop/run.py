@@ -104,6 +104,7 @@ class Run(RunInfo):
 
     def release(self) -> None:
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""
+        self.state = self.metrics = None
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
         self.signals.on_first = _do_nothing
         self.programs.release()

@@ -153,6 +153,7 @@ def _train(run: Run, batches: Any) -> TrainState:
             if run.feeder is not None:
                 _take_steps(run)
             _finish(run)
+            state = run.state
         except BaseException as error:
             rescue(run, error)
             if run.signals.at_once and isinstance(error, KeyboardInterrupt):
@@ -161,7 +162,7 @@ def _train(run: Run, batches: Any) -> TrainState:
         finally:
             run.watch.switch(SAVING)  # only waiting for pending writes is left
             run.release()
-    return run.state
+    return state
 
 
 def _take_steps(run: Run) -> None:

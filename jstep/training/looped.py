@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.loops import is_slow_in_loops
+from jstep.core.loops import first_row, is_slow_in_loops
+from jstep.core.meshes import dims_of
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure
 
@@ -31,19 +32,21 @@ class TracedStep(NamedTuple):
     """The trace of one step, for the shapes of a state and a batch.
 
     Attributes:
-        traced: The `jax.stages.Traced` of the compiled step.
+        jaxpr: The closed jaxpr of the step.
+        out: The structure of its results.
         computed: The types of the metrics that the step computes.
         constants: Its constant metrics.
     """
 
-    traced: Any
+    jaxpr: Any
+    out: Any
     computed: Any
     constants: Constants
 
     @property
     def is_slow_in_loops(self) -> bool:
         """Whether XLA runs the step much slower in a loop than by itself."""
-        return is_slow_in_loops(self.traced.jaxpr.jaxpr)
+        return is_slow_in_loops(self.jaxpr.jaxpr)
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -81,17 +84,17 @@ class LoopedStep(TrainStep):
         """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
         args = jax.tree.map(one_shape, args)
         traced = self._one.traced_call(state, *args)
-        _, computed, constants = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
-        found = self._traced[_key(state, args)] = TracedStep(traced, computed, constants)
+        found = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return found
 
     def _parts(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any, Constants]:
         n, sums, *stacked = args
         if self._most is None:
             stacked = jax.tree.map(_with_another, stacked)
-        row = jax.tree.map(row_of, stacked)
-        one = self._traced[_key(state, tuple(row))]
-        made, jaxpr, out = self._accumulate(one), one.traced.jaxpr, one.traced.out_tree
+        row = tuple(jax.tree.map(first_row, stacked))
+        # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
+        one = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
+        made, jaxpr, out = self._accumulate(one), one.jaxpr, one.out
 
         def body(i: Any, carry: Any) -> Any:
             state, _, rows = carry
@@ -109,6 +112,18 @@ class LoopedStep(TrainStep):
         )
         state, computed, rows = jax.lax.fori_loop(np.int32(0), n, body, (state, nothing, rows))
         return state, (computed, made.add(sums, rows, n)), one.constants
+
+    def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
+        """Trace one step within the trace of the program."""
+        specs = None if batch_specs is None else jax.tree.map(self._without_step_axis, batch_specs[2:])
+        parts = pure(self._one).parts
+        jaxpr, shapes = jax.make_jaxpr(lambda state, args: parts(state, args, specs), return_shape=True)(state, row)
+        return _traced_step(jaxpr, jax.tree.structure(shapes))
+
+    def _without_step_axis(self, sharding: Any) -> Any:
+        if self._most is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
 
     def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
         if shardings is None:
@@ -148,10 +163,9 @@ def one_shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def row_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of one row of a stacked argument."""
-    aval: Any = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
+    _, computed, constants = jax.tree.unflatten(out, jaxpr.out_avals)
+    return TracedStep(jaxpr, out, computed, constants)
 
 
 def _with_another(x: Any) -> Any:
@@ -173,10 +187,18 @@ def _at(x: Any, i: Any) -> Any:
 def _key(state: Any, args: tuple[Any, ...]) -> Any:
     """Everything that a trace depends on, for arrays, shapes and traced arrays alike."""
     leaves = [
-        jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-        for leaf in jax.tree.leaves((state, args))
+        leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in jax.tree.leaves((state, args))
     ]
-    return trees.structure((state, args)), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return trees.structure((state, args)), tuple((leaf.shape, leaf.dtype, _explicit_dims(leaf)) for leaf in leaves)
+
+
+def _explicit_dims(shape: Any) -> tuple[Any, ...] | None:
+    """The mesh axes of each dimension in the type of an array on Explicit axes; None for any other array."""
+    sharding = shape.sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    dims = dims_of(sharding.spec)
+    return (*dims, *[None] * (len(shape.shape) - len(dims)))
 
 
 def _zeros(aval: Any) -> Any:
