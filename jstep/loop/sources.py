@@ -162,7 +162,7 @@ def _made_with_state(
     batches: StateBatches, position: Any, start: int, last_step: int, state: Callable[[], Any]
 ) -> Source:
     items = (batches.make(step, state()) for step in range(start, last_step))
-    owner = batches.make
+    owner: Any = batches.make
     if not isinstance(owner, HasOwnState | HasStateDict):
         return Source(until_end(items), is_of_state=True)
     source = _stateful(owner, position, start, last_step, items)
