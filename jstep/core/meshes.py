@@ -119,9 +119,9 @@ def spec_of(leaf: Any) -> PartitionSpec:
 
 
 def reduced(total: Any) -> Any:
-    """Sum an `unreduced` array over its devices; any other array is unchanged."""
+    """Sum an `unreduced` array over its devices, and forget that one is `reduced`; any other array is unchanged."""
     mesh = explicit_mesh(total)
-    if mesh is None or not spec_of(total).unreduced:
+    if mesh is None or not (spec_of(total).unreduced or spec_of(total).reduced):
         return total
     return jax.sharding.reshard(total, NamedSharding(mesh, PartitionSpec(*dims_of(spec_of(total)))))
 
