@@ -119,9 +119,9 @@ class Piece:
 class Interval:
     """The sums over an interval."""
 
-    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self) -> None:
         self._merged: Totals | None = None
-        self._pieces = list(pieces)
+        self._pieces: list[Piece] = []
         self._names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:

@@ -1,6 +1,5 @@
 """Skipped updates, whose losses need not be finite."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jstep.optimizers import metrics
@@ -23,6 +22,3 @@ def is_bad(finite: Any, skipped: Any) -> Any:
         skipped: Whether the whole update of each step was skipped.
     """
     return ~(finite | skipped)
-
-
-SkipMetric = Callable[[], str | None]

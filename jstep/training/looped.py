@@ -13,6 +13,7 @@ from jstep.core import trees
 from jstep.core.loops import first_row, is_slow_in_loops
 from jstep.core.meshes import dims_of
 from jstep.training.constants import Constants
+from jstep.training.scan import without_step_axis
 from jstep.training.step import PureStep, TrainStep, pure
 
 
@@ -61,7 +62,8 @@ class LoopedStep(TrainStep):
     argument. The bits of the result therefore do not depend on how steps are divided into calls. The metrics are those
     of the last step, and the numbers among the metrics of all steps are accumulated in the sums.
 
-    `prepare` must be called first for each shape of a batch; it traces the step, once.
+    `prepare` traces the step for a shape of the batches, so that what it accumulates is known before the first call;
+    the program uses that trace.
 
     Args:
         step: The step: of `minimize`, or any function `(state, *args) -> (state, metrics)`.
@@ -115,15 +117,12 @@ class LoopedStep(TrainStep):
 
     def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
         """Trace one step within the trace of the program."""
-        specs = None if batch_specs is None else jax.tree.map(self._without_step_axis, batch_specs[2:])
+        specs = None if batch_specs is None else batch_specs[2:]
+        if specs is not None and self._most is not None:
+            specs = jax.tree.map(without_step_axis, specs)
         parts = pure(self._one).parts
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: parts(state, args, specs), return_shape=True)(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
-
-    def _without_step_axis(self, sharding: Any) -> Any:
-        if self._most is None or not isinstance(sharding, NamedSharding):
-            return sharding
-        return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
 
     def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
         if shardings is None:

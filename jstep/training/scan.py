@@ -50,7 +50,7 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
 
     def parts(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Any, Constants]:
         k = _leading_size(stacked, length)
-        batch_specs = None if batch_specs is None else jax.tree.map(_without_step_axis, batch_specs)
+        batch_specs = None if batch_specs is None else jax.tree.map(without_step_axis, batch_specs)
 
         def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
             state, computed, constants = step.parts(state, args, batch_specs)
@@ -65,7 +65,8 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
 
-def _without_step_axis(sharding: Any) -> Any:
+def without_step_axis(sharding: Any) -> Any:
+    """The sharding of one row of an argument that is stacked over steps."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*dims_of(sharding.spec)[1:]))
     return sharding
