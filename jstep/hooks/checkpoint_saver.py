@@ -9,12 +9,13 @@ from typing import Any
 from jstep.checkpoint import Saver
 from jstep.core.checks import as_function, kind
 from jstep.core.contexts import internal_transfers
-from jstep.hooks.cadence import CadencedHook, cadence
+from jstep.hooks.cadence import cadence_or_never
 from jstep.hooks.hook import Clock, Metrics, check_step
+from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
 
 
-class CheckpointSaverHook(CadencedHook):
+class CheckpointSaverHook(RunHook):
     """A hook that saves checkpoints at intervals of seconds or steps, and at the end.
 
     Args:
@@ -43,9 +44,8 @@ class CheckpointSaverHook(CadencedHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(
-            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, at_least_one=False),
-            together=True,
+        self.cadence = cadence_or_never(
+            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
         )
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = _functions(before_save)
@@ -59,10 +59,9 @@ class CheckpointSaverHook(CadencedHook):
         super().begin(state)
         self._saved = None
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save when due."""
-        if self.is_due(step):
-            self.save(step, state)
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Save."""
+        self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
         """Save the last state, and wait until it is on disk."""
@@ -99,7 +98,7 @@ class CheckpointSaverHook(CadencedHook):
             ValueError: The state is at another step.
         """
         if not self.has_saved(step, state):
-            checks = self._before_save if self.run is None else (self.run.before_save, *self._before_save)
+            checks = (self.run.before_save, *self._before_save)
             prevented = [bool(check(step)) for check in checks]  # a list: each must be called
             if any(prevented):
                 return False
@@ -110,7 +109,6 @@ class CheckpointSaverHook(CadencedHook):
             with internal_transfers():
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
-            self.has_happened()
         if wait and self._saver is not None:
             self._saver.wait()
         return True

@@ -13,13 +13,14 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.contexts import internal_transfers
 from jstep.distributed import agreement
-from jstep.hooks.cadence import CadencedHook, cadence
+from jstep.hooks.cadence import cadence
 from jstep.hooks.callbacks import Callbacks, EvaluationCallback
 from jstep.hooks.evaluation_results import numbers_of
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.hook_results import StopWith
 from jstep.hooks.hook_state import key_of
 from jstep.hooks.interruption import EvaluationAbandoned, interruptible
+from jstep.hooks.run_hook import OwnRun, RunHook
 from jstep.hooks.summaries import scalar
 from jstep.hooks.values import read, text
 from jstep.hooks.writers import check_writer
@@ -29,7 +30,7 @@ from jstep.timeline.stopwatch import STEPPING
 _logger = logging.getLogger("jstep")
 
 
-class EvaluationHook(CadencedHook):
+class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
     The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
@@ -107,16 +108,14 @@ class EvaluationHook(CadencedHook):
             self._callbacks = Callbacks(callbacks, "callbacks")
         else:
             raise TypeError("then and callbacks are two names of one argument: give one of them")
-        super().__init__(
-            cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock),
-            together=True,  # the state is sharded over all processes, so all of them evaluate it
+        # The state is sharded over all processes, so all of them evaluate it.
+        self.cadence = cadence(
+            steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, together=True
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None
         self._owed: int | None = None
-        self._stop_requested: Callable[[], bool] = lambda: False
-        self._resumable = False
 
     @property
     def watches(self) -> str:
@@ -143,8 +142,8 @@ class EvaluationHook(CadencedHook):
         super().use_run(run)
         if self._takes_writer:
             self._writer = run.writer
-        self._resumable, self._stop_requested = run.saver is not None, run.stop_requested
-        self._callbacks.each("use_run", run)
+        if not isinstance(run, OwnRun):
+            self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
         """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
@@ -171,23 +170,18 @@ class EvaluationHook(CadencedHook):
         if self._owed != step:
             self._owed = None
             return None
-        result = self._run(step, state, self._is_on_cadence(step))
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
         return True if self._owed == step else result  # interrupted again
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Evaluate when due; return the combined result of the callbacks."""
-        if not self.is_due(step):
-            return None
-        try:
-            return self._run(step, state, on_cadence=True)
-        finally:
-            self.has_happened()
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Evaluate; return the combined result of the callbacks."""
+        return self._evaluate_at(step, state, on_cadence=True)
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Evaluate the last state, unless it was evaluated already."""
         if step in self.results:
             return None
-        result = self._run(step, state, self._is_on_cadence(step))
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
         result = result.state if isinstance(result, StopWith) else result
         return result if isinstance(result, TrainState) else None
 
@@ -202,17 +196,16 @@ class EvaluationHook(CadencedHook):
 
     def _is_on_cadence(self, step: int) -> bool:
         """Whether an evaluation is due at this step, or was due when it was interrupted."""
-        return self._owed == step or self.is_multiple(step)
+        return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
 
-    def _run(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+    def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
         self._owed = step if on_cadence else None
-        if self.run is not None:
-            with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
-                jax.block_until_ready(state)
-            self.run.transfers.deliver_all()  # rows of earlier steps precede these results
+        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+            jax.block_until_ready(state)
+        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
-            with interruptible(self._stop_requested):
+            with interruptible(self.run.stop_requested):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
@@ -242,7 +235,7 @@ class EvaluationHook(CadencedHook):
             return None
         self._reported_step = step
         result = self._callbacks(step, state, values, on_cadence=on_cadence)
-        if self._resumable and len(self.results) == 1:
+        if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
 

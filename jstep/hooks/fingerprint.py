@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jstep.core import contexts
-from jstep.core.checks import as_bool, as_int, one_of, shown
+from jstep.core.checks import as_bool, one_of, shown
 from jstep.distributed import agreement
 from jstep.fingerprints import log as _log
 from jstep.fingerprints.fingerprint import named_leaves, stacked
+from jstep.hooks.cadence import every
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState
@@ -98,7 +99,7 @@ class FingerprintHook(RunHook):
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
-        self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
+        self.cadence = every("every_n_steps", every_n_steps)
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"path={shown(path)}: must be the path of a log, got {type(path).__name__}")
         self._given = None if path is None else location(path, "path")
@@ -123,6 +124,7 @@ class FingerprintHook(RunHook):
         Raises:
             ValueError: There is neither path nor logdir.
         """
+        super().begin(state)
         if self._given is None and self._logdir is None:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         self._path = self._given or self._logdir or ""
@@ -137,14 +139,12 @@ class FingerprintHook(RunHook):
         if self._raises and not agreement.is_single_process():
             self._before = _broadcast(self._before)
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, starts a fingerprint; writes those that the device has finished.
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Start a fingerprint; write those that the device has finished.
 
         Raises:
             DivergenceError: A repeated step produced different bits.
         """
-        if step % self._n:
-            return
         before = self._pending[-1].step if self._pending else 0
         paths, leaves, keys = named_leaves(state)
         pending = _Pending(step, paths, stacked(leaves, keys))
@@ -195,10 +195,6 @@ class FingerprintHook(RunHook):
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
         finally:
             self._pending.clear()
-
-    def next_due(self, step: int) -> int:
-        """The next multiple."""
-        return (step // self._n + 1) * self._n
 
     def _finish_all(self) -> None:
         try:

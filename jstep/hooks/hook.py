@@ -86,6 +86,15 @@ class RunInfo:
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
         state: The state after the latest step, with the changes that hooks made.
+        first: The step at which the run begins; 0 until it is known.
+        step: The step of `state`.
+        metrics: The metrics of the last step; None before the first one.
+        rows: The number of rows of its batch; None if not known.
+        examples: The number of examples of the run so far, and that of the steps whose number of rows is not known.
+        stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
+        is_over: Whether the last step was taken.
+        pending: What hooks wait for, with these hooks: functions that are called after each call, until they return
+            True, and once more after the last step, with `wait=True`.
         logdir: The directory of event files, or None.
         writer: The writer of event files, or None.
         saver: The run's `Saver`, or None.
@@ -103,6 +112,14 @@ class RunInfo:
     sums: Any
     transfers: Any
     state: Any = None
+    first: int = 0
+    step: int = 0
+    metrics: Any = None
+    rows: int | None = None
+    examples: tuple[int, int] = (0, 0)
+    stopped_by: str | None = None
+    is_over: bool = False
+    pending: list[tuple[Any, Callable[..., bool]]] = dataclasses.field(default_factory=list)
     logdir: str | os.PathLike[str] | None = None
     writer: Any = None
     saver: Any = None
@@ -114,6 +131,15 @@ class RunInfo:
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
+
+    def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Call a stock hook after a step at which it is due, as the loop has found."""
+        return hook.when_due(step, state, metrics)
+
+    def count_examples(self, steps: int) -> None:
+        """Count the examples of some steps more."""
+        known, unknown = self.examples
+        self.examples = (known, unknown + steps) if self.rows is None else (known + steps * self.rows, unknown)
 
 
 def name_of(hook: Any) -> str:

@@ -53,7 +53,9 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock),
+            cadence(
+                steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
+            ),
             mean,
             self._log,
         )
@@ -72,7 +74,7 @@ class LoggingHook(ReportingHook):
 
     def _hold(self, step: int, metrics: Metrics) -> None:
         deliver = functools.partial(self._log, evaluated=self._results.take())
-        self._transfers.add(step, self._numbers(step, metrics, self._leave_out()), deliver, self)
+        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), deliver, self)
 
     def _log(self, step: int, values: dict[str, Any], evaluated: Sequence[tuple[int, dict[str, Any]]] = ()) -> None:
         if jax.process_index() == 0:

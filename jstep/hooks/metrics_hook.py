@@ -9,7 +9,7 @@ import jax
 from jstep.core.checks import as_function, as_int
 from jstep.core.exceptions import note
 from jstep.hooks.async_transfer import PendingValues
-from jstep.hooks.cadence import CadenceTimer
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.values import names_of_arrays
@@ -65,16 +65,17 @@ class MetricsHook(ReportingHook):
         self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
+        self._named: set[str] = set()
         super().__init__(
-            CadenceTimer(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), None), mean, self._give
+            Cadence(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), at_last=True), mean, self._give
         )
 
     def begin(self, state: TrainState) -> bool | None:
         """Reset the hook for a new run."""
-        self._named: set[str] = set()
+        self._named = set()
         return super().begin(state)
 
-    def _numbers(self, step: int, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
         """The numbers to pass on; metrics that are arrays are logged once per run."""
         names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)
@@ -84,7 +85,7 @@ class MetricsHook(ReportingHook):
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
-        return super()._numbers(step, metrics, leave_out)
+        return super()._numbers(metrics, leave_out)
 
     def _give(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:

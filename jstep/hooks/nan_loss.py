@@ -5,8 +5,9 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int
 from jstep.core.contexts import internal_transfers
-from jstep.hooks.hook import Metrics, RunInfo
-from jstep.hooks.metric_sums import BadStep, Interval, MetricSums
+from jstep.hooks.cadence import Cadence
+from jstep.hooks.hook import Metrics, RunInfo, name_of
+from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.state_contents import NAN, StateContents, listed
@@ -62,69 +63,56 @@ class NanLossHook(RunHook):
     def __init__(
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
-        self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
+        # The sums of a call are the same wherever it ends, so no call must end for this hook.
+        self.cadence = Cadence(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
             max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
         self.max_skipped_steps = max_skipped_steps
-        self._forget()
+        self._reset(None)
 
-    def _forget(self) -> None:
-        self._sums = MetricSums()
-        self._number = self._sums.subscribe(self.max_skipped_steps, means=False)
+    def _reset(self, state: TrainState | None) -> None:
         self._held: Interval | None = None
-        self._looked = 0
         self._bad = self._over = False
-        self._began = self._checked = 0
         self._gradient: int | None = None
         self._has_norm = self._has_warned_of_slots = False
-        self._at_start: StateContents | None = None
         self._nan_at_start: list[str] | None = None
+        self._at_start = None if state is None else StateContents(state)
 
     def use_run(self, run: RunInfo) -> None:
         """Use the sums of the run."""
         super().use_run(run)
-        self._sums = run.sums
-        self._number = self._sums.subscribe(self.max_skipped_steps, means=False)
+        self._number = run.sums.subscribe(self.max_skipped_steps, means=False)
 
     def begin(self, state: TrainState) -> None:
         """Reset the hook for a new run."""
-        if self.run is None:
-            self._forget()
-        self._held = None
+        super().begin(state)
+        self._reset(state)
         with internal_transfers():
-            self._looked, self._bad, self._over = global_step(state), False, False
-        self._began = self._checked = self._looked
-        self._gradient, self._nan_at_start, self._has_warned_of_slots = None, None, False
-        self._at_start = None if self.run is None else StateContents(state)
+            self._began = self._checked = global_step(state)
+        self.run.pending.append((self, self._look_for_loss))
 
     def close(self) -> None:
         """Release the run."""
         super().close()
-        self._forget()
+        self._reset(None)
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """When due, checks the previous interval.
+    def _look_for_loss(self, *, wait: bool = False) -> bool:
+        """Refuse, after the first call, metrics without a loss."""
+        if LOSS not in self.run.metrics:
+            raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(self.run.metrics)}")
+        return True
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+        """Check the previous interval.
 
         Raises:
             NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
-            ValueError: The metrics contain no loss.
         """
-        if LOSS not in metrics:
-            raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
-        if self.run is None:
-            self._sums.add(step - 1, metrics)
-        if step // self._n == self._looked // self._n:
-            return self._bad or self._over
         # All processes check the same steps, so that they stop together.
-        self._looked = step
-        before, self._held = self._held, self._sums.take(self._number)
+        before, self._held = self._held, self.run.sums.take(self._number)
         self._look_at(before)
         return self._bad or self._over
-
-    def read_steps(self, start: int, last_step: int) -> range:
-        """The steps after which the hook reads losses, in a run from `start` to `last_step`."""
-        return range((start // self._n + 1) * self._n, last_step + 1, self._n)
 
     def before_save(self, step: int) -> bool:
         """Check all losses so far and the state; return True, to prevent the save, if one is not finite.
@@ -133,8 +121,7 @@ class NanLossHook(RunHook):
             NanLossDuringTrainingError: One of them is not finite.
         """
         self._look_at_all()
-        if self.run is not None:
-            self._look_at_state(step, self.run.state)
+        self._look_at_state(step, self.run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
@@ -149,7 +136,7 @@ class NanLossHook(RunHook):
     def _look_at_all(self) -> None:
         before, self._held = self._held, None
         self._look_at(before)
-        self._look_at(self._sums.take(self._number))
+        self._look_at(self.run.sums.take(self._number))
 
     def _look_at(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
@@ -230,6 +217,7 @@ class NanLossHook(RunHook):
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
         _logger.warning("%s Stopping.", message)
+        self.run.stopped_by = self.run.stopped_by or name_of(self)
 
 
 def _loss(bad: BadStep) -> str:

@@ -3,7 +3,6 @@
 import logging
 
 from jstep.checkpoint import checkpoint_name
-from jstep.hooks.hook import Metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.state import TrainState
@@ -25,12 +24,14 @@ class NonfiniteParametersHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         """Start to check the parameters that the run begins with."""
+        super().begin(state)
+        self.run.pending.append((self, self._look_at_start))
         self._at_start = StateContents(state, params_only=True)
 
-    def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
+    def _look_at_start(self, *, wait: bool = False) -> bool:
         """Warn of restored parameters, now that the device is busy with the first step."""
-        if self._at_start is None or self.run is None or self.run.saver is None or self.run.restored is None:
-            return
+        if self._at_start is None or self.run.saver is None or self.run.restored is None:
+            return True
         if bad := self._at_start.with_nan():
             self._has_warned = True
             _logger.warning(
@@ -39,10 +40,11 @@ class NonfiniteParametersHook(RunHook):
                 checkpoint_name(self.run.saver.prefix, self.run.restored),
                 listed(bad),
             )
+        return True
 
     def before_save(self, step: int) -> None:
         """Warn of the parameters that are about to be saved; waits for the device, as the save does."""
-        if self._at_start is None or self.run is None:
+        if self._at_start is None:
             return
         # Also after the warning: all processes must run the same programs, and only some may have seen the numbers.
         bad, _ = StateContents(self.run.state, params_only=True).worse_since(self._at_start)

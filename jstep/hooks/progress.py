@@ -7,6 +7,7 @@ from typing import Any
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.contexts import internal_transfers
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
@@ -40,11 +41,9 @@ class ProgressHook(RunHook):
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
         self._tqdm, self._file = tqdm.tqdm, file
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
-        self._secs, self._clock = as_number(every_n_secs, "every_n_secs", low=0), clock
-        self._then = clock()
+        self.cadence = Cadence(secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True)
         self._bar: Any = None
         self._held: dict[str, Any] = {}
-        self._last: Metrics = {}
         self._names: frozenset[str] = frozenset({"loss"})
         self._results, self._counter = NewResults(), None
 
@@ -55,7 +54,8 @@ class ProgressHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         """Draw the line at the first step of the run."""
-        self._then, self._held, self._last = self._clock(), {}, {}
+        super().begin(state)
+        self._held = {}
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
@@ -63,29 +63,23 @@ class ProgressHook(RunHook):
             start = global_step(state)
         self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
 
-    def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Restart the clock, so that the remaining time does not include compilation."""
-        if self._bar is not None:
-            self._bar.unpause()
+        self.run.pending.append((self, self._restart_clock))
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Update the line when due, with the latest numbers that are ready."""
-        self._last = metrics
-        now = self._clock()
-        if now - self._then < self._secs:
-            return
-        self._then = now
+    def _restart_clock(self, *, wait: bool = False) -> bool:
+        """Restart the clock after the first call, so that the remaining time does not include compilation."""
+        self._bar.unpause()
+        return True
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
+        if self.run.is_over:
+            return self._draw_last(step)
         if self._held and is_ready(self._held):
             self._show(self._held)
         self._held = self._numbers()
         start_transfer(self._held)
         self._bar.update(step - self._bar.n)
-
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Draw the line of the last step."""
-        self._last = metrics
-        if self._bar is not None:
-            self._draw_last(step)
+        return None
 
     def end(self, step: int, state: TrainState) -> None:
         """Draw the last line."""
@@ -97,7 +91,7 @@ class ProgressHook(RunHook):
         self._bar.refresh()
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in scalars(self._last).items() if name in self._names}
+        return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
         words = text({**numbers, **self._results.all()})

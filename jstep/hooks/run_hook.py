@@ -1,37 +1,94 @@
-"""Internal methods of stock hooks, beyond the public `Hook`."""
+"""The base class of stock hooks, and the run of one that other code than `train` calls."""
 
+from typing import Any
+
+from jstep.hooks.async_transfer import TransferQueue
+from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics, RunInfo
+from jstep.hooks.metric_sums import MetricSums
+from jstep.state import TrainState
 
 
 class RunHook(Hook):
-    """Base class of stock hooks for reporting, saving and measuring. `train` calls these methods on no other hooks.
+    """Base class of stock hooks. In addition to the methods of `Hook`, `train` calls those below, on no other hooks.
+
+    A hook with a `cadence` defines `when_due`, which is called when it is due: the loop decides that. Other code than
+    `train` may call `after_step` after every update: a run of the hook's own then decides it.
 
     Attributes:
-        run: Information about the run; None outside of `train`, if other code calls the hook.
+        cadence: When the hook is due; None if it overrides `after_step` or has nothing to do there.
     """
 
-    run: RunInfo | None = None
+    cadence: Cadence | None = None
+    _run: RunInfo | None = None
+
+    @property
+    def run(self) -> RunInfo:
+        """The run: that of `train`, or one of the hook's own."""
+        if self._run is None:
+            self.use_run(OwnRun())
+        assert self._run is not None
+        return self._run
 
     def use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""
-        self.run = run
+        self._run = run
 
-    def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Called once, when the first call has returned (compilation is done), with the number of rows of a batch."""
+    def begin(self, state: TrainState) -> bool | None:
+        """Begin a run; a subclass that overrides it calls it first."""
+        if self._run is None or isinstance(self._run, OwnRun):
+            run = OwnRun()
+            self.use_run(run)
+            run.begin(self)
+        return None
 
-    def batch_size_changed(self, step: int, rows: int | None) -> None:
-        """Called after a call that began at `step`, if the number of rows of its batches has changed."""
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Do what is to be done, when due."""
+        return self.run.after_step(self, step, state, metrics)
 
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Called once after the last step, whatever ended the run, with that step and its metrics."""
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Called when due, with the arguments and the results of `after_step`."""
+
+    def next_due(self, step: int) -> int | None:
+        """The next multiple of the steps of the cadence; None if that depends on the clock."""
+        if self.cadence is None or self.cadence.secs is not None:
+            return None
+        return self.cadence.next_multiple(step)
 
     def before_save(self, step: int) -> bool | None:
         """Called before each checkpoint; if it returns True, nothing is saved, and an exception also stops the run."""
 
     def close(self) -> None:
         """Called at the very end of each run, also after an error, to release the run."""
-        self.run = None
+        self._run = None
 
-    def next_multiple(self, step: int) -> int | None:
-        """The first step after `step` at which the hook is due, whatever the clock, or None."""
-        return None
+
+class OwnRun(RunInfo):
+    """The run of one hook that other code than `train` calls, after every update."""
+
+    def __init__(self) -> None:
+        super().__init__(last_step=None, sums=MetricSums(), transfers=TransferQueue())
+        self._due: Due | None = None
+
+    def begin(self, hook: RunHook) -> None:
+        """Start to count seconds."""
+        self._due = Due(hook, 0)
+
+    def after_step(self, hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Add up the metrics, and call the hook when it is due."""
+        if self._due is None:
+            self.begin(hook)
+        assert self._due is not None
+        if self.metrics is None:
+            self.first = step - 1
+            self._due.follow(step - 1)
+        self.step, self.state, self.metrics = step, state, metrics
+        if self.sums.is_wanted:
+            self.sums.add(step - 1, metrics)
+        self.pending[:] = [(one, look) for one, look in self.pending if not look()]
+        if not self._due.now(step):
+            return None if self.stopped_by is None else True
+        try:
+            return hook.when_due(step, state, metrics)
+        finally:
+            self._due.done(step)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core import trees
-from jstep.hooks.cadence import UNSET, CadencedHook, cadence
+from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.dispatched_steps import Steps
 from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import Utilization, UtilizationMeter
 from jstep.hooks.writers import check_writer
 from jstep.state import TrainState, get_global_step
@@ -19,13 +20,19 @@ _HISTORY = 1000
 """The number of measurements kept for lines that are delivered late."""
 
 
-class _UnfinishedInterval(NamedTuple):
+class _Count(NamedTuple):
+    """What was dispatched up to a step."""
+
     step: int
-    markers: list[Any]
     since: float
-    """All later steps were dispatched after this time."""
+    """All later steps were dispatched, and finish, after this time."""
     dispatched: Steps | None
-    """The steps dispatched so far."""
+    examples: tuple[int, int]
+
+
+class _Unfinished(NamedTuple):
+    mark: _Count
+    markers: list[Any]
 
 
 class _Figure(NamedTuple):
@@ -35,7 +42,7 @@ class _Figure(NamedTuple):
     utilization: Utilization | None
 
 
-class StepCounterHook(CadencedHook):
+class StepCounterHook(RunHook):
     """A hook that measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
 
     The loop may be many steps ahead of the device, so a step counts only once its metrics are ready; the hook checks
@@ -101,21 +108,18 @@ class StepCounterHook(CadencedHook):
         flops_per_step: float | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        super().__init__(
-            cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
-        )
+        self.cadence = cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
         self._writer, self._clock = check_writer(summary_writer), clock
         self._takes_writer = summary_writer is None
         self._meter = UtilizationMeter(peak_flops, flops_per_step)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._since: tuple[int, float, Steps | None] | None = None
+    def _reset(self) -> None:
+        self._since: _Count | None = None
         self._compiled = 0
-        self._unfinished: deque[_UnfinishedInterval] = deque()
+        self._unfinished: deque[_Unfinished] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
-        self._sizes: list[tuple[int, int | None]] = []  # (step, rows of a batch from that step)
         self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None
         self.utilization: Utilization | None = None
@@ -137,18 +141,6 @@ class StepCounterHook(CadencedHook):
 
     def _share(self, name: str) -> float | None:
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
-
-    def _examples(self, first: int, last: int) -> int | None:
-        """The number of examples in the steps after `first` up to `last`; None if the size of a batch is not known."""
-        stops = [step for step, _ in self._sizes[1:]] + [last]
-        total = 0
-        for (step, rows), stop in zip(self._sizes, stops, strict=True):
-            steps = min(stop, last) - max(step, first)
-            if steps > 0:
-                if rows is None:
-                    return None
-                total += steps * rows
-        return total or None
 
     def rates_at(self, step: int) -> tuple[float | None, float | None]:
         """The rates in steps and examples per second at a step; the latest ones if it has no earlier measurement."""
@@ -177,78 +169,62 @@ class StepCounterHook(CadencedHook):
         """
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
-        self._forget()
-        self._meter.begin(None if self.run is None else self.run.dispatched, state)
-        return super().begin(state)
+        super().begin(state)
+        self._reset()
+        self._meter.begin(self.run.dispatched, state)
+        self.run.pending.append((self, self._begin_interval))
+        return None
 
-    def started(self, steps: range, metrics: Metrics, rows: int | None) -> None:
-        """Begin the first interval, after compilation."""
-        self._sizes, self._compiled = [(steps[0] - 1, rows)], steps[-1]
-        finished = all(marker.is_ready() for marker in _markers(metrics))
+    def _begin_interval(self, *, wait: bool = False) -> bool:
+        """Begin the first interval after the first call, which compiles."""
+        run = self.run
+        self._compiled = run.step
         # A first call of several steps that is still running is part of the interval.
-        counts = not finished and len(steps) > 1
-        dispatched = self._meter.steps()
-        if counts and dispatched is not None:
-            dispatched = {}
-        self._since = (steps[0] - 1 if counts else steps[-1], self._clock(), dispatched)
-        self._every.start()
+        if run.step > run.first + 1 and not _are_ready(_markers(run.metrics)):
+            self._since = _Count(run.first, self._clock(), None if self._meter.steps() is None else {}, (0, 0))
+        else:
+            self._since = self._count_at(run.step)
+        return True
 
-    def batch_size_changed(self, step: int, rows: int | None) -> None:
-        """Record the new number of rows of a batch."""
-        self._sizes.append((step, rows))
+    def _count_at(self, step: int) -> _Count:
+        return _Count(step, self._clock(), self._meter.steps(), self.run.examples)
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """When due, begins a measurement; completes earlier ones that the device has finished."""
-        if self._since is None:
-            self.started(range(step, step + 1), metrics, None)
-        elif self._every.due(step):
-            self._every.done()
-            self._unfinished.append(_UnfinishedInterval(step, _markers(metrics), self._clock(), self._meter.steps()))
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """End an interval; the measurement follows when the device has finished it."""
+        if not self._unfinished:
+            self.run.pending.append((self, self.look))
+        self._unfinished.append(_Unfinished(self._count_at(step), _markers(metrics)))
         self.look()
 
-    @property
-    def timer(self) -> None:
-        """None: the hook must also be called while it waits for the device."""
-
-    def next_due(self, step: int) -> int | None:
-        """The next multiple; None while it waits for the device."""
-        return None if self._unfinished else super().next_due(step)
-
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Wait for the device and complete all measurements."""
-        for held in tuple(self._unfinished):
-            jax.block_until_ready(held.markers)
+    def look(self, *, wait: bool = False) -> bool:
+        """Complete the measurements whose steps the device has finished; return whether that is all of them."""
+        for one in tuple(self._unfinished) if wait else ():
+            jax.block_until_ready(one.markers)
             self.look()
-
-    def look(self) -> None:
-        """Complete the measurements whose steps the device has finished."""
-        if not self._unfinished:
-            return
         before, finished = self._clock(), []
-        while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
-            finished.append(self._unfinished.popleft())
-        if finished and self._since is not None and finished[-1].step > self._since[0]:
-            self._count(finished, self._since, self._clock())
+        while self._unfinished and _are_ready(self._unfinished[0].markers):
+            finished.append(self._unfinished.popleft().mark)
+        if finished and self._since is not None and finished[-1].step > self._since.step:
+            self._measure(finished, self._since, self._clock())
         if self._unfinished:
             self._unfinished_at = before
+        return not self._unfinished
 
-    def _count(self, finished: list[_UnfinishedInterval], since: tuple[int, float, Steps | None], now: float) -> None:
-        (first, then, before), last = since, finished[-1]
+    def _measure(self, finished: list[_Count], since: _Count, now: float) -> None:
+        last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
-        self._since = (last.step, max(last.since, self._unfinished_at), last.dispatched)
+        self._since = last._replace(since=max(last.since, self._unfinished_at))
         if last.step <= self._compiled:
             return  # the call that included compilation is not measured
-        seconds = max(now - then, 1e-9)
-        self.steps_per_sec = rate = (last.step - first) / seconds
-        examples = self._examples(first, last.step)
-        self._examples_per_sec = in_examples = None if examples is None else examples / seconds
-        while len(self._sizes) > 1 and self._sizes[1][0] <= last.step:
-            self._sizes.pop(0)
-        self.utilization = share = self._meter.between(before, last.dispatched, seconds)
-        for held in finished:
-            if held.step > max(first, self._compiled):
-                self._figures.append(_Figure(held.step, rate, in_examples, share))
-                self._write({TAG: rate} if share is None else {TAG: rate, share.name: share.value}, held.step)
+        seconds = max(now - since.since, 1e-9)
+        self.steps_per_sec = rate = (last.step - since.step) / seconds
+        known, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
+        self._examples_per_sec = examples = known / seconds if known and not unknown else None
+        self.utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
+        for count in finished:
+            if count.step > max(since.step, self._compiled):
+                self._figures.append(_Figure(count.step, rate, examples, share))
+                self._write({TAG: rate} if share is None else {TAG: rate, share.name: share.value}, count.step)
 
     def _write(self, values: dict[str, float], step: int) -> None:
         if self._writer is not None:
@@ -256,6 +232,10 @@ class StepCounterHook(CadencedHook):
 
             for tag, value in values.items():
                 self._writer.add_summary(scalar(tag, value), step)
+
+
+def _are_ready(markers: list[Any]) -> bool:
+    return all(marker.is_ready() for marker in markers)
 
 
 def _markers(metrics: Metrics) -> list[Any]:

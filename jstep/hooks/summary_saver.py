@@ -51,10 +51,10 @@ class SummarySaverHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock),
+            # The state is sharded over all processes, so all of them compute histograms.
+            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
             mean,
             self._write_means,
-            together=True,  # the state is sharded over all processes, so all of them compute histograms
         )
         self._writer, self._constants = check_writer(summary_writer), nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
@@ -77,20 +77,16 @@ class SummarySaverHook(ReportingHook):
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
         return super().begin(state)
 
-    def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Pass the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
-            self._transfers.add(step, self._numbers(step, metrics, leave_out), self._deliver, self)
+            self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
         for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
-
-    def after_last(self, step: int, metrics: Metrics) -> None:
-        """Write pending means, but not those of a last, partial interval."""
-        if self.run is None:
-            self._transfers.deliver_all()
+        self.run.transfers.deliver_ready()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:

@@ -1,13 +1,13 @@
 """Call hooks when they are due, and apply their results."""
 
-import operator
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
-from jstep.core.checks import kind
 from jstep.core.exceptions import note
 from jstep.hooks import CheckpointSaverHook, EvaluationHook
-from jstep.hooks.cadence import CadencedHook, CadenceTimer
+from jstep.hooks.cadence import Due, next_end
 from jstep.hooks.hook import NEVER, Hook, check_step, name_of
 from jstep.hooks.hook_results import check_hook_result
 from jstep.hooks.run_hook import RunHook
@@ -29,14 +29,9 @@ class HookRunner:
 
     def __init__(self, run: Run) -> None:
         self._run, self._hooks = run, run.hooks
-        self._run_hooks = [hook for hook in run.hooks if isinstance(hook, RunHook)]
         self._before = [hook for hook in run.hooks if _overrides(hook, "before_step")]
-        acting = [hook for hook in run.hooks if hasattr(hook, "after_step")]
-        self._acting = [hook for hook in acting if _overrides(hook, "after_step") or _overrides(hook, "next_due")]
-        self._part_of = [_part_of(hook) for hook in self._acting]
-        self._rows: int | None = None
+        self._due: list[Due] = []
         self._ends: EndsAhead | None = None
-        self._is_over = False
         self._next_check = run.first
         self.is_done = False
 
@@ -46,11 +41,9 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", run.state):
                 self.is_done = True
-        self._timers = [_timer_of(hook) for hook in self._acting]
-        self._waiting = [timer for timer in self._timers if timer is not None]
-        self._due_of = [_due_of(hook) for hook in self._acting]
-        self._next_steps = [due_of(run.first) for due_of in self._due_of]
-        self._next_due = min(self._next_steps, default=NEVER)
+        self._due = [Due(hook, run.first) for hook in self._hooks if _acts(hook)]
+        self._timed = [due for due in self._due if due.deadline != math.inf]
+        self._next_due = min((due.next for due in self._due), default=NEVER)
 
     def before(self) -> None:
         """Call `before_step` of the hooks that have one, before a call."""
@@ -69,23 +62,14 @@ class HookRunner:
     def after(self, first: int) -> bool:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""
         run = self._run
-        step, is_first = run.step, first == run.first
-        if run.rows != self._rows and not is_first:
-            for hook in self._run_hooks:
-                hook.batch_size_changed(first, run.rows)
-        self._rows = run.rows
-        if is_first:
-            run.watch.started()
-            if run.logs_lines:
-                run.times.log()
-            for hook in self._run_hooks:
-                self._call(hook, "started", range(first + 1, step + 1), run.metrics, run.rows)
+        step = run.step
+        run.count_examples(step - first)
         if first >= self._next_check:
             self._check_step(first)
-        for timer in self._waiting:
-            if timer.clock() >= timer.deadline:
+        for due in self._timed:
+            if due.clock() >= due.deadline:
                 self._next_due = step
-        if step >= self._next_due:
+        if step >= self._next_due or run.pending:
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
@@ -96,6 +80,10 @@ class HookRunner:
     def _check_step(self, first: int) -> None:
         """Check, once for each stage, that its step advances the global step by one; waits for the device."""
         run = self._run
+        if first == run.first:
+            run.watch.started()
+            if run.logs_lines:
+                run.times.log()
         run.is_checking = True
         check_step(run.step, run.state, first)
         run.is_checking = False
@@ -106,31 +94,43 @@ class HookRunner:
         run = self._run
         step, watch = run.step, run.watch
         error: Exception | None = None
-        for i, (hook, timer) in enumerate(zip(self._acting, self._timers, strict=True)):
-            if self._next_steps[i] <= step or (timer is not None and timer.clock() >= timer.deadline):
-                if watch.current != self._part_of[i]:
-                    watch.switch(self._part_of[i])
-                if error is not None:
-                    self._call_after_error(error, hook)
-                    continue
-                run.calling = (hook, "after_step")
-                if not isinstance(hook, RunHook):
-                    run.sums.flush()
-                try:
-                    result = hook.after_step(step, run.state, run.metrics)
-                    if result is not None and result is not False:
-                        stop = self._take(hook, "after_step", result)
-                        if stop and run.stopped_by is None:
-                            run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
-                    self._next_steps[i] = self._due_of[i](step)
-                except Exception as raised:
-                    error = raised
+        if run.pending:
+            watch.switch(HOOKS)
+            run.pending[:] = [(hook, look) for hook, look in run.pending if not self._look(hook, look)]
+        for due in self._due:
+            if not due.now(step):
+                continue
+            hook = due.hook
+            part = _part_of(hook)
+            if watch.current != part:
+                watch.switch(part)
+            due.called = step
+            if error is not None:
+                self._call_after_error(error, hook)
+                continue
+            run.calling = (hook, "after_step")
+            if not isinstance(hook, RunHook):
+                run.sums.flush()
+            try:
+                result = hook.after_step(step, run.state, run.metrics)
+                if result is not None and result is not False:
+                    stop = self._take(hook, "after_step", result)
+                    if stop and run.stopped_by is None:
+                        run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
+                due.done(step)
+            except Exception as raised:
+                error = raised
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         if error is not None:
             raise error
         run.calling = None
-        self._next_due = min(self._next_steps)
+        self._next_due = min((due.next for due in self._due), default=NEVER)
+
+    def _look(self, hook: Any, look: Callable[..., bool], *, wait: bool = False) -> bool:
+        """Ask whether what a hook waits for has come."""
+        self._run.calling = (hook, "after_step")
+        return look(wait=True) if wait else look()
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
@@ -153,17 +153,25 @@ class HookRunner:
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
         run = self._run
-        if run.step == run.first or self._is_over:
+        if run.step == run.first or run.is_over:
             return
-        self._is_over = True
+        run.is_over = True
         errors: list[Exception] = []
-        for hook in self._run_hooks:
+        pending, run.pending = run.pending, []
+        calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]
+        for due in self._due:
+            if due.is_at_last and due.called < run.step:
+                calls.append((due.hook, functools.partial(due.hook.after_step, run.step, run.state, run.metrics)))
+        for hook, call in calls:
+            run.calling = (hook, "after_step")
             try:
-                self._call(hook, "after_last", run.step, run.metrics)
+                with run.watch.part(HOOKS):
+                    call()
+                run.calling = None
             except Exception as error:  # call the other hooks as well
                 errors.append(error)
         while True:
-            run.calling = (self._hooks[0], "after_last") if self._hooks else None
+            run.calling = (self._hooks[0], "after_step") if self._hooks else None
             try:
                 run.transfers.deliver_all()
                 break
@@ -185,7 +193,8 @@ class HookRunner:
     def before_save(self, step: int) -> bool:
         """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
         self._run.transfers.deliver_all()
-        return True in [bool(hook.before_save(step)) for hook in self._run_hooks]  # a list: each hook must be called
+        hooks = [hook for hook in self._hooks if isinstance(hook, RunHook)]
+        return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         self._run.calling = (hook, method)
@@ -202,16 +211,16 @@ class HookRunner:
         run, known = self._run, [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
         def due_after(step: int) -> int:
-            return min((self._due_after(step, hook) for hook in known), default=NEVER)
+            return min((self._end_after(step, hook) for hook in known), default=NEVER)
 
         self._ends = EndsAhead(boundaries.ends(run.first, run.options.last_step, due_after))
         return self._ends
 
-    def _due_after(self, step: int, hook: Any) -> int:
+    def _end_after(self, step: int, hook: Any) -> int:
         self._run.calling = (hook, "next_due")
-        due = _next_due(hook, step)
+        end = next_end(hook, step)
         self._run.calling = None
-        return due
+        return end
 
 
 def _part_of(hook: Any) -> str:
@@ -220,47 +229,14 @@ def _part_of(hook: Any) -> str:
     return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
 
 
+def _acts(hook: Any) -> bool:
+    """Whether a hook may have something to do after a step: it has a cadence, or methods of its own."""
+    if isinstance(hook, RunHook) and hook.cadence is not None:
+        return True
+    return _overrides(hook, "after_step") or (hasattr(hook, "after_step") and _overrides(hook, "next_due"))
+
+
 def _overrides(hook: Any, method: str) -> bool:
-    """Whether a hook overrides a method of `Hook`, which does nothing."""
-    if not hasattr(hook, method):
-        return False
-    return getattr(getattr(hook, method), "__func__", None) is not getattr(Hook, method)
-
-
-def _next_due(hook: Any, step: int) -> int:
-    """The next step at which a call must end for a hook."""
-    due = _checked(hook, "next_due", step)
-    if due is None and isinstance(hook, RunHook):
-        due = hook.next_multiple(step)
-    return NEVER if due is None else due
-
-
-def _timer_of(hook: Any) -> CadenceTimer | None:
-    return hook.timer if isinstance(hook, CadencedHook) else None
-
-
-def _due_of(hook: Any) -> Callable[[int], int]:
-    """A function from a step to the next one at which the loop calls a hook: every step by default."""
-    if (timer := _timer_of(hook)) is not None:
-        return timer.next_multiple
-    if not hasattr(hook, "next_due") or (isinstance(hook, CadencedHook) and hook.asks_clock):
-        return lambda step: step + 1
-
-    def due_of(step: int) -> int:
-        due = _checked(hook, "next_due", step)
-        return step + 1 if due is None else due
-
-    return due_of
-
-
-def _checked(hook: Any, method: str, step: int) -> int | None:
-    due = getattr(hook, method)(step)
-    if due is None:
-        return None
-    try:
-        later = operator.index(due)
-    except TypeError:
-        raise TypeError(f"{name_of(hook)}.{method}({step}) returned {kind(due)}: must be a step, or None") from None
-    if later <= step:
-        raise ValueError(f"{name_of(hook)}.{method}({step}) returned {due}: must be a later step, or None")
-    return later
+    """Whether a hook overrides a method of `Hook` or `RunHook`."""
+    own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
+    return own is not None and own not in (getattr(Hook, method), getattr(RunHook, method))

@@ -12,7 +12,7 @@ from jstep.checkpoint import Saver, checkpoint_name
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data import StateBatches
 from jstep.data.placement import placement
-from jstep.hooks.cadence import cadence
+from jstep.hooks.cadence import cadence_or_never
 from jstep.loop.auto_steps import AUTO
 from jstep.loop.checks import list_of_hooks
 from jstep.loop.compile_cache import cache_directory
@@ -91,7 +91,7 @@ def as_steps_per_call(value: Any) -> int | str:
 def check_cadence(name: str, value: Any) -> None:
     """Refuse anything but None or a number of steps, or of seconds if the name ends in `_secs`."""
     steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
-    cadence(steps=steps, secs=secs, clock=time.monotonic, at_least_one=False)
+    cadence_or_never(steps=steps, secs=secs, clock=time.monotonic)
 
 
 def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:

@@ -32,7 +32,7 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
-        run.start = run.step = _step_of(state)
+        run.begin_at(_step_of(state))
         return
     if isinstance(options.checkpoint_dir, Saver):
         saver = options.checkpoint_dir
@@ -52,6 +52,7 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
         left_out.left_out_indices(state, saver.leave_out)
     may_write()
     run.start = run.given if run.latest is None else run.latest
+    run.first = run.start or 0
     if run.latest is not None:
         try:
             run.extra = _extra(saver, run.latest)
@@ -71,12 +72,13 @@ def restore(run: Run) -> None:
             run.state = saver.restore(run.state)
     except FileNotFoundError:
         _check_concrete(run.state, "and there is no checkpoint to restore")
-        run.start = run.step = _step_of(run.state)
+        run.begin_at(_step_of(run.state))
         return
     restored = _step_of(run.state)
     if restored != run.start:
         run.extra = _extra(saver, restored)
-    run.restored = run.start = run.step = restored
+    run.restored = restored
+    run.begin_at(restored)
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
     before = run.extra.get(HELD)
     _warn_if_different(run.given, run.held, restored, before, checkpoint_name(saver.prefix, restored))

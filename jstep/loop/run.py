@@ -34,9 +34,6 @@ class Run(RunInfo):
         signals: Receives SIGTERM and SIGINT.
         phase: One of the phases above.
         start: The step at which the run begins; None until it is known.
-        step: The step of `state`.
-        metrics: The metrics of the last step; None before the first one.
-        rows: The number of rows of its batch; None if not known.
         size: The shape of one leaf of its batch.
         latest: The newest checkpoint, known before it is restored, or None.
         given: The step of the given state; None if it is abstract or was donated.
@@ -50,7 +47,6 @@ class Run(RunInfo):
         fetched: Counts the batches that were fetched.
         calling: The hook and the method that is being called, or that raised; None if none is.
         is_checking: Whether the first state of a stage is being checked.
-        stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
         is_interrupted: Whether a signal ended the run.
     """
 
@@ -62,9 +58,6 @@ class Run(RunInfo):
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
-    step: int = 0
-    metrics: Any = None
-    rows: int | None = None
     size: Any = None
     latest: int | None = None
     given: int | None = None
@@ -78,18 +71,16 @@ class Run(RunInfo):
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     calling: tuple[Any, str] | None = None
     is_checking: bool = False
-    stopped_by: str | None = None
     is_interrupted: bool = False
-
-    @property
-    def first(self) -> int:
-        """The step at which the run begins; 0 until it is known."""
-        return self.start or 0
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
         """All hooks that save, the user's before the stock one."""
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
+
+    def begin_at(self, step: int) -> None:
+        """Begin the run at a step."""
+        self.start = self.first = self.step = step
 
     def is_stopping(self) -> bool:
         """Whether a signal was received, so that the run must not wait for a batch or a program."""

@@ -3,9 +3,10 @@
 from typing import Any
 
 from jstep.hooks.audit import AuditHook
-from jstep.hooks.hook import NEVER, Hook
+from jstep.hooks.cadence import cadence_of
+from jstep.hooks.hook import Hook
 from jstep.hooks.hook import name_of as _name_of
-from jstep.hooks.nan_loss import NanLossHook
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stop_at_step import StopAtStepHook
 
 _MAX_LISTED = 64
@@ -20,30 +21,24 @@ def name_of(hook: Any) -> str:
 def steps_of(hook: Any, start: int, last_step: int) -> Any:
     """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
 
-    For an `AuditHook`, these are the steps that it repeats; for a `NanLossHook`, those after which it reads losses.
+    For an `AuditHook`, these are the steps that it repeats.
     None if the hook is due only by time, or never.
     """
     if isinstance(hook, AuditHook):
         return hook.audited_steps(start, last_step)
-    if isinstance(hook, NanLossHook):
-        return hook.read_steps(start, last_step)
-    own = getattr(type(hook), "after_step", None)
-    if own is None or own is Hook.after_step:
+    cadence = cadence_of(hook)
+    if cadence is not None:
+        if cadence.steps is None:
+            return None
+        return _spaced(cadence.next_multiple if cadence.secs is not None else hook.next_due, start, last_step)
+    if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None
     next_due = getattr(hook, "next_due", None)
     if isinstance(hook, StopAtStepHook) and next_due is not None:
         first = next_due(start)
         return range(first, min(first, last_step) + 1)  # the run ends there
-    if next_due is None:
+    if next_due is None or next_due(start) is None:
         return range(start + 1, last_step + 1)
-    if next_due(start) is None:
-        multiple = getattr(hook, "next_multiple", None)
-        first = None if multiple is None else multiple(start)
-        if first is None:
-            return range(start + 1, last_step + 1)
-        if first >= NEVER:
-            return None
-        next_due = multiple
     return _spaced(next_due, start, last_step)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
+from jstep.hooks.cadence import Due, next_end
 from jstep.hooks.hook import NEVER
 
 CADENCED = {
@@ -30,7 +31,7 @@ def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
     assert due_steps == [first, first + steps, first + 2 * steps]
     assert first > start
     assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # next_due has no side effects
-    assert hook.next_multiple(start) == first
+    assert next_end(hook, start) == first  # calls of several steps end there
 
 
 SECONDS = {
@@ -46,15 +47,14 @@ SECONDS = {
 def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     clock = Clock()
     hook = SECONDS[name](clock)
-    hook.begin(state_at())
     assert hook.next_due(3) is None  # checked after every call
-    assert hook.next_multiple(3) == NEVER
-    due_steps = []
+    assert next_end(hook, 3) == NEVER
+    due, due_steps = Due(hook, 0), []
     for step in range(1, 20):
         clock.now += 1
-        if hook._every.due(step):
+        if due.now(step):
             due_steps.append(step)
-            hook._every.done()
+            due.done(step)
     assert due_steps == [5, 10, 15]
 
 
@@ -66,7 +66,7 @@ def test_seconds_or_steps_whichever_comes_first(tmp_path):
         clock.now += 1 if step < 6 else 5
         saves.hook.after_step(step, state_at(step), {})
     assert saves.steps() == [4, *range(6, 14)]
-    assert saves.hook.next_multiple(5) == 8  # calls of several steps end there
+    assert next_end(saves.hook, 5) == 8  # calls of several steps end there
     assert saves.hook.next_due(5) is None
 
 
@@ -142,9 +142,9 @@ BOTH = {
 def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
     """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
     hook = BOTH[name](Clock(), steps)
-    hook.begin(state_at())
-    assert hook.next_multiple(3) == steps
-    assert hook._every.due(steps)
+    assert next_end(hook, 3) == steps
+    due = Due(hook, 3)
+    assert [due.now(step) for step in (4, steps)] == [False, True]
 
 
 MORE_BAD = [

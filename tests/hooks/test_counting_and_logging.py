@@ -16,7 +16,7 @@ def test_the_rate_excludes_the_first_step():
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
     clock.now += 60  # compilation
-    hook.started(range(1, 1 + 1), {}, None)
+    hook.after_step(1, state_at(1), {})
     clock.now += 9
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec == pytest.approx(1.0)
@@ -29,7 +29,6 @@ def test_the_rate_excludes_the_first_step():
 def test_a_first_call_that_ends_at_a_due_step_gives_no_rate():
     hook = jstep.StepCounterHook(every_n_steps=10, clock=Clock())
     hook.begin(state_at())
-    hook.started(range(10, 10 + 1), {}, None)
     hook.after_step(10, state_at(10), {})
     assert hook.steps_per_sec is None
 
@@ -50,7 +49,7 @@ def test_a_second_run_resets_the_rate():
     for start in (0, 100):
         hook.begin(state_at(start))
         assert hook.steps_per_sec is None
-        hook.started(range(start + 1, start + 1 + 1), {}, None)
+        hook.after_step(start + 1, state_at(), {})
         clock.now += 1
         hook.after_step(start + 10, state_at(), {})
         assert hook.steps_per_sec == pytest.approx(9.0)
@@ -225,7 +224,7 @@ def test_time_left_counts_only_the_steps_of_this_run():
     hook._bar._time = clock = Clock()
     clock.now = hook._bar.start_t + 60  # compilation
     hook._bar.last_print_t = hook._bar.start_t
-    hook.started(range(901, 901 + 1), {}, None)
+    hook.after_step(901, state_at(901), {"loss": 1.0})
     began = hook._bar.start_t
     clock.now += 10
     hook.after_step(950, state_at(950), {"loss": 1.0})

@@ -72,8 +72,8 @@ def test_the_loop_does_not_wait_for_the_device(monkeypatch):
     values[0].ready = True
     hook.after_step(50, None, {"loss": values[4]})
     assert rows == [10, 20]
-    hook.after_last(55, {"loss": PendingValue()})
-    assert rows == [10, 20, 30, 40, 50, 55]
+    hook.end(50, None)
+    assert rows == [10, 20, 30, 40, 50]
 
 
 def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):

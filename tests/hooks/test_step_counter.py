@@ -9,6 +9,7 @@ from hooked_runs import train
 
 import jstep
 from jstep.hooks import step_counter
+from jstep.hooks.hook import RunInfo
 
 
 class Marker:
@@ -42,32 +43,39 @@ def hook_clock_and_writer(monkeypatch):
     return hook, clock, writer
 
 
+def drive(hook, step, metrics):
+    """What the loop does after a call of some steps."""
+    run = hook.run
+    run.count_examples(step - run.step)
+    hook.after_step(step, None, metrics)
+
+
 def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
     """Steps are dispatched at once and finished at 1 step/s: the rate is 1, not 1e4 and then 0."""
     hook, clock, writer = hook_clock_and_writer
     markers = {step: Marker() for step in range(10, 60, 10)}
     markers[1] = Marker()
     markers[1].ready = True
-    hook.started(range(1, 2), {"loss": markers[1]}, 4)
+    hook.run.rows = 4
+    drive(hook, 1, {"loss": markers[1]})
     for step in (10, 20):  # the loop runs ahead
         clock.now += 0.001
-        hook.after_step(step, None, {"loss": markers[step]})
+        drive(hook, step, {"loss": markers[step]})
     assert hook.steps_per_sec is None
     clock.now += 9 - 0.002
-    assert hook.next_due(21) is None  # it checks after every call
-    hook.after_step(29, None, {})
+    drive(hook, 29, {})
     markers[10].ready = True
-    hook.after_step(30, None, {"loss": markers[30]})
+    drive(hook, 30, {"loss": markers[30]})
     assert hook.steps_per_sec == pytest.approx(1.0)
     assert hook.examples_per_sec == pytest.approx(4.0)
     clock.now += 10
-    hook.after_step(31, None, {})
+    drive(hook, 31, {})
     clock.now += 10
     markers[20].ready = markers[30].ready = True
-    hook.after_step(40, None, {"loss": markers[40]})
+    drive(hook, 40, {"loss": markers[40]})
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 10
-    hook.after_last(41, {})
+    assert hook.look(wait=True)
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)
@@ -76,9 +84,13 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
 
 
 def test_an_unfinished_first_call_counts(hook_clock_and_writer):
+    """As `train` calls it: the first call runs ten steps."""
     hook, clock, _writer = hook_clock_and_writer
-    hook.started(range(1, 11), {"loss": Marker()}, None)
     markers = [Marker(), Marker()]
+    run = RunInfo(None, None, None, step=10, metrics={"loss": Marker()})
+    hook.use_run(run)
+    hook.begin(state_at())
+    assert [look() for _, look in run.pending] == [True]
     hook.after_step(10, None, {"loss": markers[0]})
     clock.now += 20
     markers[0].ready = markers[1].ready = True

@@ -59,9 +59,11 @@ class Calls(RunHook):
 
     def begin(self, state):
         self.note("begin", jstep.global_step(state))
+        self.run.pending.append((self, self.first_call))
 
-    def started(self, steps, metrics, rows):
-        self.note("first", steps[-1])
+    def first_call(self, *, wait=False):
+        self.note("first", self.run.step)
+        return True
 
     def before_step(self, step, state):
         self.calls.append(step)
