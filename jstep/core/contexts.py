@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -100,6 +101,29 @@ class Thread(threading.Thread):
             super().run()
         else:
             contexts.run(super().run)
+
+
+def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "Future[_R]":
+    """Call a function in a thread of its own, in a copy of the caller's contexts.
+
+    Args:
+        fn: The function.
+        name: The name of the thread.
+        daemon: Whether the process may end while it runs; a compiler must not be abandoned, it aborts the process.
+
+    Returns:
+        Its result, or its exception.
+    """
+    future: Future[_R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=daemon).start()
+    return future
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:

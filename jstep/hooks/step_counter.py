@@ -11,8 +11,8 @@ from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.dispatched_steps import Steps
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.summaries import check_writer
 from jstep.hooks.utilization import Utilization, UtilizationMeter
-from jstep.hooks.writers import check_writer
 from jstep.state import TrainState, get_global_step
 
 TAG = "global_step/sec"
@@ -21,7 +21,7 @@ _HISTORY = 1000
 
 
 class _Count(NamedTuple):
-    """What was dispatched up to a step."""
+    """The work that was dispatched up to a step."""
 
     step: int
     since: float

@@ -1,5 +1,6 @@
 """`steps_per_call="auto"`: choose the most steps of a call from the times of the first calls."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.contexts import Thread
+from jstep.core.contexts import in_background
 from jstep.distributed import agreement
 
 _logger = logging.getLogger("jstep")
@@ -81,8 +82,7 @@ class AutoSteps:
         if most == 1:
             return
         if agreement.is_single_process():
-            # Not a daemon: a compiler that returns to a finalized interpreter aborts the process.
-            Thread(target=self._prepare, args=(most,), name="jstep-compile").start()
+            in_background(functools.partial(self._prepare, most), name="jstep-compile")
         else:
             self._prepare(most)
 

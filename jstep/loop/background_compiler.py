@@ -1,23 +1,25 @@
 """Compile the later programs of a run in a background thread, before they are due."""
 
 import contextlib
+import functools
 import logging
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.contexts import Thread
+from jstep.core.contexts import in_background
 from jstep.core.meshes import dims_of
 from jstep.loop.signals import StopWaiting
 
 _logger = logging.getLogger("jstep")
 
-_POLL_SECS = 0.2
+_POLL_SECS = 0.1
 _MOST_AHEAD = 2
 """The maximum number of programs compiled ahead, because each takes device memory."""
 
@@ -38,7 +40,7 @@ class CompileJob(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Compiler of programs in a thread, in order; it blocks the loop if a program is due but not ready.
+    """Compiler of programs in threads, one after the other; it blocks the loop if a program is due but not ready.
 
     Errors are logged only; the step that needs the program raises them. A compilation cannot be cancelled: if the run
     returns while one is in progress, the process waits for it before it exits.
@@ -47,25 +49,18 @@ class BackgroundCompiler:
         jobs: The programs to compile, in the order of their steps.
         stopping: Returns whether the run is stopping and must not wait for a program.
         is_quiet: Whether to log nothing.
-        closed: An event that is set when the compiler is closed.
+
+    Attributes:
+        is_closed: Whether the run has ended.
     """
 
     def __init__(
-        self,
-        jobs: Sequence[CompileJob],
-        stopping: Callable[[], bool] = lambda: False,
-        *,
-        is_quiet: bool = False,
-        closed: threading.Event | None = None,
+        self, jobs: Sequence[CompileJob], stopping: Callable[[], bool] = lambda: False, *, is_quiet: bool = False
     ) -> None:
-        self._jobs, self._stopping, self._is_quiet = list(jobs), stopping, is_quiet
-        self._done = [threading.Event() for _ in self._jobs]
-        self._passed = self._begun = 0
-        self._lock = threading.Lock()  # protects _begun
-        self._closed = threading.Event() if closed is None else closed
+        self._jobs, self._stopping, self._is_quiet = deque(jobs), stopping, is_quiet
+        self._begun: deque[tuple[CompileJob, Future[None]]] = deque()
         self._state: Any = None
-        self._args: tuple[Any, ...] = ()
-        self._thread: Thread | None = None
+        self.is_closed = False
 
     def before(
         self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -75,82 +70,67 @@ class BackgroundCompiler:
         Raises:
             StopWaiting: The run is stopping.
         """
-        while self._passed < len(self._jobs) and step >= self._jobs[self._passed].first:
-            with self._lock:
-                if self._begun == self._passed:  # not started: the step compiles it
-                    self._begun += 1
-                    self._done[self._passed].set()
+        while self._begun and step >= self._begun[0][0].first:
             with waiting():
-                while not self._done[self._passed].wait(_POLL_SECS):
-                    if self._stopping():
-                        raise StopWaiting
-            self._passed += 1
+                if not is_done(self._begun[0][1], self._stopping):
+                    raise StopWaiting
+            self._begun.popleft()
+        while self._jobs and step >= self._jobs[0].first:
+            self._jobs.popleft()  # not begun: the step compiles it
 
     def after(self, state: Any, args: tuple[Any, ...]) -> None:
-        """Start the next compilations, after a step with these arguments that returned this state."""
-        if self._begun == len(self._jobs) or self._begun >= self._passed + _MOST_AHEAD:
-            return
-        if self._thread is not None and self._thread.is_alive():
+        """Begin the next compilation, after a step with these arguments that returned this state."""
+        if not self._jobs or len(self._begun) == _MOST_AHEAD or (self._begun and not self._begun[-1][1].done()):
             return
         if self._state is None:
             self._state = shapes_of(state)
-        self._args = shapes_of(args)
-        self._start()
+        self.begin(self._state, shapes_of(args))
 
-    def begin(self, state: Any) -> None:
-        """Start at once, with the shapes of a state."""
-        self._state = state
-        self._start()
+    def begin(self, state: Any, args: tuple[Any, ...] = ()) -> None:
+        """Begin the next compilation at once, with the shapes of a state and of a batch."""
+        job = self._jobs.popleft()
+        task = functools.partial(self._compile, job, state, args)
+        self._begun.append((job, in_background(task, name="jstep-compile")))
 
-    def _start(self) -> None:
-        # Not a daemon: a compiler that returns to a finalized interpreter aborts the process.
-        # The first job is chosen here, because the step that needs it may run before the thread does.
-        self._thread = Thread(target=self._work, args=(self._next(),), name="jstep-compile")
-        self._thread.start()
-
-    def _work(self, number: int | None) -> None:
-        while number is not None:
-            job = self._jobs[number]
-            then = time.perf_counter()
-            try:
-                if job.make(self._state, self._args) and not self._is_quiet:
-                    _logger.info(
-                        "compiled %s ahead of step %d, in the background, in %.1f s",
-                        job.name,
-                        job.first,
-                        time.perf_counter() - then,
-                    )
-            except Exception as error:
-                if not self._is_quiet:
-                    _logger.warning(
-                        "%s, which step %d needs, could not be compiled ahead: %s: %s",
-                        job.name,
-                        job.first,
-                        type(error).__name__,
-                        error,
-                    )
-            finally:
-                self._done[number].set()
-            number = self._next()
+    def _compile(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
+        then = time.perf_counter()
+        try:
+            is_made = job.make(state, args)
+        except Exception as error:
+            if not self._is_quiet:
+                _logger.warning(
+                    "%s, which step %d needs, could not be compiled ahead: %s: %s",
+                    job.name,
+                    job.first,
+                    type(error).__name__,
+                    error,
+                )
+        else:
+            if is_made and not self._is_quiet:
+                _logger.info(
+                    "compiled %s ahead of step %d, in the background, in %.1f s",
+                    job.name,
+                    job.first,
+                    time.perf_counter() - then,
+                )
 
     def close(self) -> None:
-        """Start no further programs; log a line if the process has to wait for one."""
-        with self._lock:
-            is_compiling = not all(done.is_set() for done in self._done[: self._begun])
-            self._begun = len(self._jobs)
-        self._closed.set()
-        # The thread may be alive without a program to compile, about to end.
-        if is_compiling and self._thread is not None and self._thread.is_alive():
+        """Begin no further compilations; log a line if the process has to wait for one."""
+        self._jobs.clear()
+        self.is_closed = True
+        if not all(future.done() for _, future in self._begun):
             _logger.info("a compilation in the background cannot be stopped: the process ends when it has finished")
 
-    def _next(self) -> int | None:
-        """The index of the job to start now, or None."""
-        with self._lock:
-            number = self._begun
-            if number >= min(len(self._jobs), self._passed + _MOST_AHEAD):
-                return None
-            self._begun += 1
-            return number
+
+def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
+    """Wait for something in the background, but not past the end of the run; return whether it is done.
+
+    It waits again and again: a signal that arrives just before a wait without a time-out is handled only after it.
+    """
+    while not wait([future], timeout=_POLL_SECS).done:
+        if is_over():
+            return False
+    return True
 
 
 def shapes_of(tree: Any) -> Any:

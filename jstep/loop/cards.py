@@ -3,10 +3,11 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 from jstep.checkpoint import checkpoint_name
-from jstep.core.contexts import Thread
+from jstep.core.contexts import in_background
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.card import card, program_card
 from jstep.loop.past import PAST, RestoredPast, past_of, warn_if_past_changed
@@ -35,7 +36,7 @@ class Cards:
         self._restored: RestoredPast | None = None  # until it was compared
         if run.saver is not None and run.restored and isinstance(kept := run.extra.get(PAST), dict):
             self._restored = RestoredPast(run.restored, checkpoint_name(run.saver.prefix, run.restored), kept)
-        self._thread: Thread | None = None
+        self._latest: Future[None] | None = None
         given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
         self._begin(lambda: write("card", **card(*given), programs=[]))
 
@@ -68,21 +69,20 @@ class Cards:
 
     def close(self) -> None:
         """Wait for pending lines."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._latest is not None:
+            wait([self._latest])
 
     def _begin(self, task: Callable[[], None]) -> None:
         """Run a task in a thread, after the earlier tasks."""
-        before = self._thread
+        before = self._latest
 
         def run() -> None:
             if before is not None:
-                before.join()
+                wait([before])
             with _logging_errors():
                 task()
 
-        self._thread = Thread(target=run, name="jstep-card")
-        self._thread.start()
+        self._latest = in_background(run, name="jstep-card")
 
     def _record(self, program: dict[str, Any]) -> None:
         if program.get("optimizer"):

@@ -1,7 +1,6 @@
 """Compile the programs of a run ahead of time: trace them before it begins, compile them before they are due."""
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,14 +72,16 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     if not is_compiled(stage.single):
         first.forget()
         return
-    closed = threading.Event()
+
+    def is_over() -> bool:
+        return compiler.is_closed
 
     def make(state: Any, _: tuple[Any, ...]) -> bool:
         try:
             if shapes is not None and batch_sharding is None:
-                batch = interruptible(shapes, closed.is_set)
+                batch = interruptible(shapes, is_over)
             else:
-                batch = first.peek(closed.is_set)
+                batch = first.peek(is_over)
             if batch is None:
                 return False
             args = _shapes_as_args(batch, batch_sharding)
@@ -90,10 +91,10 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             return programs.compile(start, args)
 
-    jobs = [CompileJob(start, stage.name, make)]
-    programs.first_compiler = BackgroundCompiler(jobs, run.is_stopping, is_quiet=True, closed=closed)
-    run.closing.callback(programs.first_compiler.close)
-    programs.first_compiler.begin(programs.state_shapes)
+    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.is_stopping, is_quiet=True)
+    programs.first_compiler = compiler
+    run.closing.callback(compiler.close)
+    compiler.begin(programs.state_shapes)
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:

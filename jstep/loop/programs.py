@@ -15,8 +15,7 @@ from jstep.core import trees
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.hooks.dispatched_steps import DispatchedSteps
 from jstep.hooks.metric_sums import MetricSums
-from jstep.hooks.metric_sums_program import Accumulate, Columns
-from jstep.hooks.skipped_updates import skip_metric_of
+from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
 from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls

@@ -13,7 +13,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
 from jstep.distributed import agreement
 from jstep.hooks.hook import name_of
-from jstep.hooks.skipped_updates import is_bad
+from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.hooks.values import host
 from jstep.loop.run import ENDING, Run

@@ -2,19 +2,18 @@
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
-from jstep.core.contexts import Thread
+from jstep.core.contexts import in_background
 from jstep.core.exceptions import scoped
+from jstep.loop.background_compiler import is_done
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here
 
 _logger = logging.getLogger("jstep")
-
-_POLL_SECS = 0.1
 
 
 @dataclasses.dataclass
@@ -88,48 +87,42 @@ class FirstBatch:
         self, items: CopiedBatches, times: StartTimes, again: Callable[[], CopiedBatches] | None = None
     ) -> None:
         self._items, self._times, self._again = items, times, again
-        self._made = threading.Event()
-        self._result: Any = None
-        self._to_peek: Any = None
-        self._error: BaseException | None = None
-        self._is_first = True
-        self._thread = Thread(target=self._make, daemon=True, name="jstep-first-batch")
-        self._thread.start()
+        # A daemon: a reader of the user's may hang.
+        self._first: Future[Any] | None = in_background(self._make, name="jstep-first-batch", daemon=True)
+        self._to_peek: Future[Any] | None = self._first
 
-    def _make(self) -> None:
-        try:
-            with self._times.part("first batch"):
-                self._result = self._to_peek = next(self._items, None)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._made.set()
+    def _make(self) -> Any:
+        with self._times.part("first batch"):
+            return next(self._items, None)
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
-        while not self._made.wait(_POLL_SECS):
-            if is_over():
-                return None
-        return None if self._error is not None or self._to_peek is None else self._to_peek[0]
+        future = self._to_peek
+        if future is None or not is_done(future, is_over) or future.exception() is not None:
+            return None
+        made = future.result()
+        return None if made is None else made[0]
 
     def forget(self) -> None:
         """Release the batch kept for `peek`, so that only the loop holds a reference."""
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:
-        # With a timeout: a signal that arrives just before a wait without one is handled only after the wait.
-        while not self._made.wait(_POLL_SECS):
-            pass
-        if self._error is not None:
-            if self._again is None:
-                raise self._error
-            self._items = self._again()
-        elif self._result is None:
-            return
-        else:
-            first, self._result = self._result, None
+        future, self._first = self._first, None
+        assert future is not None
+        is_done(future, lambda: False)
+        error = future.exception()
+        if error is None:
+            first = future.result()
+            del future
+            if first is None:
+                return
             yield first
             del first
+        elif self._again is None:
+            raise error
+        else:
+            self._items = self._again()
         yield from self._items
 
 
@@ -138,22 +131,5 @@ def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
 
     `fn` runs in a daemon thread, because it may call a user-defined reader that hangs.
     """
-    done = threading.Event()
-    result: list[tuple[Any, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            result.append((fn(), None))
-        except BaseException as error:
-            result.append((None, error))
-        finally:
-            done.set()
-
-    Thread(target=run, daemon=True, name="jstep-shapes").start()
-    while not done.wait(_POLL_SECS):
-        if is_over():
-            return None
-    ((value, error),) = result
-    if error is not None:
-        raise error
-    return value
+    future = in_background(fn, name="jstep-shapes", daemon=True)
+    return future.result() if is_done(future, is_over) else None
