@@ -1,8 +1,7 @@
 """Hooks: callbacks around the steps of `train`, one per file."""
 
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.hooks.audit import AuditHook
-from jstep.hooks.audit_result import AuditError
+from jstep.hooks.audit import AuditError, AuditHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.every import every

@@ -15,15 +15,13 @@ from jstep.core.contexts import internal_transfers
 from jstep.distributed import agreement
 from jstep.hooks.cadence import cadence
 from jstep.hooks.callbacks import Callbacks, EvaluationCallback
-from jstep.hooks.evaluation_results import numbers_of
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.hook_results import StopWith
 from jstep.hooks.hook_state import key_of
 from jstep.hooks.interruption import EvaluationAbandoned, interruptible
 from jstep.hooks.run_hook import OwnRun, RunHook
-from jstep.hooks.summaries import scalar
-from jstep.hooks.values import read, text
-from jstep.hooks.writers import check_writer
+from jstep.hooks.summaries import check_writer, scalar
+from jstep.hooks.values import numbers_of, read, text
 from jstep.state import TrainState
 from jstep.timeline.stopwatch import STEPPING
 

@@ -10,13 +10,12 @@ import jax
 
 from jstep.core.checks import as_function
 from jstep.hooks.cadence import UNSET, cadence
-from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.log_every_n import as_level
 from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.step_counter import StepCounterHook
 from jstep.hooks.utilization import shown_share
-from jstep.hooks.values import LeaveOut, nothing, text
+from jstep.hooks.values import LeaveOut, NewResults, nothing, text
 
 _logger = logging.getLogger("jstep")
 

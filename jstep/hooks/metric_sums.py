@@ -13,8 +13,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core.contexts import internal_transfers
 from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_program import BAD, GRAD_NORM, GRADIENT, LOSS, SKIPS, VALUE, WATCHED, Columns, Sums
-from jstep.hooks.skipped_updates import SKIPPED
+from jstep.hooks.metric_sums_program import (
+    BAD,
+    GRAD_NORM,
+    GRADIENT,
+    LOSS,
+    SKIPPED,
+    SKIPS,
+    VALUE,
+    WATCHED,
+    Columns,
+    Sums,
+)
 from jstep.hooks.values import host, is_number, is_ready, shown
 from jstep.training import Constants
 

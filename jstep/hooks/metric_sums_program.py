@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.hooks.skipped_updates import is_bad
 from jstep.hooks.values import is_number, is_numeric
+from jstep.optimizers import metrics
 from jstep.training import TracedStep
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
@@ -255,3 +255,23 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     zero = jnp.zeros((), high.dtype)
     x, error = jax.lax.reduce((high, low), (zero, zero), both, (0,))
     return x, error
+
+
+SKIPPED = metrics.SKIPPED
+"""The metric by which a custom step reports that its whole update was skipped: 1 or 0."""
+
+
+def skip_metric_of(train_step: Any) -> str | None:
+    """The name of the metric that is 1 if the whole update was skipped, or None."""
+    name = getattr(train_step, "skip_metric", SKIPPED)
+    return name if isinstance(name, str) else None
+
+
+def is_bad(finite: Any, skipped: Any) -> Any:
+    """Return which steps applied an update whose loss, or gradient, is not finite, for NumPy or JAX arrays.
+
+    Args:
+        finite: Whether each loss, or gradient, is finite.
+        skipped: Whether the whole update of each step was skipped.
+    """
+    return ~(finite | skipped)

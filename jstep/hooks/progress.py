@@ -8,11 +8,10 @@ from typing import Any
 from jstep.core.checks import as_int, as_number
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import Cadence
-from jstep.hooks.evaluation_results import NewResults
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import shown_share
-from jstep.hooks.values import is_ready, scalars, start_transfer, text
+from jstep.hooks.values import NewResults, is_ready, scalars, start_transfer, text
 from jstep.optimizers.held import held_values
 from jstep.state import TrainState, global_step
 

@@ -7,9 +7,8 @@ from jstep.core.checks import as_function, kind, shown
 from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.reporting_hook import ReportingHook
-from jstep.hooks.summaries import Selection, histograms_of, made_in, of_metrics, scalars_summary
+from jstep.hooks.summaries import Selection, check_writer, histograms_of, made_in, of_metrics, scalars_summary
 from jstep.hooks.values import LeaveOut, nothing
-from jstep.hooks.writers import check_writer
 from jstep.state import TrainState
 
 
