@@ -14,10 +14,11 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.text import html_picture
 from jstep.core.types import Optimizer, Schedule
+from jstep.hooks.hook import name_of
 from jstep.loop.checks import list_of_hooks
-from jstep.tools import due_steps as _due
 from jstep.tools import run_schedule
 from jstep.tools import table as _table
+from jstep.tools.due_steps import steps_of
 
 
 class Due(Mapping[Any, Any]):
@@ -32,9 +33,9 @@ class Due(Mapping[Any, Any]):
     def __getitem__(self, hook: Any) -> Any:
         found = [steps for one, steps in self._pairs if one is hook]
         if not found and isinstance(hook, str):
-            found = [steps for one, steps in self._pairs if _due.name_of(one) == hook]
+            found = [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
-            names = ", ".join(_due.name_of(one) for one, _ in self._pairs)
+            names = ", ".join(name_of(one) for one, _ in self._pairs)
             raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
@@ -45,7 +46,7 @@ class Due(Mapping[Any, Any]):
         return len(self._pairs)
 
     def __repr__(self) -> str:
-        return f"{{{', '.join(f'{_due.name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
+        return f"{{{', '.join(f'{name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +76,7 @@ class Plan:
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        text = _table.plan_text(self.steps, self.hyperparameters, self._due_steps(), self.last_step)
-        schedule = self._schedule()
-        return f"{text}\n\n{schedule}" if schedule else text
+        return _table.plan_text(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
@@ -93,24 +92,10 @@ class Plan:
         """
         from jstep.tools.figures import draw_plan
 
-        draw_plan(
-            os.fspath(path),
-            self.steps,
-            self.hyperparameters,
-            self._due_steps(),
-            self.last_step,
-            self.stages,
-            self.batch_size,
-            self._rows_at,
-        )
+        draw_plan(os.fspath(path), self)
 
     def _repr_html_(self) -> str:
-        schedule = self._schedule()
-        text = _table.plan_html(self.steps, self.hyperparameters, self._due_steps(), self.last_step, schedule)
-        return text + html_picture(self._picture(), "the plan, drawn")
-
-    def _schedule(self) -> str:
-        return _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes, self._weights)
+        return _table.plan_html(self) + html_picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""
@@ -122,9 +107,6 @@ class Plan:
                 return None
             with open(path, "rb") as file:
                 return file.read()
-
-    def _due_steps(self) -> list[tuple[str, Any]]:
-        return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]
 
 
 def plan(
@@ -189,20 +171,14 @@ def plan(
         )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
     steps = np.array([start]) if steps is None else steps
-    stages = {} if train_step is None else run_schedule.stages(train_step, start, last_step)
-    data = run_schedule.data(batches, start, last_step, steps)
-    pairs = [(hook, _due.steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
+    pairs = [(hook, steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,
         _values(functions, steps, dtype),
         Due([(hook, due) for hook, due in pairs if due is not None]),
         last_step,
-        stages,
-        data.batch_size,
-        data.rows,
-        data.passes,
-        data.rows_at,
-        data.weights,
+        {} if train_step is None else run_schedule.stages(train_step, start, last_step),
+        **run_schedule.data(batches, start, last_step, steps),
     )
 
 

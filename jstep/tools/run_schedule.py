@@ -1,7 +1,7 @@
 """Stages, batch sizes and rows of each source over a run."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,24 +14,6 @@ from jstep.loop.stages import name_of_step, stages_of
 T = TypeVar("T")
 
 
-class Data(NamedTuple):
-    """Known properties of the batches of a run.
-
-    Attributes:
-        batch_size: First step of each batch size → rows of a batch.
-        weights: First step of each weights of a mixture → source → weight.
-        rows: Source → rows read from it by the last step.
-        passes: Source → passes over it by the last step.
-        rows_at: Source → rows read before each of the evaluated steps.
-    """
-
-    batch_size: Mapping[int, int]
-    weights: Mapping[int, Mapping[str, float]]
-    rows: Mapping[str, int]
-    passes: Mapping[str, float]
-    rows_at: Mapping[str, np.ndarray[Any, Any]]
-
-
 def stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
     """Return first step → name of the training step, for the stages between `start` and `last_step`."""
     return {
@@ -41,32 +23,30 @@ def stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
     }
 
 
-def data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> Data:
-    """Return the known properties of the batches; empty if they are not made by jstep.
+def data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return the fields of a `Plan` about the batches; empty if they are not made by jstep.
 
     Raises:
         ValueError: The batches end before the first step.
     """
     if batches is None:
-        return Data({}, {}, {}, {}, {})
+        return {}
     check_batches(batches)
     if not isinstance(batches, BatchSequence):
-        return Data({}, {}, {}, {}, {})
+        return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
         raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
-    given = batches.batch_size
-    sizes = given if isinstance(given, dict) else {0: given}
-    rows = _by_source(batches, stop)
+    size, rows = batches.batch_size, _by_source(batches, stop)
     total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
     at = [_by_source(batches, min(int(step), stop)) for step in steps]
-    return Data(
-        _between(sizes, start, stop),
-        _between(weights_of(batches), start, stop),
-        rows,
-        {name: count / total[name] for name, count in rows.items()},
-        {name: np.array([one[name] for one in at]) for name in rows},
-    )
+    return {
+        "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
+        "rows": rows,
+        "passes": {name: count / total[name] for name, count in rows.items()},
+        "_rows_at": {name: np.array([one[name] for one in at]) for name in rows},
+        "_weights": _between(weights_of(batches), start, stop),
+    }
 
 
 def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
