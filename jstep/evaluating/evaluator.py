@@ -14,10 +14,8 @@ from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data import BatchSequence
 from jstep.distributed import agreement
-from jstep.evaluating.evaluation_batches import EvaluationBatches
-from jstep.evaluating.metric_objects import merge_objects
-from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, metrics_of
-from jstep.evaluating.placed_batches import num_examples, placed, shardings_of
+from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
+from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers import averaged_params, schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME
