@@ -9,6 +9,7 @@ from jstep.data import _permutation
 from jstep.data._counts import Counts, Weights
 from jstep.data._permutation import Lookahead, RowNumbers
 from jstep.data._sizes import Share, Sizes
+from jstep.data._steps import count_of
 from jstep.data.sequence import SourceRows
 
 _ROWS, _ORDER = 1, 2
@@ -52,9 +53,15 @@ class Mix(NamedTuple):
         """Return a function from step to the rows of a share of its batch."""
         return Reader(self, share)
 
-    def counts_before(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows of each source in the batches before a step."""
-        return self.counts.at(self.sizes.before(step))
+    def counts_of(self, steps: range) -> tuple[int, ...]:
+        """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
+        first = min(steps[0], steps[-1])
+        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((one, one + 1) for one in steps)
+        counts = (0,) * len(self.streams)
+        for ends in stretches:
+            low, high = (self.counts.at(self.sizes.before(step)) for step in ends)
+            counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
+        return counts
 
 
 def stream_of(num_rows: int, seed: int, name: str, shuffle: bool) -> Stream:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from jstep.core.staircase import Staircase
 from jstep.data._permutation import Lookahead, RowNumbers
 from jstep.data._sizes import Run, Share, Sizes, sizes_of
-from jstep.data._steps import NO_END
+from jstep.data._steps import NO_END, count_of
 from jstep.data.sequence import SourceRows
 
 
@@ -43,9 +43,18 @@ class Plan(NamedTuple):
         """Return a function from step to the rows of a share of its batch."""
         return Reader(self, share)
 
-    def counts_before(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows in the batches before a step."""
-        return (self.sizes.before(step),)
+    def counts_of(self, steps: range) -> tuple[int, ...]:
+        """Return the number of rows in the batches of some steps."""
+        rows = 0
+        for inner, run in self.sizes.split(steps):
+            if run.last == run.size:
+                rows += count_of(inner) * run.size
+            elif abs(inner.step) == 1:
+                first = min(inner[0], inner[-1])
+                rows += run.before_step(first + count_of(inner)) - run.before_step(first)
+            else:
+                rows += sum(map(run.at, inner))
+        return (rows,)
 
 
 def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:

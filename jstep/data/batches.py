@@ -159,8 +159,6 @@ class Batches(BatchSequence):
     def rows_before(self, step: int) -> int:
         """Return the total number of rows in the batches before `step`, over all processes.
 
-        The cost does not depend on the step, except for a slice with a stride, for which it is linear.
-
         Args:
             step: A step, or the total number of steps. Batches that were skipped or sliced away are not counted.
 

@@ -2,7 +2,8 @@
 
 import abc
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
@@ -11,7 +12,7 @@ from jstep.core.checks import as_int
 from jstep.data._merged import merge
 from jstep.data._permutation import RowNumbers
 from jstep.data._sizes import Share, next_change
-from jstep.data._steps import Steps, count_of
+from jstep.data._steps import Steps
 from jstep.data.sources import Rows
 
 Self = TypeVar("Self", bound="BatchSequence")
@@ -40,7 +41,7 @@ class BatchSequence(abc.ABC):
 
     _plan: Any
     """The assignment of rows to steps, without the data: `sizes`, this process's `share`, `reader(share)`, which is a
-    function from step to a list of `SourceRows`, and `counts_before(step)`, the rows of each source before a step."""
+    function from step to a list of `SourceRows`, and `counts_of(steps)`, the rows of each source in some steps."""
 
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
@@ -55,13 +56,8 @@ class BatchSequence(abc.ABC):
 
     def _reader(self) -> Callable[[int], Any]:
         """Return a new function from step to batch for one iterator, in steps of the original sequence."""
-        numbers, sources = self._plan.reader(self._plan.share), [self._rows[name] for name in sorted(self._rows)]
-
-        def read(step: int) -> Any:
-            found = numbers(step)
-            return merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
-
-        return read
+        sources = [self._rows[name] for name in sorted(self._rows)]
+        return functools.partial(_read, self._plan.reader(self._plan.share), sources)
 
     def _with(self: Self, steps: Steps) -> Self:
         """The same sequence with other steps."""
@@ -79,14 +75,11 @@ class BatchSequence(abc.ABC):
         return found
 
     def _counts_before(self, step: int) -> dict[str, int]:
-        """Return the rows of each source before a step; a slice with a stride is walked step by step."""
+        """Return the rows of each source in the batches before a step."""
         counts = dict.fromkeys(sorted(self._rows), 0)
         for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
-            stretches = [(min(part[0], part[-1]), count_of(part))] if abs(part.step) == 1 else ((s, 1) for s in part)
-            for first, steps in stretches:
-                ends = (self._plan.counts_before(at) for at in (first, first + steps))
-                for name, low, high in zip(counts, *ends, strict=True):
-                    counts[name] += high - low
+            for name, count in zip(counts, self._plan.counts_of(part), strict=True):
+                counts[name] += count
         return counts
 
     def _extent(self) -> str:
@@ -244,6 +237,11 @@ class BatchSequence(abc.ABC):
         if stride is not None and stride < 0 and start is None and self.is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return slice(start, stop, stride)
+
+
+def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:
+    found = numbers(step)
+    return merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
 
 
 class BatchIterator(Iterator[Any]):
