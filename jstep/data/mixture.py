@@ -1,17 +1,19 @@
 """Weighted mixtures of data sources, as batches by step."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.staircase import Staircase, as_staircase
-from jstep.data._counts import as_weights, counts_of
-from jstep.data._merged import check_same_structure
-from jstep.data._mixed_rows import Mix, Reader, Stream, derived_seed
-from jstep.data._permutation import RowNumbers
-from jstep.data._sizes import Run, Share, Sizes, given_process, sizes_of
-from jstep.data._steps import NO_END, Steps, count_of, steps_of
-from jstep.data.sequence import BatchSequence
+from jstep.core.trees import leaves_with_paths, quoted, structure
+from jstep.data import _permutation
+from jstep.data._counts import Counts, Weights, as_weights, counts_of
+from jstep.data._permutation import Lookahead, RowNumbers
+from jstep.data._sizes import Run, Share, Sizes, given_process
+from jstep.data._steps import NO_END, count_of, steps_of
+from jstep.data.sequence import BatchSequence, SourceRows
 from jstep.data.sources import Rows, open_rows
 
 _ROWS, _ORDER = 1, 2
@@ -89,9 +91,9 @@ def mixture(
     stages = as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, given_process(process_index, process_count))
-    streams = tuple(Stream(len(rows[name]), derived_seed(seed, _ROWS, name), shuffle) for name in names)
-    mix = Mix(streams, sizes, counts_of(stages, sizes), share, derived_seed(seed, _ORDER), stages)
-    return Mixture(mix, rows, seed, steps_of([range(NO_END)]))
+    streams = tuple(_stream_of(len(rows[name]), seed, name, shuffle) for name in names)
+    mix = _Mix(streams, sizes, counts_of(stages, sizes), share, seed, stages)
+    return Mixture(mix, rows, steps_of([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -102,8 +104,46 @@ def _open(sources: Any) -> dict[str, Rows]:
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     # Two rows, because they show whether `__getitem__` of a source takes a list of indices.
-    check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
+    _check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
     return rows
+
+
+def _check_same_structure(samples: Mapping[str, Any]) -> None:
+    """Check that the rows of all sources fit into one batch.
+
+    Args:
+        samples: A batch of each source, by name.
+
+    Raises:
+        ValueError: The sources differ in structure, or a leaf in dtype or row shape.
+    """
+    (name, sample), *others = samples.items()
+    first = dict(leaves_with_paths(sample))
+    for other, batch in others:
+        leaves = dict(leaves_with_paths(batch))
+        for path in [*leaves, *first]:
+            if path not in first or path not in leaves:
+                has, lacks = (other, name) if path in leaves else (name, other)
+                raise ValueError(
+                    f"sources: expected batches of one structure, got a leaf at {quoted(path)} from {has!r} and none "
+                    f"from {lacks!r}"
+                )
+            a, b = _described(leaves[path]), _described(first[path])
+            if a != b:
+                raise ValueError(
+                    f"sources: expected batches of one dtype and shape, got {a} for a row of {quoted(path)} from "
+                    f"{other!r} and {b} from {name!r}; cast, pad or crop them first"
+                )
+        if structure(batch) != structure(sample):
+            raise ValueError(
+                f"sources: expected batches of one structure, got {structure(batch)} from {other!r} and "
+                f"{structure(sample)} from {name!r}"
+            )
+
+
+def _described(leaf: Any) -> str:
+    dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # strings may differ in length
+    return f"{dtype}{list(leaf.shape[1:])}"
 
 
 def _sizes(sizes: Staircase[int]) -> Sizes:
@@ -112,7 +152,7 @@ def _sizes(sizes: Staircase[int]) -> Sizes:
         run = Run(first, NO_END if stop is None else stop, size, 1, size, before)
         runs.append(run)
         before = run.before_step(run.stop)
-    return sizes_of(runs)
+    return Sizes(tuple(runs))
 
 
 class Mixture(BatchSequence):
@@ -122,30 +162,15 @@ class Mixture(BatchSequence):
     lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
-    def __init__(self, mix: Mix, rows: dict[str, Rows], seed: int, steps: Steps) -> None:
-        self._mix = mix
-        self._rows = rows
-        self._seed = seed
-        super().__init__(mix.sizes, steps)
-
-    def _reader(self) -> Reader:
-        return Reader(self._mix, self._rows)
-
-    def _rows_and_share(self) -> tuple[Rows, Share]:
-        return next(iter(self._rows.values())), self._mix.share
+    _plan: "_Mix"
 
     def _definition(self) -> dict[str, Any]:
-        return {"rows": self.num_rows, "seed": self._seed, "shuffle": self._mix.streams[0].shuffle}
-
-    def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
-        mix, names = self._mix, sorted(self._rows)
-        for of in Reader(mix._replace(share=Share(mix.share.sizes, (0, 1))), self._rows).numbers(step):
-            yield names[of.source], of.indices, of.rows
+        return {"rows": self.num_rows, "seed": self._plan.seed, "shuffle": self._plan.streams[0].shuffle}
 
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
-        order = "shuffled by" if self._mix.streams[0].shuffle else "in order, mixed by"
-        return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._seed}, {self._extent()}>"
+        order = "shuffled by" if self._plan.streams[0].shuffle else "in order, mixed by"
+        return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -163,11 +188,119 @@ class Mixture(BatchSequence):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        total = dict.fromkeys(self._rows, 0)
-        for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
-            stretches = [(min(part[0], part[-1]), count_of(part))] if abs(part.step) == 1 else ((s, 1) for s in part)
-            for first, steps in stretches:
-                ends = (self._mix.counts.at(self._sizes.before(at)) for at in (first, first + steps))
-                for name, low, high in zip(sorted(total), *ends, strict=True):
-                    total[name] += high - low
-        return total
+        counts = self._counts_before(step)
+        return {name: counts[name] for name in self._rows}
+
+
+class _Stream(NamedTuple):
+    """The endless sequence of rows of one source.
+
+    Attributes:
+        num_rows: The number of rows per epoch.
+        seed: Determines the permutations, together with the epoch.
+        shuffle: Whether the rows are permuted in each epoch.
+    """
+
+    num_rows: int
+    seed: int
+    shuffle: bool
+
+
+class _Mix(NamedTuple):
+    """The definition of a mixture, without the data of its sources.
+
+    Attributes:
+        streams: The stream of rows of each source.
+        sizes: The number of rows of each batch.
+        counts: The number of rows from each source among the first T rows.
+        share: This process's share of a batch.
+        seed: Determines the order within batches, together with the step, and the seeds of the streams.
+        weights: The weights of the sources, by step.
+    """
+
+    streams: tuple[_Stream, ...]
+    sizes: Sizes
+    counts: Counts
+    share: Share
+    seed: int
+    weights: Staircase[Weights]
+
+    def reader(self, share: Share) -> "_Reader":
+        """Return a function from step to the rows of a share of its batch."""
+        return _Reader(self, share)
+
+    def counts_of(self, steps: range) -> tuple[int, ...]:
+        """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
+        first = min(steps[0], steps[-1])
+        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((one, one + 1) for one in steps)
+        counts = (0,) * len(self.streams)
+        for ends in stretches:
+            low, high = (self.counts.at(self.sizes.before(step)) for step in ends)
+            counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
+        return counts
+
+
+def _stream_of(num_rows: int, seed: int, name: str, shuffle: bool) -> _Stream:
+    """Return the stream of a source, of the seed of a mixture."""
+    return _Stream(num_rows, _derived_seed(seed, _ROWS, name), shuffle)
+
+
+def _derived_seed(seed: int, purpose: int, name: str = "") -> int:
+    """Return a seed for a purpose and a name, independent of other names and of their order."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
+    return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
+
+
+class _Reader:
+    """A function from step to the rows of a share of its batch, for one iterator.
+
+    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
+    """
+
+    def __init__(self, mix: _Mix, share: Share) -> None:
+        self._mix, self._share, self._seed = mix, share, _derived_seed(mix.seed, _ORDER)
+        self._ahead = [Lookahead(stream.num_rows, stream.seed) for stream in mix.streams]
+        self._domain = _permutation.domain(mix.sizes.runs[0].size)
+        self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
+
+    def __call__(self, step: int) -> list[SourceRows]:
+        """Return the rows of the batch of a step, source by source."""
+        mix = self._mix
+        before, size = mix.sizes.before(step), mix.sizes.at(step)
+        known, first = self._counts
+        if known != before:
+            first = mix.counts.at(before)
+        after = mix.counts.at(before + size)
+        self._counts = (before + size, after)
+        low, high = self._share.of(size)
+        # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
+        ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
+        sources = np.searchsorted(ends, self._order(step, size), side="right")
+        found = []
+        for source in np.unique(sources[low:high]).tolist():
+            indices = np.flatnonzero(sources[low:high] == source)
+            # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
+            start = first[source] + int(np.count_nonzero(sources[:low] == source))
+            rows = _stream_rows(mix.streams[source], self._ahead[source], start, len(indices))
+            found.append(SourceRows(source, indices, rows))
+        return found
+
+    def _order(self, step: int, size: int) -> _permutation.Rows:
+        domain = self._domain
+        if domain.n != size:
+            self._domain = domain = _permutation.domain(size)
+        return _permutation.permute(domain, _permutation.draw_keys(domain, self._seed, step), np.arange(size))
+
+
+def _stream_rows(stream: _Stream, ahead: Lookahead, start: int, count: int) -> RowNumbers:
+    """Return `count` rows of a stream, from row `start` on."""
+    pieces: list[RowNumbers] = []
+    while count:
+        epoch, offset = divmod(start, stream.num_rows)
+        taken = min(count, stream.num_rows - offset)
+        rows = slice(offset, offset + taken)
+        pieces.append(ahead.lines(epoch, offset, 1, 1, taken)[:taken, 0] if stream.shuffle else rows)
+        start, count = start + taken, count - taken
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])

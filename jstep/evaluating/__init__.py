@@ -1,10 +1,9 @@
 """Exact evaluation and metric-driven callbacks."""
 
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.evaluating.early_stopping import EarlyStopping
 from jstep.evaluating.evaluator import evaluator
 from jstep.evaluating.keep_best import KeepBest
-from jstep.evaluating.reduce_on_plateau import ReduceOnPlateau
+from jstep.evaluating.metric_callbacks import EarlyStopping, ReduceOnPlateau
 
 __all__ = [
     "EarlyStopping",

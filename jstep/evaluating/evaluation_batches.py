@@ -1,15 +1,30 @@
-"""Iteration over all batches of an evaluation, from the start each time."""
+"""Batches of an evaluation: iteration over all of them, from the start each time, and their placement.
+
+Their numbers of rows need not divide over the devices, nor agree on processes.
+"""
 
 import copy
+import functools
 import itertools
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jstep.core import trees
 from jstep.core.checks import shown
+from jstep.core.contexts import internal_transfers
 from jstep.data import Batches, BatchSequence
+from jstep.data.placement import copied, placement
+from jstep.distributed import agreement
 from jstep.queues.errors import until_end
+from jstep.sharding.batches import as_shardings, fitting, place_rows
 
 _logger = logging.getLogger("jstep")
 
@@ -20,6 +35,8 @@ _ENDLESS = (
     "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, shuffle=False, "
     "drop_remainder=False)"
 )
+_ENDED, _FAILED, _GLOBAL = -1, -2, -3
+"""In place of a number of rows: the batches have ended, fetching one has failed, or the batch is global already."""
 
 
 class EvaluationBatches:
@@ -110,3 +127,167 @@ def _warn_of_dropped_rows(batches: Any) -> None:
             dropped,
             whole.num_rows,
         )
+
+
+def shardings_of(batch_sharding: Any) -> Any:
+    """Return the shardings of batches as a tree, or None.
+
+    Raises:
+        TypeError: `batch_sharding` contains something other than shardings.
+        ValueError: `batch_sharding` contains a PartitionSpec and no mesh is set.
+    """
+    if batch_sharding is None:
+        return None
+    try:
+        placement(batch_sharding)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"batch_{error}") from None
+    return as_shardings(batch_sharding)
+
+
+def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of each batch, placed for the computation of metrics.
+
+    Rows that do not divide over the devices are replicated on all of them. The metrics are then exact, without
+    padding, at the cost of computing that batch on every device.
+
+    Args:
+        batches: The batches; a loader may overwrite its buffers, since each batch is copied.
+        shardings: A tree of shardings that is a prefix of the batch, or None.
+    """
+    each = (trees.arguments_of(copied(batch)) for batch in batches)
+    if shardings is not None and not agreement.is_single_process():
+        yield from _synchronized(each, shardings)
+        return
+    for args in each:
+        with internal_transfers():  # left before the yield, because the caller's transfers are not internal
+            placed_args = _placed(args, shardings)
+        yield placed_args
+
+
+def num_examples(args: Any) -> int | str:
+    """Return the size of the leading axis of all arrays among the arguments, or a string that explains its absence."""
+    sizes: dict[int, str] = {}
+    for path, leaf in trees.leaves_with_paths(args):
+        if np.ndim(leaf):
+            sizes.setdefault(np.shape(leaf)[0], path)
+    if not sizes:
+        return "no argument has a leading axis of examples; return a pair (sum, count)"
+    if len(sizes) > 1:
+        each = ", ".join(f"{size} at {trees.quoted(path)}" for size, path in sizes.items())
+        return (
+            f"the arguments have leading axes of different sizes ({each}); close over arrays without an axis of "
+            "examples, or return a pair (sum, count)"
+        )
+    return next(iter(sizes))
+
+
+def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
+    if shardings is not None:
+        return jax.tree.map(
+            lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
+            args,
+            _leaf_shardings(shardings, args),
+        )
+    if not agreement.is_single_process():
+        return args  # the same on all processes, or global already
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
+
+
+def _leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a sharding for each leaf of the arguments; a tree of shardings is a prefix of the batch."""
+    batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
+    each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
+    return each if batch is args else (each,)
+
+
+def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield global arrays made of the rows of all processes, batch by batch, until all processes have ended.
+
+    All processes exchange their numbers of rows, so nothing is assumed about them, nor about the number of batches.
+
+    Raises:
+        RuntimeError: Another process failed.
+        ValueError: A process has no batches.
+    """
+    last: tuple[Any, ...] | None = None
+    while True:
+        failure: Exception | None = None
+        args: tuple[Any, ...] | None = None
+        try:
+            args = next(batches, None)
+            mine = _ENDED if args is None else _rows(args)
+        except Exception as error:
+            failure, mine = error, _FAILED
+        counts = _gather_count(mine)
+        if failure is not None:
+            raise failure
+        if (counts == _FAILED).any():
+            raise RuntimeError("batches: another process failed while it fetched a batch to evaluate; see its error")
+        if (counts == _ENDED).all():
+            return
+        if args is None:
+            if last is None:
+                raise ValueError("batches: this process has no batch, and others have; give each process a part")
+            args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
+        elif last is None and (counts == _ENDED).any():
+            raise ValueError("batches: another process has no batch at all; give each process a part")
+        last = args
+        if not (counts == _GLOBAL).any():
+            with internal_transfers():
+                args = jax.tree.map(functools.partial(_global, counts), args, _leaf_shardings(shardings, args))
+        yield args
+
+
+def _rows(args: tuple[Any, ...]) -> int:
+    leaves = jax.tree.leaves(args)
+    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
+        return _GLOBAL
+    rows = num_examples(args) if any(map(np.ndim, leaves)) else 0
+    if isinstance(rows, str):
+        raise ValueError(f"batches: {rows}")
+    return rows
+
+
+def _gather_count(number: int) -> np.ndarray[Any, Any]:
+    with internal_transfers():
+        return np.asarray(multihost_utils.process_allgather(np.array([number], np.int32))).reshape(-1)
+
+
+def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array:
+    """Return one array with the rows of all processes, of which each has as many as `counts` says."""
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return jax.device_put(rows, sharding)
+    whole = rows = np.asarray(rows)
+    if rows.ndim:
+        counts, owners = np.maximum(counts, 0), _owners(sharding)
+        shape = (int(counts[0]) * len(owners), *rows.shape[1:])
+        if counts[0] and (counts == counts[0]).all() and fitting(sharding, shape).spec == sharding.spec:
+            return place_rows(rows, sharding)
+        whole = _gather_rows(rows, counts, owners)
+    return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])
+
+
+def _owners(sharding: NamedSharding) -> list[int]:
+    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
+    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
+    parts: dict[int, set[int]] = defaultdict(set)
+    for device, (index,) in places.items():
+        parts[device.process_index].add(index.start or 0)
+    first_of: dict[tuple[int, ...], int] = {}
+    for process, starts in sorted(parts.items()):
+        first_of.setdefault(tuple(sorted(starts)), process)
+    return [process for _, process in sorted(first_of.items())]
+
+
+def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], owners: list[int]) -> np.ndarray[Any, Any]:
+    """Gather the rows of all processes as bytes, so that no conversion changes them."""
+    rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
+    most, tail = int(counts.max()), rows.shape[1:]
+    padded = np.zeros((most, *tail), rows.dtype)
+    padded[: len(rows)] = rows
+    everyone = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
+    everyone = everyone.reshape(len(counts), -1)
+    parts = [everyone[p].copy().view(rows.dtype).reshape(most, *tail)[: counts[p]] for p in owners]
+    return np.concatenate(parts)

@@ -12,7 +12,7 @@ from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.selection import VarList, check_form
-from jstep.evaluating.metric_callback import checked_metric, is_better, score
+from jstep.evaluating.metric_callbacks import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.state import TrainState, global_step

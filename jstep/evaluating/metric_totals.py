@@ -1,4 +1,7 @@
-"""Metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹."""
+"""Metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹.
+
+Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
+"""
 
 import dataclasses
 import math
@@ -9,12 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import mesh_of, using_mesh
-from jstep.evaluating.metric_objects import is_object, numbers_of
-from jstep.hooks.values import host, is_numeric
+from jstep.core.exceptions import note
+from jstep.core.meshes import mesh_of, using_mesh, without_explicit_axes
+from jstep.hooks.values import host, is_number, is_numeric
 
+_METHODS = ("merge", "compute")
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
 _AHEAD = 2
@@ -67,7 +72,7 @@ def metrics_of(found: Any, rows: int | str) -> list[Metric]:
 
 
 def _kind(name: str, value: Any, rows: int | str) -> str:
-    if is_object(name, value):
+    if _is_object(name, value):
         return OBJECT
     ways = (
         "a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
@@ -119,7 +124,7 @@ class Totals:
     """The totals of all metrics, by name in the order of the metric function: a `Mean`, or a merged object.
 
     Args:
-        merge: `merge(totals, objects, mesh)` merges objects by name.
+        merge: `merge(totals, objects)` merges objects by name.
     """
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
@@ -127,12 +132,8 @@ class Totals:
         self._totals: dict[str, Any] = {}
         self._pending: deque[Sequence[Metric]] = deque()
 
-    def add(self, metrics: Sequence[Metric], mesh: Any) -> None:
+    def add(self, metrics: Sequence[Metric]) -> None:
         """Add the metrics of a batch; wait for those of an earlier one.
-
-        Args:
-            metrics: The metrics.
-            mesh: The mesh over several processes that they are computed on, or None.
 
         Raises:
             TypeError: A metric is an object in one batch and not in another, or `merge` is wrong.
@@ -144,7 +145,7 @@ class Totals:
             if isinstance(total, Mean) == (metric.kind == OBJECT):
                 raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
         if before:
-            self._totals |= self._merge(before, {name: objects[name] for name in before}, mesh)
+            self._totals |= self._merge(before, {name: objects[name] for name in before})
         self._pending.append(metrics)
         if len(self._pending) > _AHEAD:
             self._read()
@@ -161,7 +162,7 @@ class Totals:
         results: dict[str, float] = {}
         with using_mesh(mesh_of(self._totals)):
             for name, total in self._totals.items():
-                for full, number in numbers_of(name, total).items():
+                for full, number in _numbers_of(name, total).items():
                     if full in results:
                         raise ValueError(f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other")
                     results[full] = number
@@ -191,3 +192,128 @@ def _total(numbers: Sequence[Any]) -> int | float:
         return math.fsum(numbers)
     except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the range of floats
         return float(np.sum(np.array(numbers, np.float64)))
+
+
+def _is_object(name: str, value: Any) -> bool:
+    """Return whether a metric is an object with `merge` and `compute`; works while tracing.
+
+    Raises:
+        TypeError: The metric has only one of the two methods, or is not a pytree of arrays. The message contains its
+            name.
+    """
+    missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
+    if len(missing) == 2:
+        return False
+    what = f"the metric {name!r} is {kind(value)}"
+    if missing:
+        other = next(method for method in _METHODS if method not in missing)
+        raise TypeError(
+            f"metric_fn: {what} with {other} and without {missing[0]}: must have both methods, merge(other) and "
+            "compute()"
+        )
+    if isinstance(value, type):
+        raise TypeError(f"metric_fn: {what}: must be an object of it")
+    if jax.tree_util.all_leaves([value]):
+        raise TypeError(
+            f"metric_fn: {what}, which is not a pytree: register its class, for example a dataclass by "
+            "jax.tree_util.register_dataclass"
+        )
+    _check_leaves(value, f"{what} that holds")
+    return True
+
+
+def _check_leaves(value: Any, what: str) -> None:
+    """Raise an error for a leaf that is not an array or a number; JAX's own error does not name the metric.
+
+    Raises:
+        TypeError: There is such a leaf. The message contains its path.
+    """
+    for path, leaf in trees.leaves_with_paths(value):
+        if not trees.is_array_or_number(leaf):
+            raise TypeError(
+                f"metric_fn: {what} {kind(leaf)} at {trees.quoted(path)}: each leaf must be an array or a number; "
+                "register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
+            )
+
+
+def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the objects of one more batch into the totals of the same names; for use in a compiled program.
+
+    Raises:
+        TypeError: `merge` does not return an object of the same structure. The message contains the metric.
+    """
+
+    def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
+
+    return without_explicit_axes(merged, totals, objects)
+
+
+def _merged(name: str, total: Any, one: Any) -> Any:
+    what, before = f"the metric {name!r}: merge of {kind(total)}", trees.structure(total)
+    if not _is_like(one, total):
+        raise TypeError(
+            f"metric_fn: {what} was given {kind(one)} of another structure: all batches must give {before}, got "
+            f"{trees.structure(one)}"
+        )
+    try:
+        merged = total.merge(one)
+    except Exception as error:
+        note(error, f"metric_fn: in merge of the metric {name!r}{_merge_advice(total, one)}")
+        raise
+    if not _is_like(merged, total):
+        raise TypeError(
+            f"metric_fn: {what} returned {kind(merged)} of another structure: must return {before}, got "
+            f"{trees.structure(merged)}"
+        )
+    _check_leaves(merged, f"{what} returned")
+    return merged
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(trees.structure(one) == trees.structure(other))
+
+
+def _merge_advice(total: Any, one: Any) -> str:
+    pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
+    differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
+    advice = ", which is compiled: use jax.numpy on the leaves"
+    if differ:
+        advice += (
+            f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may have "
+            "fewer rows: sum over the rows, or concatenate them"
+        )
+    return advice
+
+
+def _numbers_of(name: str, total: Any) -> dict[str, float]:
+    """Compute the total of a metric; return its numbers by result name, `name` or `name/key`.
+
+    Raises:
+        TypeError: `compute` does not return a number or a dict of numbers. The message contains the metric.
+    """
+
+    def local(leaf: Any) -> Any:
+        """Return the local copy of a leaf that is replicated over several processes."""
+        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        return leaf.addressable_data(0) if is_global else leaf
+
+    try:
+        computed = jax.tree.map(local, total).compute()
+    except Exception as error:
+        note(error, f"metric_fn: in compute of the metric {name!r}")
+        raise
+    values = computed if isinstance(computed, Mapping) else {None: computed}
+    numbers: dict[str, float] = {}
+    for key, value in values.items():
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"metric_fn: the metric {name!r}: compute returned the key {key!r}: must be a string")
+        if not is_number(value):
+            at = "" if key is None else f" at {key!r}"
+            raise TypeError(
+                f"metric_fn: the metric {name!r}: compute returned {kind(value)}{at}: must be a number, or a dict of "
+                "numbers"
+            )
+        with internal_transfers():
+            numbers[name if key is None else f"{name}/{key}"] = float(host(value))
+    return numbers

@@ -1,10 +1,28 @@
-"""Collectives of a compiled program, by kind."""
+"""Collectives of a compiled program: each exchange between devices, and their sums by kind."""
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jstep.tools.compiled.exchanges import KINDS, exchanges_of
-from jstep.tools.compiled.program import parse_program
+from jstep.tools.compiled.program import Array, Computation, Instruction, Program, Shape, quoted, size_of
+from jstep.tools.compiled.values import Frame, containing, trip_count
+
+BETWEEN_SLICES = "between slices"
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    BETWEEN_SLICES,
+)
+_DATA = {"collective-permute": 0, "ragged-all-to-all": 1, "collective-broadcast": 1}
+"""Number of operands that hold data, if others are buffers or sizes; 0 if a device sends as much as it receives."""
+_UNCHANGED = {"get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose", "tuple"}
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 class Collective(NamedTuple):
@@ -19,27 +37,174 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives_of(text: str) -> dict[str, Collective]:
-    """Return kind → number and bytes, parsed from the HLO of a compiled program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """One exchange between devices.
+
+    Attributes:
+        kind: One of KINDS.
+        bytes: Bytes that a device sends or receives, the larger of the two.
+        times: How often it runs per step.
+        frame: The frame of its instruction.
+        instruction: The instruction.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    frame: Frame
+    instruction: Instruction
+
+    def parts(self) -> list[tuple[str, int]]:
+        """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
+        operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
+        total = sum(size_of(operand.shape) for operand in operands)
+        return [(one.name, self.bytes * size_of(one.shape) // max(total, 1)) for one in operands]
+
+
+def collectives_of(program: Program) -> dict[str, Collective]:
+    """Return kind → number and bytes, of all exchanges of a compiled program.
 
     Collectives in loops count as often as the loop runs, or once if that depends on values. Of a conditional, the
     branch that moves the most bytes counts. An asynchronous collective counts once. An all-reduce that a TPU runs as a
     reduce-scatter counts as a reduce-scatter. Transfers over the network between TPU slices have the kind "between
     slices"; the collectives that they need inside a slice count separately.
 
-    Args:
-        text: The result of `compiled.as_text()`.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jstep.tools.collectives import collectives_of
+        >>> from jstep.tools.compiled.program import parse_program
         >>> f = lambda x: x + 1  # moves nothing
-        >>> collectives_of(jax.jit(f).lower(jnp.ones(8)).compile().as_text())
+        >>> collectives_of(parse_program(jax.jit(f).lower(jnp.ones(8)).compile().as_text()))
         {}
     """
     numbers: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    for one in exchanges_of(parse_program(text)):
+    for one in exchanges_of(program):
         numbers[one.kind] += one.times
         moved[one.kind] += one.times * one.bytes
     return {kind: Collective(numbers[kind], moved[kind]) for kind in KINDS if numbers[kind]}
+
+
+def exchanges_of(program: Program) -> list[Exchange]:
+    """Return all exchanges of a program.
+
+    In loops, they count as often as the loops run (once if that depends on values). Of a conditional, the branch that
+    moves the most bytes counts. An asynchronous exchange counts once, although it has several instructions.
+    """
+    entry = program.computations.get(program.entry)
+    if entry is None:
+        return []
+    reached = containing(program, _may_exchange)
+    started = {chain for one in program.computations.values() for chain in _starts(one)}
+    return list(_exchanges(Frame(program, entry), 1, reached, started))
+
+
+def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -> Iterator[Exchange]:
+    if frame.computation.name not in reached:
+        return
+    for one in frame.computation.instructions.values():
+        kind = _kind(frame, one)
+        if kind is not None and not _is_continued(frame, one, started):
+            yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
+        elif one.opcode == "while":
+            count = trip_count(frame, one)
+            for role, often in (("body", count), ("condition", None if count is None else count + 1)):
+                for inner in frame.inner(one, role):
+                    yield from _exchanges(inner, times * (1 if often is None else often), reached, started)
+        elif one.opcode == "conditional":
+            branches = [list(_exchanges(inner, times, reached, started)) for inner in frame.inner(one, *_BRANCHES)]
+            yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
+        else:
+            for inner in frame.inner(one):
+                yield from _exchanges(inner, times, reached, started)
+
+
+def _kind(frame: Frame, one: Instruction) -> str | None:
+    opcode = one.opcode.removesuffix("-start")
+    if opcode == "all-reduce" and _is_scattered(frame, one):
+        return "reduce-scatter"
+    if opcode in KINDS:
+        return opcode
+    if opcode == "send":
+        if "is_host_transfer=true" not in one.attributes:
+            return "collective-permute"
+        return BETWEEN_SLICES if _rendezvous(one) else None
+    return None
+
+
+def _rendezvous(one: Instruction) -> str:
+    """Return the exchange between slices that a send or receive belongs to; empty for a transfer with the host."""
+    if not quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
+        return ""
+    return quoted(one.attributes, "_xla_host_transfer_rendezvous")
+
+
+def _moved(computation: Computation, one: Instruction, kind: str) -> int:
+    if one.opcode == "send":
+        name = _rendezvous(one)
+        both = [other for other in computation.instructions.values() if other.opcode in ("send", "recv")]
+        same = [other for other in both if other is one or (name and _rendezvous(other) == name)]
+        return max(_payload(other.shape) for other in same)
+    taken = _taken(computation, one)
+    data = _DATA.get(kind, len(one.operands))
+    operands = [computation.instructions.get(name) for name in one.operands[:data]]
+    return max(taken, sum(size_of(operand.shape) for operand in operands if operand is not None))
+
+
+def _taken(computation: Computation, one: Instruction) -> int:
+    """Return the bytes that a device receives; for an asynchronous exchange, the size of the result of its end."""
+    if not one.opcode.endswith("-start"):
+        return size_of(one.shape)
+    ends = [user for user in computation.users.get(one.name, ()) if user.opcode.endswith("-done")]
+    return size_of(ends[0].shape) if ends else _payload(one.shape, 1)
+
+
+def _payload(shape: Shape, index: int = 0) -> int:
+    if isinstance(shape, Array):
+        return size_of(shape)
+    return size_of(shape[index]) if index < len(shape) else 0
+
+
+def _is_scattered(frame: Frame, one: Instruction) -> bool:
+    """Whether a TPU runs an all-reduce as a reduce-scatter: fused with slices that are the only users of the result."""
+    if frame.call is None or frame.call.opcode != "fusion":
+        return False
+    users, seen = [one], False
+    while users:
+        for user in frame.computation.users.get(users.pop().name, ()):
+            if user.opcode in _UNCHANGED - {"tuple"}:
+                users.append(user)
+            elif user.opcode == "dynamic-slice":
+                seen = True
+            else:
+                return False
+    return seen
+
+
+def _chain(one: Instruction) -> str:
+    return quoted(one.attributes, "chain_id")
+
+
+def _starts(computation: Computation) -> Iterator[str]:
+    """Iterate over the asynchronous exchanges that a computation starts on a TPU."""
+    for one in computation.instructions.values():
+        if _chain(one) and _is_started(computation, one):
+            yield _chain(one)
+
+
+def _is_started(computation: Computation, one: Instruction) -> bool:
+    users = computation.users.get(one.name, ())
+    return any(quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
+
+
+def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:
+    """Whether another copy of the instruction started the exchange.
+
+    On a TPU, the instruction is repeated in the fusions that overlap with it.
+    """
+    return _chain(one) in started and not _is_started(frame.computation, one)
+
+
+def _may_exchange(one: Instruction) -> bool:
+    return one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS

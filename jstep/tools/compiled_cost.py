@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from jstep.core import trees
 from jstep.core.flops import work_of
 from jstep.core.operations import body_of
-from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
+from jstep.core.placement import device_count, device_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
+from jstep.tools.compiled.program import parse_program, recomputes
 from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program
-from jstep.tools.device_memory import device_peak
-from jstep.tools.recomputed import recomputes
+from jstep.tools.device_memory import bytes_of, device_peak
 from jstep.topologies.compilers import name_of
 from jstep.topologies.devices import memory_of
 
 _logger = logging.getLogger("jstep")
 _TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
+_SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -32,58 +31,53 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
     traced = _traced(step, state, args)
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
-    name = name_of(device)
+    name, memory = name_of(device), memory_of(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
     if name is not None:
         _logger.info("Compiling for %s, which can take minutes.", name)
     try:
-        compiled = _compiled(lowered, is_there=name is None)
-        needed = None
+        compiled, needed = _compiled(lowered, is_there=name is None), None
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
         if needed is None:
             raise
-    seconds = time.perf_counter() - start
-    host = _bytes((state, args), on_host=True)
-    memory = memory_of(device)
+    host = bytes_of((state, args), on_host=True)
     known = {
-        "params_bytes": _bytes(state.params),
-        "slots_bytes": _bytes(state.slots),
+        "params_bytes": bytes_of(state.params, on_host=False),
+        "slots_bytes": bytes_of(state.slots, on_host=False),
         "host_bytes": host,
-        "compile_seconds": seconds,
+        "compile_seconds": time.perf_counter() - start,
         "devices": devices,
         "loops_unknown": work.unknown,
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        missing = ("bytes_accessed", "argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "collectives")
-        needs = {
+        return {
+            **known,
+            **dict.fromkeys((*_SIZES, "bytes_accessed", "collectives")),
             "flops": work.all / devices,
             "peak_bytes": needed[0],
             "memory_bytes": memory or needed[1],
             "fits": False,
+            "warnings": (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
         }
-        found = (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
-        return known | dict.fromkeys(missing) | needs | {"warnings": found}
-    figures = _memory(compiled, state, args, host, device.platform)
-    peak = figures["peak_bytes"]
-    analysis, text = _analysis(compiled.cost_analysis()), compiled.as_text()
+    sizes = _memory(compiled, state, args, host, device.platform)
+    peak = sizes["peak_bytes"]
+    analysis, program = _analysis(compiled.cost_analysis()), parse_program(compiled.as_text())
     traffic = analysis.get("bytes accessed")
-    return (
-        known
-        | figures
-        | {
-            "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
-            # The traced program gives the operations, but not which results XLA fuses and so never writes.
-            "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-            "collectives": collectives_of(text),
-            "recomputes": recomputes(text),
-            "warnings": (*unplaced_batch(state, args), *warnings_of(text, state, args, traced, compiled.out_info)),
-            "memory_bytes": memory,
-            "fits": None if memory is None or peak is None else peak <= memory,
-        }
-    )
+    return {
+        **known,
+        **sizes,
+        "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
+        # The traced program gives the operations, but not which results XLA fuses and so never writes.
+        "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
+        "collectives": collectives_of(program),
+        "recomputes": recomputes(program),
+        "warnings": (*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
+        "memory_bytes": memory,
+        "fits": None if memory is None or peak is None else peak <= memory,
+    }
 
 
 def _compiled(lowered: Any, *, is_there: bool) -> Any:
@@ -106,25 +100,20 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
     """Return the memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
     if memory is None:
-        return dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"))
+        return dict.fromkeys(_SIZES)
     arguments, outputs, alias, temporary = (
         int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
     )
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
-        host_results = _bytes(compiled.out_info, on_host=True)
-        donated = sum(_bytes(leaf, on_host=True) for leaf in _donated(compiled, (state, *args)))
+        host_results = bytes_of(compiled.out_info, on_host=True)
+        donated = bytes_of(_donated(compiled, (state, *args)), on_host=True)
         arguments, outputs = arguments - host, outputs - host_results
         alias -= min(donated, host_results, alias)
     peak = arguments + outputs - alias + temporary
-    return {
-        "argument_bytes": arguments,
-        "output_bytes": outputs,
-        "alias_bytes": alias,
-        "temp_bytes": temporary,
-        # XLA's CPU compiler does not report the share of the host.
-        "peak_bytes": peak if platform == "cpu" else device_peak(memory),
-    }
+    # XLA's CPU compiler does not report the share of the host.
+    known_peak = peak if platform == "cpu" else device_peak(memory)
+    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, known_peak), strict=True))
 
 
 def _donated(compiled: Any, args: Any) -> list[Any]:
@@ -155,23 +144,3 @@ def _scaled(measured: float | None, once: float, total: float, devices: int) -> 
     if not measured or measured < 0.2 * once / devices:
         return total / devices
     return measured + (total - once) / (1 if measured > 0.9 * once else devices)
-
-
-def _bytes(tree: Any, *, on_host: bool = False) -> int:
-    """Return the bytes per device of the leaves of a tree that are in device memory, or in host memory."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-        sharding = sharding_of(leaf)
-        if dtype is None or (sharding is not None and is_of_host(sharding)) != on_host:
-            continue
-        if sharding is not None:
-            shape = sharding.shard_shape(shape)
-        here = jax.ShapeDtypeStruct(shape, dtype)
-        if trees.is_key(here):
-            here = jax.eval_shape(jax.random.key_data, here)
-        count = 1
-        for length in here.shape:
-            count *= length
-        total += count * here.dtype.itemsize
-    return total

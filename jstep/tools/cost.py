@@ -1,6 +1,7 @@
 """Compute, memory and communication cost of a step, without running it."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,11 +9,16 @@ import jax
 
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.text import html_table, scaled, size
 from jstep.state import require_state
-from jstep.tools import cost_table
 from jstep.tools.collectives import Collective
 from jstep.tools.compiled_cost import compiled_cost
 from jstep.tools.on_topology import on_topology, refuse_other_devices
+from jstep.tools.table import WIDTH
+from jstep.topologies.compilers import versions
+from jstep.topologies.names import parsed
+
+_UNKNOWN = "not known"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +74,17 @@ class Cost:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return cost_table.text_of(self)
+        rows = _rows(self)
+        width = max(len(name) for name, _ in rows)
+        lines = [_title(self), *(f"  {name:<{width}}  {text}" for name, text in rows)]
+        for warning in self.warnings:
+            lines += textwrap.wrap(
+                f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+            )
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return cost_table.html_of(self)
+        return html_table(_title(self), _rows(self), notes=[f"warning: {warning}" for warning in self.warnings])
 
 
 def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
@@ -116,3 +129,48 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     with using_mesh(mesh_of((state, args))):
         step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
         return Cost(**compiled_cost(step, state, args))
+
+
+def _rows(cost: Cost) -> list[tuple[str, str]]:
+    """Return the rows of the table of a `Cost`: name and figure."""
+    unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
+    moved = None if cost.collectives is None else cost.collectives.items()
+    rows = [
+        ("operations", _UNKNOWN if cost.flops is None else scaled(cost.flops, "FLOP") + unknown),
+        ("memory traffic", _size(cost.bytes_accessed)),
+        ("parameters", size(cost.params_bytes)),
+        ("slots", size(cost.slots_bytes)),
+        ("arguments", _size(cost.argument_bytes)),
+        ("results", f"{_size(cost.output_bytes)}, {_size(cost.alias_bytes)} of it aliased to arguments"),
+        ("temporaries", _size(cost.temp_bytes)),
+        ("at its peak", _size(cost.peak_bytes) + _verdict(cost)),
+        *([("on the host", size(cost.host_bytes))] if cost.host_bytes else []),
+        *([("between devices", _UNKNOWN)] if moved is None else []),
+        *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
+        ("compiled in", f"{cost.compile_seconds:.1f} s"),
+    ]
+    if cost.output_bytes is None:
+        rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
+    return rows
+
+
+def _title(cost: Cost) -> str:
+    where = "on one device" if cost.devices == 1 else f"on each of {cost.devices} devices"
+    if cost.topology is None:
+        return f"a step {where}"
+    by = ", ".join(f"{package} {version}" for package, version in versions(parsed(cost.topology).kind).items())
+    return f"a step {where}, {cost.topology} (compiled, not run; {by})"
+
+
+def _verdict(cost: Cost) -> str:
+    if cost.memory_bytes is None:
+        return ""
+    fits = cost.fits
+    if fits is None and cost.peak_bytes is not None:
+        fits = cost.peak_bytes <= cost.memory_bytes
+    verdict = ": it does not fit" if fits is False else ", recomputes to fit" if cost.recomputes else ""
+    return f" of {size(cost.memory_bytes, digits=4)}{verdict}"
+
+
+def _size(count: float | None) -> str:
+    return _UNKNOWN if count is None else size(count)

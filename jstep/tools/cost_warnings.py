@@ -1,32 +1,34 @@
 """Warnings about likely mistakes in a compiled step, each with its remedy."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core import trees
 from jstep.core.activation_annotations import is_annotated
+from jstep.core.placement import sharding_of
 from jstep.core.text import size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
-from jstep.tools.compiled.exchanges import Exchange, exchanges_of
-from jstep.tools.compiled.program import Instruction, Program, parse_program
-from jstep.tools.compiled.values import argument_of
-from jstep.tools.compiled.walk import instructions_of
-from jstep.tools.gathered_leaves import gathered_parameters, gathered_slots
+from jstep.tools.collectives import Exchange, exchanges_of
+from jstep.tools.compiled.program import Array, Instruction, Program
+from jstep.tools.compiled.values import argument_of, instructions_of
+from jstep.tools.device_memory import bytes_of
 from jstep.tools.table import listed
 
+_BY_HAND = "shard_map"
 _PRODUCTS = {"dot", "convolution"}
 _OF_THE_LOSS = "jvp("
 """The mark in the names of operations traced for gradients, forward and backward."""
 _ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
+"""An entry of `input_output_alias` in the header of a program, with the number of the argument."""
 
 
-def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
+def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
     """Return a warning for each costly problem of a compiled step, with its remedy.
 
     - Activations are resharded: XLA moves them to the shards of the parameters instead of gathering the parameters, so
@@ -37,20 +39,19 @@ def warnings_of(text: str, state: Any, args: Sequence[Any], traced: Any, result:
     - Parameters are gathered more often than the step uses them.
 
     Args:
-        text: The result of `compiled.as_text()`.
+        program: The compiled step.
         state: The state, as arrays or shapes with shardings.
         args: The batch, as arrays or shapes with shardings.
         traced: The jaxpr of the step.
         result: The shapes of the results of the step; None if unknown.
     """
-    program = parse_program(text)
     leaves = _leaves(program, state)
-    moved = list(exchanges_of(program))
+    moved = exchanges_of(program)
     found = [
         _resharded(program, moved, leaves, args, traced),
-        _undonated(text, leaves, state, result),
-        gathered_slots(moved, leaves),
-        gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
+        _undonated(program, leaves, state, result),
+        _gathered_slots(moved, leaves),
+        _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
     ]
     return [sentence for sentence in found if sentence]
 
@@ -169,17 +170,17 @@ def _names(axis: Any) -> tuple[str, ...]:
 
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
-    sharding = None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
+    sharding = sharding_of(leaf)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
-def _undonated(text: str, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
+def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
     if not _returns(state, result):
         return ""
-    aliased = {int(number) for number in _ALIASED.findall(_header(text, "input_output_alias"))}
-    left = [(path, _bytes(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
+    aliased = {int(number) for number in _ALIASED.findall(program.header)}
+    left = [(path, bytes_of(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
     total = sum(count for _, count in left)
-    if not total or 100 * total < sum(_bytes(leaf) for _, leaf in leaves.values()):
+    if not total or 100 * total < sum(bytes_of(leaf) for _, leaf in leaves.values()):
         return ""
     return (
         f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
@@ -194,25 +195,55 @@ def _returns(state: Any, result: Any) -> bool:
     return any(jax.tree.structure(one) == structure for one in candidates)
 
 
-def _header(text: str, key: str) -> str:
-    """Return the value of `key={ ... }` in the first line of a printed program."""
-    line = text[: text.find("\n")]
-    start = line.find(f"{key}={{")
-    if start < 0:
+def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
+    """Return a warning about gathered slots, or the empty string.
+
+    Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
+    """
+    sizes: dict[str, int] = {}
+    for one, path, name, _ in _gathers(moved, leaves):
+        if path.startswith("slots"):
+            sizes[path] = sizes.get(path, 0) + one.times * dict(one.parts())[name]
+    if not sizes:
         return ""
-    depth = 0
-    for place in range(start, len(line)):
-        depth += {"{": 1, "}": -1}.get(line[place], 0)
-        if line[place] == "}" and depth == 0:
-            return line[start : place + 1]
-    return ""
+    return (
+        f"slots are gathered ({listed(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
+        "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
+        "parameters whole"
+    )
 
 
-def _bytes(leaf: Any) -> int:
-    """Return the bytes of a leaf on each device."""
-    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-    sharding = None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
-    if sharding is not None:
-        shape = sharding.shard_shape(shape)
-    itemsize: int = getattr(dtype, "itemsize", 0)
-    return int(np.prod(shape, dtype=np.int64)) * itemsize
+def _gathered_parameters(
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Callable[[], Mapping[str, float]]
+) -> str:
+    """Return a warning about parameters that are gathered more often than they are used, or the empty string.
+
+    This happens on TPUs if a loop runs over a split axis, such as the axis of stacked layers: each iteration gathers
+    all layers to use one.
+    """
+    often: dict[str, float] = {}
+    for one, path, name, leaf in _gathers(moved, leaves):
+        shape = one.frame.computation.instructions[name].shape
+        if path.startswith("params") and isinstance(shape, Array) and _BY_HAND not in one.instruction.op_name:
+            share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
+            often[path] = often.get(path, 0.0) + one.times * share
+    used = uses() if max(often.values(), default=0) > 1 else {}
+    too_often = [path for path, count in often.items() if count > used.get(path, math.inf) + 0.5]
+    worst = sorted(too_often, key=lambda path: -often[path])
+    if not worst:
+        return ""
+    return (
+        f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "
+        'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
+    )
+
+
+def _gathers(
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]
+) -> Iterator[tuple[Exchange, str, str, Any]]:
+    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf."""
+    for one in moved:
+        for name, _ in one.parts() if one.kind == "all-gather" else ():
+            found = leaves.get(number) if (number := argument_of(one.frame, name)) is not None else None
+            if found is not None and getattr(found[1], "sharding", None) is not None:
+                yield one, found[0], name, found[1]

@@ -1,6 +1,13 @@
-"""Peak device memory, from the memory analysis of XLA's compilers."""
+"""Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers."""
 
+import math
 from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.placement import is_of_host, sharding_of
 
 PARTS = ("argument", "output", "alias", "temp")
 
@@ -27,7 +34,7 @@ def device_peak(memory_analysis: Any) -> int | None:
         >>> device_peak(compiled.memory_analysis())
         2048
     """
-    device, host = (_bytes(memory_analysis, f"{prefix}{{}}_size_in_bytes") for prefix in ("", "host_"))
+    device, host = (_figures(memory_analysis, f"{prefix}{{}}_size_in_bytes") for prefix in ("", "host_"))
     if device is None:
         return None
     bounds = [device["argument"] + device["output"] - device["alias"] + device["temp"]]
@@ -41,7 +48,21 @@ def device_peak(memory_analysis: Any) -> int | None:
     return min(bounds)
 
 
-def _bytes(memory_analysis: Any, name: str) -> dict[str, int] | None:
+def _figures(memory_analysis: Any, name: str) -> dict[str, int] | None:
     found = {part: getattr(memory_analysis, name.format(part), None) for part in PARTS}
     known = {part: value for part, value in found.items() if isinstance(value, int)}
     return known if len(known) == len(PARTS) else None
+
+
+def bytes_of(tree: Any, *, on_host: bool | None = None) -> int:
+    """Return the bytes per device of the leaves of a tree; of all, or only those in host or in device memory."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape, dtype, sharding = np.shape(leaf), getattr(leaf, "dtype", None), sharding_of(leaf)
+        if dtype is None or on_host not in (None, sharding is not None and is_of_host(sharding)):
+            continue
+        here = jax.ShapeDtypeStruct(shape if sharding is None else sharding.shard_shape(shape), dtype)
+        if trees.is_key(here):
+            here = jax.eval_shape(jax.random.key_data, here)
+        total += math.prod(here.shape) * here.dtype.itemsize
+    return total

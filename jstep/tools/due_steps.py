@@ -5,17 +5,11 @@ from typing import Any
 from jstep.hooks.audit import AuditHook
 from jstep.hooks.cadence import cadence_of
 from jstep.hooks.hook import Hook
-from jstep.hooks.hook import name_of as _name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stop_at_step import StopAtStepHook
 
 _MAX_LISTED = 64
 """Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
-
-
-def name_of(hook: Any) -> str:
-    """Return the display name of a hook."""
-    return _name_of(hook)
 
 
 def steps_of(hook: Any, start: int, last_step: int) -> Any:

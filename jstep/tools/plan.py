@@ -1,10 +1,10 @@
 """Preview of hyperparameters, hook schedules, stages and batches of a run."""
 
 import dataclasses
+import io
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,16 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.text import html_picture
 from jstep.core.types import Optimizer, Schedule
+from jstep.data import Batches, BatchSequence
+from jstep.data.definition import weights_of
+from jstep.hooks.hook import name_of
 from jstep.loop.checks import list_of_hooks
-from jstep.tools import due_steps as _due
-from jstep.tools import run_schedule
+from jstep.loop.sources import check_batches
+from jstep.loop.stages import name_of_step, stages_of
 from jstep.tools import table as _table
+from jstep.tools.due_steps import steps_of
+
+T = TypeVar("T")
 
 
 class Due(Mapping[Any, Any]):
@@ -32,9 +38,9 @@ class Due(Mapping[Any, Any]):
     def __getitem__(self, hook: Any) -> Any:
         found = [steps for one, steps in self._pairs if one is hook]
         if not found and isinstance(hook, str):
-            found = [steps for one, steps in self._pairs if _due.name_of(one) == hook]
+            found = [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
-            names = ", ".join(_due.name_of(one) for one, _ in self._pairs)
+            names = ", ".join(name_of(one) for one, _ in self._pairs)
             raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
@@ -45,7 +51,7 @@ class Due(Mapping[Any, Any]):
         return len(self._pairs)
 
     def __repr__(self) -> str:
-        return f"{{{', '.join(f'{_due.name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
+        return f"{{{', '.join(f'{name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +81,7 @@ class Plan:
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        text = _table.plan_text(self.steps, self.hyperparameters, self._due_steps(), self.last_step)
-        schedule = self._schedule()
-        return f"{text}\n\n{schedule}" if schedule else text
+        return _table.plan_text(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
@@ -91,40 +95,24 @@ class Plan:
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
+        self._draw(os.fspath(path))
+
+    def _draw(self, file: Any, **options: Any) -> None:
         from jstep.tools.figures import draw_plan
 
-        draw_plan(
-            os.fspath(path),
-            self.steps,
-            self.hyperparameters,
-            self._due_steps(),
-            self.last_step,
-            self.stages,
-            self.batch_size,
-            self._rows_at,
-        )
+        draw_plan(self, file, **options)
 
     def _repr_html_(self) -> str:
-        schedule = self._schedule()
-        text = _table.plan_html(self.steps, self.hyperparameters, self._due_steps(), self.last_step, schedule)
-        return text + html_picture(self._picture(), "the plan, drawn")
-
-    def _schedule(self) -> str:
-        return _table.schedule_text(self.stages, self.batch_size, self.rows, self.passes, self._weights)
+        return _table.plan_html(self) + html_picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = os.path.join(directory, "plan.png")
-            try:
-                self.plot(path)
-            except ImportError:
-                return None
-            with open(path, "rb") as file:
-                return file.read()
-
-    def _due_steps(self) -> list[tuple[str, Any]]:
-        return [(_due.name_of(hook), steps) for hook, steps in self.due.items()]
+        picture = io.BytesIO()
+        try:
+            self._draw(picture, format="png")
+        except ImportError:
+            return None
+        return picture.getvalue()
 
 
 def plan(
@@ -189,20 +177,14 @@ def plan(
         )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
     steps = np.array([start]) if steps is None else steps
-    stages = {} if train_step is None else run_schedule.stages(train_step, start, last_step)
-    data = run_schedule.data(batches, start, last_step, steps)
-    pairs = [(hook, _due.steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
+    pairs = [(hook, steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,
         _values(functions, steps, dtype),
         Due([(hook, due) for hook, due in pairs if due is not None]),
         last_step,
-        stages,
-        data.batch_size,
-        data.rows,
-        data.passes,
-        data.rows_at,
-        data.weights,
+        {} if train_step is None else _stages(train_step, start, last_step),
+        **_data(batches, start, last_step, steps),
     )
 
 
@@ -237,3 +219,49 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
     except jax.errors.ConcretizationTypeError:
         rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+
+
+def _stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
+    """Return first step → name of the training step, for the stages between `start` and `last_step`."""
+    return {
+        stage.first: name_of_step(stage.value)
+        for stage in stages_of(train_step).stages()
+        if stage.first < last_step and (stage.stop is None or stage.stop > start)
+    }
+
+
+def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return the fields of a `Plan` about the batches; empty if they are not made by jstep.
+
+    Raises:
+        ValueError: The batches end before the first step.
+    """
+    if batches is None:
+        return {}
+    check_batches(batches)
+    if not isinstance(batches, BatchSequence):
+        return {}
+    stop = last_step if batches.is_endless else min(last_step, len(batches))
+    if start >= stop:
+        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
+    size, rows = batches.batch_size, _by_source(batches, stop)
+    total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
+    at = [_by_source(batches, min(int(step), stop)) for step in steps]
+    return {
+        "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
+        "rows": rows,
+        "passes": {name: count / total[name] for name, count in rows.items()},
+        "_rows_at": {name: np.array([one[name] for one in at]) for name in rows},
+        "_weights": _between(weights_of(batches), start, stop),
+    }
+
+
+def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
+    """The stages of some steps; the first of them may begin earlier."""
+    in_force = max((first for first in stages if first <= start), default=0)
+    return {first: value for first, value in stages.items() if in_force <= first < stop}
+
+
+def _by_source(batches: Any, step: int) -> dict[str, int]:
+    rows = batches.rows_before(step)
+    return rows if isinstance(rows, dict) else {"rows": rows}

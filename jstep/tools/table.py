@@ -1,95 +1,87 @@
 """Formatting of plans as text and HTML, at most 100 columns wide."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.core.text import html_table
+from jstep.core.text import columns, html_table
+from jstep.hooks.hook import name_of
 
 WIDTH = 100
 _ROWS = 11
 
 
-def plan_text(
-    steps: np.ndarray[Any, Any], values: Mapping[str, np.ndarray[Any, Any]], due: Sequence[tuple[str, Any]], last: int
-) -> str:
-    """Format a plan as text: columns of changing values, then constants, then hooks."""
-    changing, rows = _changing(values), _rows_shown(steps)
-    lines = [f"steps {_count(steps[0])} to {_count(last - 1)}"]
-    step_width = max(4, *(len(_count(step)) for step in steps[rows]))
-    for names in _column_groups(list(changing), step_width):
-        widths = [max(12, len(_cut(name))) for name in names]
-        heads = [f"{_cut(name):>{w}}" for name, w in zip(names, widths, strict=True)]
-        lines += ["", "  ".join([f"{'step':>{step_width}}", *heads])]
-        for row in rows:
-            cells = [f"{number(changing[name][row]):>{w}}" for name, w in zip(names, widths, strict=True)]
-            lines.append("  ".join([f"{_count(steps[row]):>{step_width}}", *cells]))
-    same = [name for name in values if name not in changing]
-    if same:
-        lines += ["", *wrapped("constant", [f"{_cut(name)} {_constant(values[name])}" for name in same])]
+def plan_text(plan: Any) -> str:
+    """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
+    changing, rows = _changing(plan), _rows_shown(plan.steps)
+    lines = [f"steps {_count(plan.steps[0])} to {_count(plan.last_step - 1)}"]
+    for names in _column_groups(list(changing), max(4, *(len(_count(plan.steps[row])) for row in rows))):
+        heads = [f"{'step':>4}", *(f"{_cut(name):>12}" for name in names)]
+        cells = [[_count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
+        lines += ["", *columns([heads, *cells], left=0)]
+    constant = _constants(plan, longest=36)
+    if constant:
+        lines += ["", *wrapped("constant", constant)]
+    due = named_due(plan)
     if due:
         width = min(40, max(len(name) for name, _ in due))
         lines += ["", *(_cut(f"{_cut(name, 40):<{width}}  {due_text(when)}", WIDTH) for name, when in due)]
-    return "\n".join(lines)
+    schedule = _schedule(plan)
+    return "\n".join([*lines, "", *schedule] if schedule else lines)
 
 
-def plan_html(
-    steps: np.ndarray[Any, Any],
-    values: Mapping[str, np.ndarray[Any, Any]],
-    due: Sequence[tuple[str, Any]],
-    last: int,
-    schedule: str,
-) -> str:
-    """Format a plan as HTML for a notebook, followed by its schedule."""
-    changing = _changing(values)
-    same = ", ".join(f"{name} {_constant(values[name])}" for name in values if name not in changing)
+def plan_html(plan: Any) -> str:
+    """Format a `Plan` as HTML for a notebook, followed by the schedule of the data."""
+    changing, constant = _changing(plan), _constants(plan)
     notes = [
-        *([f"constant: {same}"] if same else []),
-        *schedule.splitlines(),
-        *(f"{name}: {due_text(when)}" for name, when in due),
+        *([f"constant: {', '.join(constant)}"] if constant else []),
+        *_schedule(plan),
+        *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
     ]
     cells = [
-        (_count(steps[row]), *(number(column[row]) for column in changing.values()))
-        for row in (_rows_shown(steps) if changing else [])
+        (_count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
+        for row in (_rows_shown(plan.steps) if changing else [])
     ]
-    title = f"Plan of the steps {_count(steps[0])} to {_count(last - 1)}"
+    title = f"Plan of the steps {_count(plan.steps[0])} to {_count(plan.last_step - 1)}"
     return html_table(title, cells, ("step", *changing) if changing else (), notes)
 
 
-def _changing(values: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: column for name, column in values.items() if column.ndim == 1 and len(np.unique(column)) > 1}
+def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
+    named = plan.hyperparameters.items()
+    return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
+
+
+def _constants(plan: Any, longest: int | None = None) -> list[str]:
+    changing = _changing(plan)
+    same = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
+    return [f"{_cut(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()]
 
 
 def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
     return np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
 
 
-def schedule_text(
-    stages: Mapping[int, str],
-    sizes: Mapping[int, int],
-    rows: Mapping[str, int],
-    passes: Mapping[str, float],
-    weights: Mapping[int, Mapping[str, float]],
-) -> str:
+def _schedule(plan: Any) -> list[str]:
     """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
-    lines = []
-    if stages:
-        lines += wrapped("stages    ", [f"{_count(first)}: {name}" for first, name in stages.items()])
-    if sizes:
-        lines += wrapped("batch size", [f"{_count(first)}: {size}" for first, size in sizes.items()])
-    if rows:
-        is_one = list(rows) == ["rows"]
-        words = [f"{_count(count)} ({passes[name]:.3g} passes)" for name, count in rows.items()]
-        lines += wrapped("rows      ", words if is_one else [f"{n} {w}" for n, w in zip(rows, words, strict=True)])
-    if weights:
-        words = [
+    each = [f"{_count(count)} ({plan.passes[name]:.3g} passes)" for name, count in plan.rows.items()]
+    is_one = list(plan.rows) == ["rows"]
+    words = {
+        "stages    ": [f"{_count(first)}: {name}" for first, name in plan.stages.items()],
+        "batch size": [f"{_count(first)}: {size}" for first, size in plan.batch_size.items()],
+        "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(plan.rows, each, strict=True)],
+        "weights   ": [
             (f"{_count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
-            for first, of in weights.items()
+            for first, of in plan._weights.items()
             for i, (name, weight) in enumerate(of.items())
-        ]
-        lines += wrapped("weights   ", words)
-    return "\n".join(lines)
+        ],
+    }
+    return [line for title, some in words.items() if some for line in wrapped(title, some)]
+
+
+def named_due(plan: Any) -> list[tuple[str, Any]]:
+    """Return the display name of each hook of a `Plan`, and its steps."""
+    return [(name_of(hook), steps) for hook, steps in plan.due.items()]
 
 
 def due_text(due: Any) -> str:

@@ -1,14 +1,15 @@
-"""One optimizer update of the state: params + updates, new slots, global_step + 1.
+"""One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 
 This is the only place that increments the global step.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
@@ -16,19 +17,29 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
 from jstep.core.host_offload import compute_offloaded
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
-from jstep.core.placement import back, is_on_host, on_devices, refuse_shapes, using_layouts
+from jstep.core.placement import (
+    Layouts,
+    back,
+    is_on_host,
+    on_devices,
+    parts_of,
+    refuse_shapes,
+    sharding_on_mesh,
+    shardings_of,
+    using_layouts,
+)
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_in_order, apply_updates
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
-from jstep.optimizers.parts import EMPTY_CONTEXT, call_update
+from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips
+from jstep.optimizers.parts import EMPTY_CONTEXT, call_update, is_guarded
 from jstep.optimizers.projected import moves
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
-from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED
+from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED, all_finite
 from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
-from jstep.training.layouts import layouts_of
 
 
 def apply_gradients(
@@ -115,7 +126,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         run, here = functools.partial(_leaf_by_leaf, run), state
     else:
         here = state.replace(slots=on_devices(state.slots))
-    with using_layouts(layouts_of(state)):
+    with using_layouts(_layouts_of(state)):
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
 
@@ -192,3 +203,55 @@ def _check_slots(held: Slots, own: Slots) -> None:
                 f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
                 "holds; slots must keep theirs from step to step"
             )
+
+
+def _layouts_of(state: TrainState) -> Layouts:
+    """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
+
+    Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
+    `jax.shard_map` the result is empty, because a device sees only its own shard.
+    """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return {}
+    leaves, treedef = trees.flatten(state)
+    known = shardings_of(state) or [sharding_on_mesh(leaf) for leaf in leaves]
+    if not any(known):
+        return {}
+    indices = treedef.unflatten(range(len(leaves)))
+    found: dict[str, NamedSharding] = {}
+    params = trees.leaves_with_paths(state.params)
+    like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
+    for tree in (indices.params, *like_params):
+        for (path, param), place in zip(params, trees.flatten_like(state.params, tree, "slots"), strict=True):
+            sharding = None if place is None else known[place]
+            if sharding is None or leaves[place].shape != param.shape:
+                continue
+            if path not in found or parts_of(sharding) > parts_of(found[path]):
+                found[path] = sharding
+    return found
+
+
+def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+    """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
+    scale = loss_scale_of(done.roles, before.slots)
+    found = skips(done.left_out, None if scale is None else ~all_finite(grads, before.params), done.roles)
+    if not found:
+        return {}
+    overall = functools.reduce(jnp.logical_or, found.values())
+    if not is_guarded(optimizer):
+        overall &= ~became_nonfinite(done.updates, before.slots, done.slots, done.roles)
+    return {name: value.astype(jnp.float32) for name, value in (found | {SKIPPED: overall}).items()}
+
+
+def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
+    """Return the old model_state if the metric `skipped` is 1, else the new one.
+
+    A new one of another structure, shape or dtype is returned as it is: it is refused later.
+    """
+
+    def leaf(before: Any, after: Any) -> Any:
+        one, other = jax.typeof(before), jax.typeof(after)
+        fits = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        return jnp.where(skipped == 1, before, after) if fits else after
+
+    return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.array_checks import without_mesh
-from jstep.core.checks import as_bool, as_function, kind, shown
+from jstep.core.array_checks import as_key
+from jstep.core.checks import as_bool, as_function, as_text, kind, shown
 from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
@@ -25,18 +24,18 @@ from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots
 from jstep.optimizers.parts import EMPTY_CONTEXT
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
+from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.state import MODEL_STATE, TrainState, require_state, step_of
-from jstep.training.apply import applied
-from jstep.training.averages import averages_for, checked_averages
+from jstep.training.apply import applied, skip_metrics, unless_skipped
 from jstep.training.constants import Constants, split_constants
-from jstep.training.requested_metrics import requested_metrics
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
-from jstep.training.skipped import skip_metrics, unless_skipped
 from jstep.training.step import PureStep, TrainStep
 
 OF_CONTEXT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
+NORMS = ("grad_norm", "update_norm", "param_norm")
+NOISE_SCALE = "noise_scale"
 
 
 def minimize(
@@ -140,13 +139,13 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)
-    norms, measures_noise = requested_metrics(metrics, num_microbatches)
-    rng = without_mesh(_checked_key(rng))
+    norms, measures_noise = _requested_metrics(metrics, num_microbatches)
+    rng = None if rng is None else as_key(rng, "rng")
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
-    averages = checked_averages(use_averages)
+    averages = _checked_averages(use_averages)
 
     def of_one(loss_fn: Any, var_list: VarList) -> Differentiation:
         named = _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
@@ -187,7 +186,7 @@ def minimize(
         scale = loss_scale_of(roles, state.slots)
         if measures_noise:
             require_noise_slots(roles)
-        kwargs = None if averages is None else {"averages": averages_for(state, averages)}
+        kwargs = None if averages is None else {"averages": _averages_for(state, averages)}
         # A loss that does not take it leaves it unchanged, as several losses do, none of which owns it.
         model_state = state.slots[MODEL_STATE] if has_model_state else None
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
@@ -259,17 +258,62 @@ def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Calla
     return checked
 
 
-def _checked_key(rng: Any) -> Any:
-    if rng is None:
-        return None
-    if not trees.is_array(rng):
-        raise TypeError(f"rng={shown(rng)}: must be a key, such as jax.random.key(0), got {kind(rng)}")
-    typed = trees.is_key(rng)
-    if not (typed or (rng.dtype == np.uint32 and np.ndim(rng) == 1)):
-        raise TypeError(f"rng: must be a key, such as jax.random.key(0), got {kind(rng)}")
-    if typed and np.ndim(rng):
-        raise ValueError(f"rng: must be one key, got keys of shape {np.shape(rng)}; take one of them")
-    return rng
+def _requested_metrics(metrics: Any, num_microbatches: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the requested norms, and whether the noise scale is requested.
+
+    Args:
+        metrics: The argument of `minimize`.
+        num_microbatches: The argument of `minimize`.
+
+    Raises:
+        TypeError: `metrics` does not consist of names.
+        ValueError: A name is unknown, or the noise scale is requested without microbatches.
+    """
+    names = (*NORMS, NOISE_SCALE)
+    if not isinstance(metrics, str | list | tuple | set | frozenset):
+        raise TypeError(f"metrics={metrics!r}: must be names among {names}, got {type(metrics).__name__}")
+    requested = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    for name in requested:
+        if name not in names:
+            raise ValueError(f"metrics: {name!r} is unknown{trees.nearest(str(name), names)}; it takes any of {names}")
+    if NOISE_SCALE in requested and num_microbatches == 1:
+        raise ValueError(
+            f"num_microbatches=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
+            "a batch with their mean; give minimize num_microbatches=2 or more"
+        )
+    return tuple(name for name in requested if name != NOISE_SCALE), NOISE_SCALE in requested
+
+
+def _checked_averages(use_averages: Any) -> str | None:
+    """Return the name of the slot of the averages, or None if the loss does not take averages.
+
+    Raises:
+        TypeError: `use_averages` is neither a bool nor a string.
+        ValueError: `use_averages` is an empty string.
+    """
+    if isinstance(use_averages, bool):
+        return NAME if use_averages else None
+    if not isinstance(use_averages, str):
+        raise TypeError(
+            f"use_averages={shown(use_averages)}: must be True, False or the name of a slot, got {kind(use_averages)}"
+        )
+    return as_text(use_averages, "use_averages")
+
+
+def _averages_for(state: TrainState, name: str) -> Params:
+    """Return `averaged_params` of a state, with gradients stopped.
+
+    Raises:
+        ValueError: The state has no averages. The message explains how to keep them.
+    """
+    try:
+        averages = averaged_params(state, name)
+    except ValueError as error:
+        raise ValueError(
+            "use_averages: the loss takes the moving averages of the parameters: "
+            f"{str(error).rstrip('.')}. State and step need the same optimizer."
+        ) from None
+    return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
 
 
 def _trainable(params: Params) -> Any:

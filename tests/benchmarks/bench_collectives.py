@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.tools.collectives import collectives_of
+from jstep.tools.compiled.program import parse_program
 
 WIDTH, HIDDEN, PAIRS, BATCH = 256, 1024, 3, 512
 BOUND = 1.0
@@ -84,7 +85,7 @@ def compiled_like(step, state, x):
 
 
 def figures(compiled):
-    found = collectives_of(compiled.as_text())
+    found = collectives_of(parse_program(compiled.as_text()))
     kinds = ", ".join(f"{one.number} {kind}" for kind, one in found.items())
     return sum(one.bytes for one in found.values()), kinds
 

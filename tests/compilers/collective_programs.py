@@ -7,6 +7,7 @@ from jax import lax
 
 import jstep
 from jstep.tools.collectives import collectives_of
+from jstep.tools.compiled.program import parse_program
 from jstep.tools.cost_warnings import warnings_of
 
 A, B, X, F = 512 * 256, 256, 256 * 1024, 1024
@@ -18,12 +19,12 @@ PART = 4 * 128 * 256
 
 
 def collectives(step, state, *args):
-    return collectives_of(compiled(step, state, *args).as_text())
+    return collectives_of(parse_program(compiled(step, state, *args).as_text()))
 
 
 def cost_warnings(step, state, *args):
     program = compiled(step, state, *args)
-    return warnings_of(program.as_text(), state, args, step.trace(state, *args).jaxpr, program.out_info)
+    return warnings_of(parse_program(program.as_text()), state, args, step.trace(state, *args).jaxpr, program.out_info)
 
 
 def row_sharded(mesh, *shape, dtype=jnp.float32):

@@ -8,6 +8,7 @@ import numpy as np
 
 import jstep
 from jstep.tools.collectives import collectives_of
+from jstep.tools.compiled.program import parse_program
 
 LAYOUTS = ("replicated", "zero1", "fsdp")
 
@@ -59,7 +60,7 @@ def check(program, state):
 
 
 def collectives(program):
-    return collectives_of(program.as_text())
+    return collectives_of(parse_program(program.as_text()))
 
 
 def total_bytes(tree):

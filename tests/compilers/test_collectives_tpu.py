@@ -26,7 +26,7 @@ from collective_programs import (
 from compiled_steps import batch, loss, state
 
 import jstep
-from jstep.tools.recomputed import recomputes
+from jstep.tools.compiled.program import parse_program, recomputes
 
 pytestmark = pytest.mark.tpu_compiler
 OPTIMIZER = jstep.adam(1e-3)
@@ -127,7 +127,7 @@ def test_recomputation_to_fit_is_detected():
         sharding = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
         shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding)] * 3
         x = jax.ShapeDtypeStruct((count, 256), jnp.float32, sharding=sharding)
-        return jax.jit(jax.grad(mean)).lower(shapes, x).compile().as_text()
+        return parse_program(jax.jit(jax.grad(mean)).lower(shapes, x).compile().as_text())
 
     assert recomputes(program(4_000_000, lambda function: function))
     assert not recomputes(program(10_000, lambda function: function))

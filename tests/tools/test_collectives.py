@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jstep.tools.collectives import collectives_of
+from jstep.tools.compiled.program import parse_program
 
 PROGRAMS = Path(__file__).parent / "compiled_programs"
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1
@@ -71,14 +72,14 @@ def test_every_recorded_program_is_tested():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_recorded_programs(name):
-    assert collectives_of(read_program(name)) == EXPECTED[name]
+    assert collectives_of(parse_program(read_program(name))) == EXPECTED[name]
 
 
 def test_trip_counts_match_those_of_the_compiler():
     """The GPU compiler annotates trip counts; without annotations, they follow from the loop counter."""
     text = read_program("nested_gpu_0_12_0_1")
     assert re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', text) == ["3", "5", "7"]
-    assert collectives_of(text.replace("known_trip_count", "")) == NESTED
+    assert collectives_of(parse_program(text.replace("known_trip_count", ""))) == NESTED
 
 
 def test_async_collectives_are_counted_once():
@@ -86,9 +87,9 @@ def test_async_collectives_are_counted_once():
     text = read_program("fsdp_tpu_0_10_2")
     assert text.count('chain_id="0"') == 3
     without = text.replace("AsyncCollectiveStart", "Other")
-    assert collectives_of(without)["all-gather"].number == 2 + 3
+    assert collectives_of(parse_program(without))["all-gather"].number == 2 + 3
     one_channel = re.sub(r"channel_id=\d+", "channel_id=1", text)
-    assert collectives_of(one_channel) == EXPECTED["fsdp_tpu_0_10_2"]
+    assert collectives_of(parse_program(one_channel)) == EXPECTED["fsdp_tpu_0_10_2"]
 
 
 LOOP = """\
@@ -157,7 +158,7 @@ FORWARD = {
     ],
 )
 def test_trip_count_follows_from_the_counter(changed, runs):
-    found = collectives_of(LOOP.format(**(FORWARD | changed)))
+    found = collectives_of(parse_program(LOOP.format(**(FORWARD | changed))))
     assert found == ({"all-reduce": (runs, runs * 128)} if runs else {})
 
 
@@ -211,7 +212,7 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[4,8] {
 
 
 def test_program_with_every_collective():
-    assert collectives_of(PROGRAM) == {
+    assert collectives_of(parse_program(PROGRAM)) == {
         "all-gather": (2, 256 + 256),  # one in the branch that moves more
         "reduce-scatter": (3, 3 * 128),  # the input, which is larger than the output
         "all-to-all": (1, 64 + 3 + 7),
@@ -220,5 +221,8 @@ def test_program_with_every_collective():
 
 
 def test_invalid_programs_have_no_collectives():
-    assert collectives_of("") == {}
-    assert collectives_of("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n") == {}
+    assert collectives_of(parse_program("")) == {}
+    assert (
+        collectives_of(parse_program("HloModule m\n\nENTRY %main () -> () {\n  all-reduce(\n  %x = all-reduce\n}\n"))
+        == {}
+    )

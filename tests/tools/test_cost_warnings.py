@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.core.activation_annotations import is_annotated
+from jstep.tools.compiled.program import parse_program
 from jstep.tools.cost_warnings import warnings_of
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -64,7 +65,9 @@ TOKENS = rows(32, TIME + 1, dtype=jnp.int32)
 def warnings_for(step, state, *args):
     step = step if hasattr(step, "lower") else jax.jit(step)
     compiled = step.lower(state, *args).compile()
-    return warnings_of(compiled.as_text(), state, args, step.trace(state, *args).jaxpr, compiled.out_info)
+    return warnings_of(
+        parse_program(compiled.as_text()), state, args, step.trace(state, *args).jaxpr, compiled.out_info
+    )
 
 
 @pytest.mark.thorough(except_for=["stored"])
@@ -239,7 +242,7 @@ def test_layers_sharded_along_the_stacked_axis_warn():
     step = jstep.minimize(layers, OPTIMIZER)
     assert warnings_for(step, state, batch) == []
     text = (Path(__file__).parent / "compiled_programs" / "stacked_tpu_0_10_2.txt").read_text()
-    (found,) = warnings_of(text, state, [batch], step.trace(state, batch).jaxpr)
+    (found,) = warnings_of(parse_program(text), state, [batch], step.trace(state, batch).jaxpr)
     assert found.startswith("parameters are gathered more often than they are used (params['")
     assert " and 1 more; 16 times per step): " in found
     assert 'jax.P(None, "data")' in found

@@ -1,12 +1,14 @@
-"""Parser of compiled programs: computations and instructions."""
+"""Parser of compiled programs: computations, instructions, and the types of their results."""
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
-from jstep.tools.compiled.shapes import Shape, parse_shape
-
+_TOKEN = re.compile(r"(?P<open>\()|(?P<close>\))|(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^{}]*)\})?")
+_PACKED = re.compile(r"E\((\d+)\)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _ASSIGNED = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
@@ -16,6 +18,28 @@ _CALLED = re.compile(
     r"(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
     r"(?:%?([\w.\-]+)|\{([^}]*)\})"
 )
+_REMATERIALIZED = re.compile(r"\.remat(?:\d|_compressed|_uncompressed|\.|$)")
+"""Names of rematerialized instructions: "fusion.3.remat", "fusion.3.remat2.1".
+
+Operations of `jax.checkpoint` have such words in their metadata, not after a dot in their names.
+"""
+
+
+class Array(NamedTuple):
+    """The type of an array.
+
+    Attributes:
+        dtype: XLA's name of the element type, such as `bf16`.
+        dims: The lengths of its dimensions.
+        bits: Bits per element; 0 for types without data (`token`, `opaque`).
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    bits: int
+
+
+Shape: TypeAlias = "Array | tuple[Shape, ...]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,10 +124,12 @@ class Program:
     Attributes:
         computations: Name → computation.
         entry: The name of the entry computation.
+        header: The first line, with the attributes of the program.
     """
 
     computations: Mapping[str, Computation]
     entry: str
+    header: str
 
 
 def parse_program(text: str) -> Program:
@@ -123,7 +149,24 @@ def parse_program(text: str) -> Program:
         elif line.startswith("}") and name:
             computations[name] = Computation(name, instructions, root or next(reversed(instructions), ""))
             name = ""
-    return Program(computations, entry)
+    return Program(computations, entry, text.partition("\n")[0])
+
+
+def recomputes(program: Program) -> bool:
+    """Whether the compiler rematerialized results to fit the program into memory.
+
+    Such a program takes longer than the operations of the model suggest. Rematerialization requested by the model, with
+    `jax.checkpoint`, does not count.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jstep.tools.compiled.program import parse_program, recomputes
+        >>> f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)).sum())
+        >>> recomputes(parse_program(jax.jit(jax.grad(f)).lower(jnp.ones(8)).compile().as_text()))
+        False
+    """
+    names = (name for computation in program.computations.values() for name in computation.instructions)
+    return any(map(_REMATERIALIZED.search, names))
 
 
 def quoted(attributes: str, key: str) -> str:
@@ -157,3 +200,41 @@ def _closing(line: str, at: int) -> int:
         if depth == 0:
             return found.end()
     return len(line)
+
+
+def parse_shape(text: str) -> Shape:
+    """Parse a printed type. Of the layout (tiles, memory spaces), only the packing of elements is used.
+
+    Example:
+        >>> from jstep.tools.compiled.program import parse_shape, size_of
+        >>> size_of(parse_shape("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, u32[])"))
+        16
+    """
+    stack: list[list[Shape]] = [[]]
+    for found in _TOKEN.finditer(text):
+        if found["open"]:
+            stack.append([])
+        elif found["close"]:
+            if len(stack) > 1:
+                inner = tuple(stack.pop())
+                stack[-1].append(inner)
+        else:
+            dims = tuple(int(length) for length in found["dims"].replace("<=", "").split(",") if length)
+            stack[-1].append(Array(found["dtype"], dims, _bits(found["dtype"], found["layout"] or "")))
+    return stack[0][0] if len(stack[0]) == 1 else tuple(stack[0])
+
+
+def size_of(shape: Shape) -> int:
+    """Return the bytes of an array, or of all arrays of a tuple."""
+    if isinstance(shape, Array):
+        return -(-math.prod(shape.dims) * shape.bits // 8)
+    return sum(size_of(inner) for inner in shape)
+
+
+def _bits(dtype: str, layout: str) -> int:
+    """Return the bits per element; elements below a byte take a byte unless the layout packs them."""
+    packed = _PACKED.search(layout)
+    if packed:
+        return int(packed[1])
+    digits = re.search(r"\d+", dtype)
+    return 8 if dtype == "pred" else max(8, int(digits[0])) if digits else 0

@@ -1,0 +1,389 @@
+"""Callbacks of `EvaluationHook` that react to a metric, and whose state is saved in checkpoints."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+
+from jstep.core.checks import as_bool, as_int, as_number, as_text, one_of
+from jstep.core.contexts import internal_transfers
+from jstep.hooks.hook_state import key_of
+from jstep.hooks.values import is_number, read
+from jstep.optimizers import get_hyperparameter, set_hyperparameter
+from jstep.state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+MODES = ("min", "max")
+_EPSILON = 1e-8
+"""Smaller changes are not applied, as in torch."""
+
+
+def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
+    """Validate the name of a metric and its mode.
+
+    Raises:
+        TypeError: The name is not a string.
+        ValueError: The name is empty, or the mode is neither `"min"` nor `"max"`.
+    """
+    as_text(metric, "metric", "the name of a metric that evaluate returns")
+    one_of(mode, "mode", MODES)
+    return metric, mode
+
+
+def score(results: Mapping[str, Any], metric: str, by: str) -> float:
+    """Return the value of a metric.
+
+    Raises:
+        KeyError: `results` has no metric of that name. The message lists its metrics.
+        TypeError: The value is not a number.
+    """
+    if metric not in results:
+        raise KeyError(f"{by}: metric={metric!r}: evaluate does not return it; it returns {list(results)}")
+    if not is_number(results[metric]):
+        raise TypeError(f"{by}: metric={metric!r}: must be a number, evaluate returned {results[metric]!r}")
+    return float(read({metric: results[metric]})[metric])
+
+
+def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
+    """Return whether a value is better than another by more than a margin; NaN never is, any other beats None."""
+    if math.isnan(value):
+        return False
+    if than is None:
+        return True
+    return value < than - margin if mode == "min" else value > than + margin
+
+
+@dataclasses.dataclass
+class Progress:
+    """State of a callback between evaluations. Subclasses add counts, which may be None by default.
+
+    Attributes:
+        best: The best value; None before the first one.
+        bad: The number of consecutive evaluations without improvement.
+    """
+
+    best: float | None = None
+    bad: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to a dict that JSON can hold; the inverse of `from_json`."""
+        best = self.best if self.best is None or math.isfinite(self.best) else str(self.best)
+        return {**dataclasses.asdict(self), "best": best}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Self:
+        """Read a dict from a checkpoint; other keys are ignored.
+
+        Raises:
+            KeyError: A field is missing.
+            ValueError: A field has a value of another kind.
+        """
+        counts = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name != "best"}
+        for name, count in counts.items():
+            is_unknown = count is None and getattr(cls, name) is None
+            if not is_unknown and (type(count) is not int or count < 0):
+                raise ValueError(f"{count!r} is not a number of evaluations")
+        best = saved["best"]
+        if not (best is None or type(best) in (int, float) or best in ("nan", "inf", "-inf")):
+            raise ValueError(f"{best!r} is not a number")
+        return cls(best if best is None else float(best), **counts)
+
+
+class MetricCallback:
+    """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
+
+    Subclasses have `_progress`, the initial state (that of a run begins as a new object of its class), and the names of
+    their settings, each of which is an attribute.
+
+    Args:
+        watched: The names of the metric and of what else identifies the callback, and the mode, by argument.
+        key: The name of its state in checkpoints, or None.
+
+    Attributes:
+        watches: What it watches, which identifies the callback among others of its class.
+        identifying_settings: The settings, which identify it among others that watch the same.
+
+    Raises:
+        TypeError: A name is not a string.
+        ValueError: A name is empty, or the mode is neither `"min"` nor `"max"`.
+    """
+
+    on_cadence_only: bool = True
+    key: str | None = None
+    _progress: Progress
+    _settings: ClassVar[tuple[str, ...]]
+
+    def __init__(self, watched: Mapping[str, str], key: str | None) -> None:
+        self.metric, self._mode = checked_metric(watched["metric"], watched["mode"])
+        self.key = None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
+        self._watched = watched
+        self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
+        self.identifying_settings = {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first one."""
+        return self._progress.best
+
+    @property
+    def bad(self) -> int:
+        """The number of consecutive evaluations without improvement."""
+        return self._progress.bad
+
+    def begin(self, state: TrainState) -> None:
+        """Reset the state at the start of a run."""
+        self._progress = type(self._progress)()
+
+    def get_state(self) -> Any:
+        """Return what it watches, the mode, the best value and the counts."""
+        return {**self._watched, **self._progress.to_json()}
+
+    def set_state(self, value: Any) -> bool | None:
+        """Restore the state; an incompatible one is logged and ignored."""
+        why = self._mismatch(value)
+        if why is None:
+            try:
+                self._progress = type(self._progress).from_json(value)
+            except (KeyError, TypeError, ValueError) as error:
+                why = f"cannot be read ({type(error).__name__}: {error})"
+        if why is not None:
+            self._start_fresh(why)
+        return None
+
+    def _mismatch(self, value: Any) -> str | None:
+        """Return why a state is not that of a callback like this one, or None."""
+        if not isinstance(value, Mapping) or not self._watched.keys() <= value.keys():
+            return "was written by another version of it"
+        differ = ((name, value[name], here) for name, here in self._watched.items() if value[name] != here)
+        return next((f"is for {name}={there!r}, but it has {name}={here!r}" for name, there, here in differ), None)
+
+    def _score(self, results: Mapping[str, Any]) -> float:
+        return score(results, self.metric, type(self).__name__)
+
+    def _start_fresh(self, why: str) -> None:
+        """Log that the state in the checkpoint cannot be used."""
+        _logger.warning("%s starts fresh: its state in the checkpoint %s", key_of(self), why)
+
+
+@dataclasses.dataclass
+class _StoppingProgress(Progress):
+    """The state, with the step at which it stopped the run, or None."""
+
+    stopped_at: int | None = None
+
+
+class EarlyStopping(MetricCallback):
+    """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
+
+    An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
+    The best value and the number of evaluations without improvement are saved in checkpoints, so a stopped run stays
+    stopped when it is started again. To continue it, pass `EarlyStopping(…, reset=True)` or a larger patience.
+
+    Args:
+        metric: The name of a metric that evaluate returns.
+        patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
+        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        min_delta: The change must exceed this to count as an improvement, ≥ 0.
+        reset: Whether to ignore the state in the checkpoint each time a run is started again.
+        key: The name of its state in checkpoints; None for its class and metric.
+
+    Attributes:
+        best: The best value so far; None before the first one.
+        bad: Number of consecutive evaluations without improvement.
+        why: Why and at which step it stopped the run, and how to continue; None if it did not.
+        key: The given name.
+        on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import jstep
+        >>> stop = jstep.EarlyStopping("loss", patience=2)
+        >>> [stop(step, None, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
+        [None, None, None, True]
+
+    Source: Keras' `EarlyStopping`, with the same count; there the state is lost in a restart.
+    """
+
+    _settings = ("patience", "min_delta")
+    _progress: _StoppingProgress
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 3,
+        mode: str = "min",
+        min_delta: float = 0.0,
+        *,
+        reset: bool = False,
+        key: str | None = None,
+    ) -> None:
+        self._patience = as_int(patience, "patience", 1, "a number of evaluations")
+        self._min_delta = as_number(min_delta, "min_delta", low=0.0)
+        self._reset = as_bool(reset, "reset")
+        self._progress = _StoppingProgress()
+        super().__init__({"metric": metric, "mode": mode}, key)
+
+    @property
+    def why(self) -> str | None:
+        """Why and at which step it stopped the run, and how to continue; None if it did not."""
+        best, bad, step = self._progress.best, self._progress.bad, self._progress.stopped_at
+        if bad < self._patience:
+            return None
+        return (
+            f"{key_of(self)} stopped the run{'' if step is None else f' at step {step}'}: {self.metric} had not "
+            f"improved on {best} in {bad} evaluations. To continue, give EarlyStopping(…, reset=True), or more patience"
+        )
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
+        """Return True when patience is exhausted.
+
+        Raises:
+            KeyError: evaluate does not return the metric.
+        """
+        value, progress = self._score(results), self._progress
+        if is_better(value, progress.best, self._mode, self._min_delta):
+            self._progress = _StoppingProgress(value)
+            return None
+        progress.bad += 1
+        if progress.bad < self._patience:
+            return None
+        progress.stopped_at = step
+        if jax.process_index() == 0:
+            text = "step %d: %s has not improved on %s in %d evaluations; stopping"
+            _logger.info(text, step, self.metric, progress.best, progress.bad)
+        return True
+
+    def set_state(self, value: Any) -> bool:
+        """Restore the state and return whether patience was exhausted; an incompatible state is logged and ignored."""
+        if self._reset:
+            self._start_fresh("is forgotten because of reset=True")
+            return False
+        super().set_state(value)
+        if self.why is None:  # with more patience than before
+            self._progress.stopped_at = None
+        return self.why is not None
+
+
+@dataclasses.dataclass
+class _PlateauProgress(Progress):
+    """The state, with the number of evaluations that are left of the cooldown."""
+
+    cooling: int = 0
+
+
+class ReduceOnPlateau(MetricCallback):
+    """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
+
+    As in torch's ReduceLROnPlateau, an evaluation is good if the metric is better than the best by more than the
+    fraction `threshold` (less than best·(1 − threshold), or more than best·(1 + threshold)), and bad otherwise. The
+    value is reduced after more than `patience` bad evaluations in a row. For `cooldown` evaluations after a reduction,
+    none counts as bad. A change of at most 1e-8 is not applied. The counters are saved in checkpoints; the
+    hyperparameter is part of the state.
+
+    Args:
+        metric: The name of a metric that evaluate returns.
+        name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
+        factor: The factor to multiply it by, 0 < factor < 1.
+        patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
+        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        threshold: The required relative improvement over the best value, ≥ 0.
+        cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
+        min_value: Lower bound of the hyperparameter, ≥ 0.
+        key: The name of its state in checkpoints; None for its class, metric and hyperparameter.
+
+    Attributes:
+        best: The best value so far.
+        bad: Number of consecutive bad evaluations.
+        key: The given name.
+        on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
+
+    Raises:
+        KeyError: Before the first step: the state holds no such hyperparameter.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5)))
+        >>> reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1)
+        >>> for step, loss in enumerate([3.0, 2.0, 2.0, 2.0]):
+        ...     state = reduce(step, state, {"loss": loss}) or state
+        >>> jstep.get_hyperparameter(state, "learning_rate")
+        0.25
+
+    Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
+    """
+
+    _settings = ("factor", "patience", "threshold", "cooldown", "min_value")
+    _progress: _PlateauProgress
+
+    def __init__(
+        self,
+        metric: str,
+        name: str,
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "min",
+        threshold: float = 1e-4,
+        cooldown: int = 0,
+        min_value: float = 0.0,
+        *,
+        key: str | None = None,
+    ) -> None:
+        self._name = as_text(name, "name", "the name of a held hyperparameter")
+        self._factor = as_number(factor, "factor", low=0.0, above=True, high=1.0, below=True)
+        self._patience = as_int(patience, "patience", 0, "a number of evaluations")
+        self._threshold = as_number(threshold, "threshold", low=0.0)
+        self._cooldown = as_int(cooldown, "cooldown", 0, "a number of evaluations")
+        self._min_value = as_number(min_value, "min_value", low=0.0)
+        self._progress = _PlateauProgress()
+        super().__init__({"metric": metric, "name": self._name, "mode": mode}, key)
+
+    def begin(self, state: TrainState) -> None:
+        """Reset the counters at the start of a run.
+
+        Raises:
+            KeyError: The state holds no such hyperparameter. The message lists those it holds.
+        """
+        super().begin(state)
+        with internal_transfers():
+            get_hyperparameter(state, self._name)
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
+        """Return the state with the reduced value if a reduction is due, or None.
+
+        Raises:
+            KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
+        """
+        value, progress = self._score(results), self._progress
+        if self._is_good(value):
+            progress.best, progress.bad = value, 0
+        else:
+            progress.bad += 1
+        if progress.cooling > 0:
+            progress.cooling -= 1
+            progress.bad = 0
+        if progress.bad <= self._patience:
+            return None
+        progress.bad, progress.cooling = 0, self._cooldown
+        with internal_transfers():
+            old = get_hyperparameter(state, self._name)
+            new = max(old * self._factor, self._min_value)
+            if old - new <= _EPSILON:
+                return None
+            if jax.process_index() == 0:
+                _logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
+            return set_hyperparameter(state, self._name, new)
+
+    def _is_good(self, value: float) -> bool:
+        best = self._progress.best
+        if best is None:
+            return value < math.inf if self._mode == "min" else value > -math.inf
+        if self._mode == "min":
+            return value < best * (1.0 - self._threshold)
+        return value > best * (1.0 + self._threshold)
