@@ -241,6 +241,7 @@ PARTITIONS: dict[str, Callable[[], jstep.Optimizer]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["a-label-in-a-label", "a-chain", "masters", "guards", "an-average", "declared"])
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_labels_without_gradients_do_not_age(name: str) -> None:
     optimizer = PARTITIONS[name]()

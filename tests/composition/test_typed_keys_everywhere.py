@@ -186,6 +186,7 @@ def test_tools(tool: str, tmp_path: Path) -> None:
     TOOLS[tool](tmp_path)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_metric_may_be_a_key(jit: bool, steps_per_call: int, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_low_precision_rows_are_added_in_float32() -> None:
     np.testing.assert_array_equal(dense, [[600.0], [0.0]])  # a bfloat16 sum stops at 256
 
 
+@pytest.mark.thorough(except_for=["int8", "uint32"])
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int32])
 def test_indices_of_any_integer_dtype(dtype: Any) -> None:
     table = (200 if dtype != np.int8 else 100, 1)

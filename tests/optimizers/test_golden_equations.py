@@ -100,6 +100,7 @@ def test_with_decay_and_mask(name: str) -> None:
     assert_close(run_jstep(optimizer)[0], run_equation(rule, {"lr": RATE, "wd": DECAY, **hyper}))
 
 
+@pytest.mark.thorough(except_for=["sgd-momentum", "adamw", "radam", "lamb", "schedule_free_adamw", "adafactor"])
 @pytest.mark.parametrize("name", CASES)
 def test_defaults_without_decay(name: str) -> None:
     """With constant hyperparameters and slots created at step 10 000 000: their age counts, not the step."""

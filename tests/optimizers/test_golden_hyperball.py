@@ -84,6 +84,7 @@ def test_chains_match_their_equations(name: str) -> None:
     assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough(except_for=["AdamH"])
 @pytest.mark.parametrize("name", ["AdamH", "AdamH-radius"])
 def test_adamh_in_float32(name: str) -> None:
     make, rule, more = CASES[name]
@@ -92,6 +93,7 @@ def test_adamh_in_float32(name: str) -> None:
     )
 
 
+@pytest.mark.thorough(except_for=["NorMuonH-short"])
 @pytest.mark.parametrize("name", ["MuonH", "NorMuon", "NorMuonH-short"])
 def test_muons_in_float32(name: str) -> None:
     make, rule, more = CASES[name]

@@ -90,6 +90,9 @@ BY_OPTAX: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.thorough(
+    except_for=["adamw", "lars", "adafactor-without-rate", "prodigy", "prodigy-safeguard", "schedule_free"]
+)
 @pytest.mark.parametrize("name", BY_OPTAX)
 def test_matches_optax(name: str) -> None:
     optimizer, reference = BY_OPTAX[name]

@@ -53,7 +53,7 @@ def test_odd_leaves(name: str) -> None:
             assert "the leaf at" in state, kind
             continue
         before = avals(state)
-        new, _ = jstep.minimize(loss, optimizer, jit=False)(state)
+        new, _ = jstep.minimize(loss, optimizer)(state)
         assert avals(new) == before, kind
         for path, leaf in jax.tree_util.tree_leaves_with_path(new.params):
             assert bool(jnp.isfinite(leaf).all()), (kind, path)

@@ -87,6 +87,7 @@ def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None
     np.testing.assert_array_equal(state.params["high"], 1.0)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", AXES_CASES)
 def test_functions_of_axes_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:

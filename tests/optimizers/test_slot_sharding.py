@@ -54,7 +54,7 @@ def test_slot_shardings_before_and_after_a_step(by: str) -> None:
     def loss(params: Any) -> Any:
         return sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(params))
 
-    alone = jstep.TrainState.create(PARAMS, OPTIMIZER)
+    alone, step = jstep.TrainState.create(PARAMS, OPTIMIZER), jstep.minimize(loss, OPTIMIZER)
     for _ in range(2):
         assert spec(state, "first", "w") == P("model")
         assert spec(state, "last", "w") == P("data")
@@ -63,8 +63,7 @@ def test_slot_shardings_before_and_after_a_step(by: str) -> None:
         assert spec(state, "first", "q") == spec(state, "last", "q") == P("model")
         assert spec(state, "gram", "w") == spec(state, "scalar", "w") == P()
         assert state.slots["first"]["b"] is None
-        state, _ = jstep.minimize(loss, OPTIMIZER)(state)
-        alone, _ = jstep.minimize(loss, OPTIMIZER)(alone)
+        (state, _), (alone, _) = step(state), step(alone)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 

@@ -44,6 +44,7 @@ def without_start_steps(slots):
     return {name: tree for name, tree in slots.items() if not name.endswith("start_step")}
 
 
+@pytest.mark.thorough(except_for=["1-0", "2-0", "3-1"])
 @pytest.mark.parametrize(("k", "phase"), [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)])
 def test_updates_equal_a_run_on_the_due_gradients_alone(k, phase):
     rate = jstep.constant(0.1)
@@ -302,6 +303,7 @@ def test_bad_arguments(args, kwargs, error, match):
         jstep.update_every(*args, **kwargs)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_rows_whose_gradients_are_zero_are_named(compiled, zero):

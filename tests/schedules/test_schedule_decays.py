@@ -16,6 +16,7 @@ def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
     make, expected = DECAYS[name]
     multiples = [k * decay_steps + i for k in (1, 2, 3, 7, 1000) for i in (-1, -0.5, 0, 0.5, 1)]
     steps = sorted({*EDGES, *(int(n) for n in multiples if 0 <= n <= LAST)})
+    steps += [LAST] * (len(EDGES) + len(multiples) - len(steps))  # arrays of one size share compiled operations
     found = make(decay_steps)(np.array(steps, np.int32))
     close(found, [finite(lambda n=n: expected(n, decay_steps)) for n in steps])
 
@@ -67,7 +68,8 @@ def test_negative_steps(name: str) -> None:
     for bad in (-1, np.int64(-5), jnp.int32(-1), np.array([3, -1])):
         with pytest.raises(ValueError, match=r"step.*-\d"):
             schedule(bad)
-    np.testing.assert_array_equal(jax.jit(schedule)(-7), jax.jit(schedule)(0))
+    compiled = jax.jit(schedule)
+    np.testing.assert_array_equal(compiled(-7), compiled(0))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -79,6 +81,7 @@ def test_steps_that_are_not_integers(name: str) -> None:
         ALL[name](2**31)
 
 
+@pytest.mark.thorough(except_for=["piecewise_constant", "linear_warmup-decay", "join", "times", "cyclical"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_compositions_accept_arrays_and_scalars(name: str) -> None:
     schedule, steps = OTHERS[name], np.arange(100).reshape(10, 10)

@@ -1,6 +1,7 @@
 """Steps under the caller's JAX contexts: meshes, transfer guards, PRNG settings, and debug checks."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def train(
     return jax.device_get(jstep.apply_gradients(state, grads, optimizer)), jax.device_get(metrics)
 
 
-WANT = train(make())
+@functools.cache
+def want() -> Any:
+    return train(make())
 
 
 @pytest.mark.thorough
@@ -58,7 +61,7 @@ WANT = train(make())
 def test_current_mesh_does_not_change_results(mesh: Any, placement: Any) -> None:
     with jax.set_mesh(mesh):
         got = train(make(**placement))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, WANT)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want())
 
 
 def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
@@ -189,7 +192,7 @@ def test_other_jax_settings(name: str, placement: Any) -> None:
     context: contextlib.AbstractContextManager[Any] = CONTEXTS[name]()
     with context:
         got = train(make(**placement), loss=noisy, num_microbatches=2, rng=KEY)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), got, WANT)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), got, want())
 
 
 def test_loop_on_a_mesh_under_a_transfer_guard() -> None:
