@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jstep.checkpoint import CheckpointError
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
+from jstep.checkpoint.store.listing import has_data
 from jstep.weights import jstep_checkpoint
 from jstep.weights.checkpoints import Checkpoint
 from jstep.weights.find import INDEX, SUFFIX, find_weights, local
@@ -62,8 +64,17 @@ def _checkpoint(path: str) -> Checkpoint | None:
     if not os.path.isdir(path) or any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
         return None
     if os.path.lexists(os.path.join(path, MANIFEST)):
-        return jstep_checkpoint.opened(path)
+        try:
+            return jstep_checkpoint.opened(path)
+        except CheckpointError:
+            if has_data(path):
+                raise  # otherwise it is a file of another program
     folder = folder_of(path)
+    if folder is None and has_data(path):
+        raise ValueError(
+            f"path={path!r}: is a checkpoint of jstep without {MANIFEST}: its save to a bucket was interrupted, or its "
+            "copy was; in the latter case, copy it again"
+        )
     if folder is None:
         return None
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow

@@ -150,7 +150,7 @@ def missing(path: str) -> str | None:
         manifest = read_manifest(path)
     except CheckpointError:
         # An unreadable manifest without any other file of ours belongs to another program.
-        return None if _has_data(path) else NAME
+        return None if has_data(path) else NAME
     except OSError:
         return NAME
     return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
@@ -165,10 +165,10 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
     problems = []
     for step, is_final, entry in _entries(directory, prefix):
         path = os.path.join(directory, entry)
-        if step <= above or not is_final or not _has_data(path):
+        if step <= above or not is_final:
             continue
         found, lacks = _look(path)
-        if found is not None or not os.path.lexists(path):
+        if found is not None or (lacks == NAME and not has_data(path)) or not os.path.lexists(path):
             continue
         if lacks == NAME and not _OF_ORBAX & set(listed(path)):
             _logger.warning(
@@ -182,7 +182,7 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
     return problems
 
 
-def _has_data(path: str) -> bool:
+def has_data(path: str) -> bool:
     """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
     return any(
         entry in _OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
