@@ -24,20 +24,20 @@ class Array(NamedTuple):
 
     Attributes:
         name: Its path in the checkpoint, such as `params/dense/kernel`.
-        code: The name of its dtype.
+        code: The name of its dtype, such as `key<fry>` for the data of PRNG keys.
         shape: Its shape.
-        dtype: Its dtype; None if the array is not one of numbers.
+        dtype: Its dtype.
     """
 
     name: str
     code: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
         """Its number of bytes."""
-        return int(np.prod(self.shape, dtype=object)) * (0 if self.dtype is None else self.dtype.itemsize)
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
 def named(path: str, number: int) -> str:
@@ -119,7 +119,9 @@ def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
     ]
     for code, end in ends:
         first, *others = [end(name) for name in missing]
-        for above in ["", *(one.removesuffix(first) for one in sorted(there) if one.endswith(f"/{first}"))]:
+        groups = [one.removesuffix(first) for one in there if one.endswith(f"/{first}")]
+        # Those of an optimizer have the same paths: parameters come first.
+        for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
             if all(above + name in there for name in (first, *others)):
                 whole = f'"{above}" + {code}' if above else code
                 return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.checkpoint import CheckpointError, open_store
-from jstep.checkpoint.format.leaves import from_stored, ids, zeros_of
+from jstep.checkpoint.format.leaves import from_stored, ids, stored_kind, zeros_of
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.reading import short
 from jstep.checkpoint.store.protocol import CorruptedError
@@ -71,8 +71,9 @@ def _read(store: Any, path: str, manifest: Manifest, shardings: Mapping[str, Any
 
 
 def _array(name: str, leaf: Leaf) -> Array:
-    is_key = leaf.key_impl is not None
-    return Array(name, leaf.dtype, leaf.shape, None if is_key else jnp.dtype(leaf.dtype))
+    """Return the array of a leaf; that of PRNG keys is their data."""
+    shape, dtype = stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+    return Array(name, leaf.dtype, shape, jnp.dtype(dtype))
 
 
 def _value(leaf: Leaf, arrays: Mapping[str, Any]) -> Any:

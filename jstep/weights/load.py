@@ -44,7 +44,8 @@ def load_weights(
         path: A file, a folder, an index (`model.safetensors.index.json`) next to its shards, or a checkpoint, on this
             machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one.
+            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
+            typed PRNG keys are made of the data that is stored for them.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
             `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
@@ -121,7 +122,17 @@ def load_weights(
         plain = [i for i, one in enumerate(found.wanted) if one.tensor is not None and one.rule.transform is None]
         for i, leaf in zip(plain, source.leaves([found.wanted[i] for i in plain]), strict=True):
             leaves[i] = leaf
+    for i, wanted in enumerate(found.wanted):
+        if wanted.is_key and wanted.tensor is not None:
+            leaves[i] = _keys(wanted, leaves[i])
     return jax.tree.unflatten(trees.structure(target), leaves)
+
+
+def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
+    """Return the PRNG keys of their data."""
+    impl: list[Any] = []
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
+    return jax.random.wrap_key_data(data, impl=impl[0])
 
 
 def _transformed(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -50,8 +50,9 @@ def opened(folder: str) -> Checkpoint:
         options = [_options(array, wanted.get(name)) for name, array in zip(names, arrays, strict=True)]
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
         with internal_transfers():
-            restored = ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments)
-        return {name: value for name, value in zip(names, jax.tree.leaves(restored), strict=True) if name in wanted}
+            restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
+            # With a sharding, Orbax returns typed PRNG keys as such.
+            return {name: trees.key_data(one) for name, one in zip(names, restored, strict=True) if name in wanted}
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         try:
