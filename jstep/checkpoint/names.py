@@ -9,12 +9,6 @@ from jstep.checkpoint.store.protocol import Store
 from jstep.stores import is_url
 
 
-def leave(store: Store) -> None:
-    """Mark the store of a Saver that was not closed and is no longer referenced: the next writer finishes its save."""
-    if isinstance(store, Directory):
-        store.is_left = True
-
-
 def open_store(directory: str, prefix: str | None = None) -> Store:
     """Return the store of a directory.
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jstep.stores import ABSENT, Directory, Objects, StoreError, objects, outages
+from jstep.stores import ABSENT, Directory, Objects, StoreError, objects
 
 QUICK = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
 
@@ -140,7 +140,7 @@ def test_timeouts_are_shorter_while_a_store_is_down(store, fast_retries):
     with pytest.raises(StoreError, match="HTTP 503"):
         directory.read("a")
     bucket = store.run.removesuffix("/run")
-    assert outages.seconds(bucket) == outages.WHILE_DOWN
+    assert objects.timeout_of(bucket) == objects.WHILE_DOWN
     store.fail = [("", "", -1, 1)]
     with (
         directory.within(0.1),
@@ -149,7 +149,7 @@ def test_timeouts_are_shorter_while_a_store_is_down(store, fast_retries):
         directory.write("b", b"")
     store.fail = []
     assert directory.read("a").data is None
-    assert outages.seconds(bucket) == outages.SECONDS
+    assert objects.timeout_of(bucket) == objects.SECONDS
 
 
 def test_s3_reports_expired_keys_as_400(s3, fast_retries):
