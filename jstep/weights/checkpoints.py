@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import CheckpointError, open_store
-from jstep.checkpoint.format.leaves import from_stored, ids, stored_kind, zeros_of
+from jstep.checkpoint.format.leaves import from_stored, stored_kind, unique, zeros_of
 from jstep.checkpoint.format.manifest import Leaf, Manifest
-from jstep.checkpoint.reading import short
-from jstep.checkpoint.store.protocol import CorruptedError
+from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.placing import sharding_of
@@ -46,11 +46,6 @@ class Array(NamedTuple):
     def nbytes(self) -> int:
         """Its number of bytes."""
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
-
-
-def named(path: str, number: int) -> str:
-    """Return the name of an array: its path, followed by a number if several arrays share the path."""
-    return path if number == 1 else f"{path}#{number}"
 
 
 @dataclasses.dataclass
@@ -170,9 +165,6 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
     return from_parts(wanted, sharding_of(wanted.leaf, wanted.path), parts)
 
 
-_PROBLEMS = 3  # problems in a message
-
-
 def open_jstep_checkpoint(path: str) -> Checkpoint:
     """Return the arrays of a checkpoint, which is verified before the first is returned.
 
@@ -185,9 +177,8 @@ def open_jstep_checkpoint(path: str) -> Checkpoint:
     path = os.path.abspath(path)
     store = open_store(os.path.dirname(path))
     manifest = store.manifest(path)
-    names = [named(*pair) for pair in ids(leaf.path for leaf in manifest.leaves)]
-    saved = dict(zip(names, manifest.leaves, strict=True))
-    verified = manifest.is_packed  # verified as it is read
+    saved = dict(zip(unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True))
+    verified = False
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal verified
@@ -199,24 +190,12 @@ def open_jstep_checkpoint(path: str) -> Checkpoint:
     return Checkpoint(path, {name: _array(name, leaf) for name, leaf in saved.items()}, read, f"jstep {manifest.jstep}")
 
 
-def _read(store: Any, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    problems: list[str] = []
-    arrays: dict[str, Any] = {}
-    failure: Exception | None = None
-    try:
-        if verify:  # all processes share the work
-            problems = store.find_corruption(path, manifest, (jax.process_index(), jax.process_count()))
-        if shardings and not problems:
-            arrays = store.restore(path, manifest, shardings)
-    except CorruptedError as error:
-        problems = error.problems
-    except Exception as error:
-        failure = error
+def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+    arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
     if agreement.any_process(bool(problems)):
-        more = f"; and {len(problems) - _PROBLEMS} more" * (len(problems) > _PROBLEMS)
         raise CheckpointError(
-            f"{path} is corrupted: {'; '.join(problems[:_PROBLEMS]) or 'another process names the file'}{more}. "
-            "Nothing was loaded; copy it again from where it is intact"
+            f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
+            "it again from where it is intact"
         )
     if agreement.any_process(failure is not None):
         reason = "see the error of another process" if failure is None else short(failure)
