@@ -52,7 +52,7 @@ IN_FLIGHT: dict[str, Any] = {}
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
 
-_OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
+OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
@@ -181,7 +181,7 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
         found, lacks = _look(path)
         if found is not None or (lacks == NAME and not has_data(path)) or not os.path.lexists(path):
             continue
-        if lacks == NAME and not _OF_ORBAX & set(listed(path)):
+        if lacks == NAME and not OF_ORBAX & set(listed(path)):
             _logger.warning(
                 "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the latter "
                 "case, copy it again",
@@ -196,7 +196,7 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
 def has_data(path: str) -> bool:
     """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
     return any(
-        entry in _OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
+        entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
     )
 
 
@@ -205,7 +205,7 @@ def is_remains(path: str) -> bool:
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(listed(path))
-    return not entries or bool(entries & {NAME, *_OF_ORBAX})
+    return not entries or bool(entries & {NAME, *OF_ORBAX})
 
 
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)

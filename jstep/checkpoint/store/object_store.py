@@ -75,9 +75,6 @@ class ObjectStore:
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
-        return self._manifest(path)[0]
-
-    def _manifest(self, path: str) -> tuple[Manifest, bytes]:
         url = f"{path}/{_manifest.NAME}"
         found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
         if found.data is None:
@@ -88,7 +85,7 @@ class ObjectStore:
                 raise CheckpointError(f"its data is in {manifest.data!r:.50}, where jstep never puts it")
         except CheckpointError as error:
             raise type(error)(f"{url}: {error}") from None
-        return manifest, found.stamp
+        return manifest
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
