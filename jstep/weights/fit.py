@@ -122,7 +122,7 @@ class Wanted:
 
     def difference(self, shape: Sequence[int], dtype: Any) -> str:
         """Describe why an array does not fit this leaf; the empty string if it fits."""
-        cast = self.casts and trees.is_floating(dtype)
+        cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             reverse, hint = self.shape[::-1], ""
@@ -132,6 +132,12 @@ class Wanted:
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {as_text(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
+
+    def _is_number_of(self, dtype: Any) -> bool:
+        """Whether the leaf is a Python number (or the shape of one), whose dtype is JAX's choice, of the same kind."""
+        is_number = not self.shape and (getattr(self.leaf, "weak_type", False) or not hasattr(self.leaf, "dtype"))
+        kinds = (jnp.integer, jnp.floating)
+        return is_number and any(jnp.issubdtype(dtype, one) and jnp.issubdtype(self.dtype, one) for one in kinds)
 
     @property
     def _named(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import run
@@ -225,6 +226,36 @@ def test_flax_nnx_variables(tmp_path):
         assert jax.tree.structure(loaded) == jax.tree.structure(other)
         assert all(map(same, jax.tree.leaves(loaded), jax.tree.leaves(other)))
     assert same(jstep.load_weights(tmp_path / "variables", state)["kernel"].get_value(), model.kernel.get_value())
+
+
+class TestPythonNumbers:
+    """The step of a fresh `TrainState` of Flax is one; Orbax stores it with 64 bits."""
+
+    def save(self, path, tree):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, tree)
+        return path
+
+    def test_they_have_no_dtype_of_their_own(self, tmp_path):
+        state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(1e-3))
+        path = self.save(tmp_path / "x", state.replace(step=7))
+        for target in (state, jax.eval_shape(lambda: state)):
+            loaded = jstep.load_weights(path, target)
+            assert jax.tree.structure(loaded) == jax.tree.structure(state)
+            assert (loaded.step, loaded.step.dtype) == (7, jnp.int32)
+
+    def test_other_numbers_have_one(self, tmp_path):
+        path = self.save(tmp_path / "x", {"i": 3, "f": 0.5})
+        loaded = jstep.load_weights(path, {"i": 0, "f": 0.0})
+        assert (int(loaded["i"]), float(loaded["f"])) == (3, 0.5)
+        message = r"'f' is float64\[\], and int32\[\] in target, 'i' is int64\[\], and int32\[\] in target"
+        with pytest.raises(ValueError, match=message):
+            jstep.load_weights(path, {"i": np.int32(0), "f": 0})
+
+    def test_a_number_that_does_not_fit(self, tmp_path):
+        path = self.save(tmp_path / "x", {"i": 2**40})
+        with pytest.raises(ValueError, match="'i' is int32 and cannot represent 1099511627776; enable jax_enable_x64"):
+            jstep.load_weights(path, {"i": 0})
 
 
 class TestMaxText:
