@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, sharding_of, slices
+from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, place_anywhere, sharding_of, slices
+from jstep.core.trees import is_floating
 from jstep.weights.fit import Wanted
 from jstep.weights.header import Tensor, dtype_of
 
@@ -116,9 +116,8 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
         return np.array(array)
     sharding = sharding_of(wanted.leaf, wanted.path)
     if sharding is None:
-        with internal_transfers():
-            return jnp.array(array)
-    parts = {part: np.array(array[slices(part)], order="C") for part in parts_of(wanted.shape, sharding)}
+        return place_anywhere(array)
+    parts = {part: array[slices(part)] for part in parts_of(wanted.shape, sharding)}
     return place(wanted.shape, wanted.dtype, sharding, parts)
 
 
@@ -129,11 +128,21 @@ def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndar
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Cast an array to the leaf's dtype; a warning is logged if finite numbers become infinite or NaN."""
+    """Cast an array to the leaf's dtype; a warning is logged if finite numbers become infinite or NaN.
+
+    Raises:
+        ValueError: A Python number of the target cannot represent an integer.
+    """
     if array.dtype == wanted.dtype:
         return array
     with np.errstate(all="ignore"):
         result = array.astype(wanted.dtype)
+    if not is_floating(wanted.dtype):
+        if (result != array).any():
+            raise ValueError(
+                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
+            )
+        return result
     if _largest(wanted.dtype) < _largest(array.dtype) and (lost := _finite(array) - _finite(result)):
         _logger.warning(
             "load_weights: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype
