@@ -96,7 +96,11 @@ class HookRunner:
         error: Exception | None = None
         if run.pending:
             watch.switch(HOOKS)
-            run.pending[:] = [(hook, look) for hook, look in run.pending if not self._look(hook, look)]
+            for hook, look in tuple(run.pending):
+                run.pending.remove((hook, look))  # one that raises is not asked again
+                run.calling = (hook, "after_step")
+                if not look():
+                    run.pending.append((hook, look))
         for due in self._due:
             if not due.now(step):
                 continue
@@ -126,11 +130,6 @@ class HookRunner:
             raise error
         run.calling = None
         self._next_due = min((due.next for due in self._due), default=NEVER)
-
-    def _look(self, hook: Any, look: Callable[..., bool], *, wait: bool = False) -> bool:
-        """Ask whether what a hook waits for has come."""
-        self._run.calling = (hook, "after_step")
-        return look(wait=True) if wait else look()
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
