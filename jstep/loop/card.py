@@ -192,7 +192,7 @@ def _batches(batches: Any) -> dict[str, Any]:
 def _arguments(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
         if field.name == "hooks":
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):
