@@ -1,5 +1,6 @@
 """Argument validation. Error messages have the form `name=value: must be …, got …; what to do`."""
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def out_of_range(
     return f"must be {' and '.join(wanted) or 'a number'}"
 
 
-def as_function(value: Any, argument: str, form: str = "", *, optional: bool = False) -> Any:
+def as_function(value: Any, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None) -> Any:
     """Return a function or any other callable; None is also accepted if `optional`.
 
     Args:
@@ -146,16 +147,32 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
         argument: The name of the argument, for the error.
         form: The expected signature, such as `(params, *args) -> loss`, for the error.
         optional: Whether None is accepted.
+        takes: The number of arguments that it will be called with; None to leave that to the call.
 
     Raises:
-        TypeError: The value is not callable.
+        TypeError: The value is not callable, or not with so many arguments.
     """
-    if (optional and value is None) or callable(value):
+    if optional and value is None:
         return value
-    raise TypeError(
-        f"{argument}={shown(value)}: must be a function{' ' if form else ''}{form}"
-        f"{' or None' if optional else ''}, got {kind(value)}"
-    )
+    wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
+    if not callable(value):
+        raise TypeError(f"{argument}={shown(value)}: {wanted}, got {kind(value)}")
+    if takes is not None and not can_take(value, takes):
+        raise TypeError(f"{argument}={shown(value)}: {wanted}, got one that takes {inspect.signature(value)}")
+    return value
+
+
+def can_take(fn: Callable[..., Any], arguments: int) -> bool:
+    """Return whether a function can be called with so many positional arguments; true if its signature is not known."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a built-in without one
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def as_text(value: Any, argument: str, meaning: str = "") -> str:

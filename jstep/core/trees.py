@@ -172,25 +172,25 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; nearest: {', '.join(map(repr, close))}" if close else ""
 
 
-def as_leaf(leaf: Any, path: str, *, copy: bool) -> Array:
-    """Convert a leaf of params to an array with a strong dtype.
+def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Array:
+    """Convert a leaf of params, or of another argument, to an array with a strong dtype.
 
     Raises:
         TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
     """
     if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
         raise TypeError(
-            f"params: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is not an "
-            "array or number. Keep only arrays in params and close over the rest, for instance: "
+            f"{argument}: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is not an "
+            f"array or number. Keep only arrays in {argument} and close over the rest, for instance: "
             "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
         )
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
-            f"params: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
+            f"{argument}: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
             "jstep trains real parameters: keep its real and imaginary parts as two leaves."
         )
     if is_key(leaf):
-        return leaf.copy() if copy and not is_traced(leaf) else leaf
+        return jnp.copy(leaf) if copy else leaf  # leaf.copy() fails where a program is traced
     # A weak type would become strong in the first step, and cause a second compilation.
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)

@@ -5,7 +5,7 @@ from jstep.data.batches import Batches, batches
 from jstep.data.from_state import StateBatches, from_state
 from jstep.data.mixture import Mixture, mixture
 from jstep.data.prefetch import PrefetchIterator, prefetch_to_device
-from jstep.data.replayed import replayed
+from jstep.data.replayed import ReplayedBatches, replayed
 from jstep.data.sequence import BatchIterator, BatchSequence
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Batches",
     "Mixture",
     "PrefetchIterator",
+    "ReplayedBatches",
     "StateBatches",
     "batches",
     "from_state",

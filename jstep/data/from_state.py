@@ -17,13 +17,14 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
 
     Args:
         fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
-            `set_state`, its position is kept with each checkpoint, as that of a loader.
+            `set_state`, its position is kept with each checkpoint, as that of a loader. It ends the batches by raising
+            StopIteration or `OutOfRangeError`.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` refuses steps_per_call > 1 with them.
 
     Raises:
-        TypeError: `fn` is not a function.
+        TypeError: `fn` is not a function of two arguments.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -36,7 +37,7 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
         >>> print(state.params["w"])
         3.0
     """
-    return StateBatches(as_function(fn, "fn", "(step, state) -> batch"))
+    return StateBatches(as_function(fn, "fn", "(step, state) -> batch", takes=2))
 
 
 class StateBatches:
@@ -48,8 +49,6 @@ class StateBatches:
 
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
-        for name in ("__qualname__", "__module__"):  # for the card of a run
-            setattr(self, name, getattr(make, name, getattr(type(make), name)))
 
     def __repr__(self) -> str:
         return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jstep.core.checks import as_function, kind
+from jstep.core.checks import as_function, kind, shown
 
 _logger = logging.getLogger("jstep")
 
@@ -24,10 +24,10 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
             several processes reads, and drops, its own.
 
     Returns:
-        An iterator with `get_state` and `set_state`, for one run.
+        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it from its beginning.
 
     Raises:
-        TypeError: `make` is not a function.
+        TypeError: `make` is not a function without arguments.
         ValueError: After a restart, there are fewer batches than the run had used.
 
     Example:
@@ -44,11 +44,28 @@ def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
         >>> print(state.params["w"])
         4.03125
     """
-    return ReplayedBatches(as_function(make, "make", "() -> an iterable of batches"))
+    return ReplayedBatches(as_function(make, "make", "() -> an iterable of batches", takes=0))
 
 
-class ReplayedBatches(Iterator[Any]):
-    """The batches of `replayed`."""
+class ReplayedBatches(Iterable[Any]):
+    """The batches of `replayed`.
+
+    Attributes:
+        make: `make()` returns an iterable of batches.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> "ReplayedIterator":
+        return ReplayedIterator(self.make)
+
+    def __repr__(self) -> str:
+        return f"<jstep.replayed({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+
+
+class ReplayedIterator(Iterator[Any]):
+    """An iterator over the batches of `replayed`."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
@@ -88,4 +105,9 @@ class ReplayedBatches(Iterator[Any]):
 
     def set_state(self, state: dict[str, int]) -> None:
         """Continue after so many batches."""
-        self._count, self._items = int(state[_COUNT]), None
+        if not (isinstance(state, dict) and isinstance(state.get(_COUNT), int)):
+            raise ValueError(
+                f"state={shown(state)}: must be a position of jstep.replayed, a dict with the number of {_COUNT!r}; it "
+                "is that of another loader"
+            )
+        self._count, self._items = state[_COUNT], None

@@ -27,7 +27,7 @@ from jstep.core.program_hash import (
     sharding_text,
     without_addresses,
 )
-from jstep.data import BatchSequence
+from jstep.data import BatchSequence, ReplayedBatches, StateBatches
 from jstep.data.definition import definition_of
 from jstep.hooks.hook_state import key_of
 from jstep.loop.background_compiler import shapes_of
@@ -177,9 +177,10 @@ def _batches(batches: Any) -> dict[str, Any]:
     if isinstance(batches, BatchSequence):
         found = definition_of(batches)
     else:
-        named = batches if isinstance(getattr(batches, "__qualname__", None), str) else type(batches)
+        made = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
+        named = made if isinstance(getattr(made, "__qualname__", None), str) else type(made)
         # A generator has the name of its function, but no module.
-        module = getattr(named, "__module__", None) or type(batches).__name__
+        module = getattr(named, "__module__", None) or type(made).__name__
         found = {"kind": f"{module}.{named.__qualname__}"}
         try:
             found["length"] = len(batches)
@@ -191,7 +192,7 @@ def _batches(batches: Any) -> dict[str, Any]:
 def _arguments(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value: Any = options.end if field.name == "last_step" else getattr(options, field.name)
         if field.name == "hooks":
             found["hooks"] = [without_addresses(key_of(hook)) for hook in value]
         elif isinstance(value, Saver):

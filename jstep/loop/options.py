@@ -18,6 +18,7 @@ from jstep.loop.checks import list_of_hooks
 from jstep.loop.compile_cache import cache_directory
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
+_NO_END = "or None if the batches, a hook or a signal end the run"
 _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
 
 
@@ -67,7 +68,7 @@ class Options:
     def __post_init__(self) -> None:
         checked = {
             "hooks": list_of_hooks(self.hooks),
-            "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0),
+            "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
             "steps_per_call": as_steps_per_call(self.steps_per_call),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
         }

@@ -2,7 +2,6 @@
 
 import collections.abc
 import functools
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jstep.core.checks import shown
+from jstep.core.checks import can_take, shown
 from jstep.core.exceptions import note
 from jstep.data import BatchIterator, BatchSequence, StateBatches
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
@@ -161,9 +160,12 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
 def _made_with_state(
     batches: StateBatches, position: Any, start: int, last_step: int, state: Callable[[], Any]
 ) -> Source:
-    items = (batches.make(step, state()) for step in range(start, last_step))
-    owner: Any = batches.make
-    if not isinstance(owner, HasOwnState | HasStateDict):
+    def batch(step: int) -> Any:
+        return batches.make(step, state())
+
+    items = map(batch, range(start, last_step))
+    owner = owner_of(batches)
+    if owner is None:
         return Source(until_end(items), is_of_state=True)
     source = _stateful(owner, position, start, last_step, items)
     return source._replace(items=until_end(source.items), is_of_state=True)
@@ -185,6 +187,10 @@ def check_batches(batches: Any) -> None:
         )
     if isinstance(batches, StateBatches):
         return
+    if callable(batches) and not hasattr(batches, "__iter__") and not can_take(batches, 1):
+        ways_out = {2: "jstep.from_state(fn)", 0: "jstep.replayed(fn), or what fn() returns"}
+        found = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
+        raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {found}")
     if isinstance(batches, type) or not (
         callable(batches)
         or isinstance(batches, HasState)
@@ -265,36 +271,38 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iter
 
 
 def keeps_position(batches: Any) -> bool:
-    """Whether a loader or iterator can save and restore its position."""
+    """Whether a loader or iterator can save and restore its position.
+
+    `state_dict` must take no arguments: some data sets require the number of examples that were read.
+    """
     if isinstance(batches, HasState):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
     return (
-        is_iterable and not _is_sequence(batches) and isinstance(batches, HasStateDict) and _takes_no_arguments(batches)
+        is_iterable
+        and not _is_sequence(batches)
+        and isinstance(batches, HasStateDict)
+        and can_take(batches.state_dict, 0)
     )
 
 
-def position_of(batches: Any) -> Any:
+def owner_of(batches: Any) -> Any:
+    """The object that keeps the position of batches: a loader, or what makes batches with the state; None if none."""
+    if isinstance(batches, StateBatches):
+        return batches.make if isinstance(batches.make, HasOwnState | HasStateDict) else None
+    return batches if keeps_position(batches) else None
+
+
+def position_of(owner: Any) -> Any:
     """The current position of a loader that keeps it; None if the loader does not know it yet."""
-    state = _methods(batches)[0]()
-    return None if state is None else encode_position(state, type(batches).__name__)
+    state = _methods(owner)[0]()
+    return None if state is None else encode_position(state, type(owner).__name__)
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     if isinstance(owner, HasOwnState):
         return owner.get_state, owner.set_state
     return owner.state_dict, owner.load_state_dict
-
-
-def _takes_no_arguments(owner: HasStateDict) -> bool:
-    """Whether `state_dict` takes no arguments: some data sets require the number of examples that were read."""
-    try:
-        inspect.signature(owner.state_dict).bind()
-    except TypeError:
-        return False
-    except ValueError:  # a built-in without a signature
-        return True
-    return True
 
 
 def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:

@@ -161,12 +161,13 @@ class TrainState:
             >>> state.replace(model_state={"seen": 1}).model_state
             {'seen': 1}
         """
+        replaceable = (*_FIELDS, MODEL_STATE)
         for name in changes:
-            if name not in (*_FIELDS, MODEL_STATE):
+            if name not in replaceable:
                 raise TypeError(
                     f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
-                    f"{trees.nearest(name, _FIELDS)}; optimizer state is in slots, non-trained variables are in "
-                    "slots['model_state']"
+                    f"{trees.nearest(name, replaceable)}; optimizer state is in slots, and model_state=… replaces "
+                    "the non-trained variables"
                 )
         if MODEL_STATE in changes:
             slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
@@ -225,7 +226,7 @@ def _fresh(
             raise ValueError(
                 f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
             )
-        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy)
+        slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
     if not copy:
         _refuse_shared_buffers(params, slots)
     return cls(params, slots, jnp.array(step, copy=True), roles=roles)
@@ -279,9 +280,9 @@ def _unshared(params: Params, slots: Slots) -> Slots:
     return {name: jax.tree.map(own, tree) for name, tree in slots.items()}
 
 
-def _as_arrays(tree: Any, *, copy: bool) -> Any:
+def _as_arrays(tree: Any, *, copy: bool, argument: str = "params") -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: trees.as_leaf(leaf, trees.path_str(keys), copy=copy), tree
+        lambda keys, leaf: trees.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
     )
 
 

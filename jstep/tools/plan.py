@@ -164,6 +164,8 @@ def plan(
         <BLANKLINE>
         LoggingHook  every 250 steps, 4 times: 250, 500, 750, 1 000
     """
+    if last_step is None:
+        raise TypeError("last_step=None: must be an integer; a plan has an end, also that of a run without a last_step")
     last_step = as_int(last_step, "last_step", 1)
     start, points = as_int(start, "start", 0), as_int(points, "points", 1)
     if start >= last_step:

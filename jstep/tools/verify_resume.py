@@ -19,7 +19,7 @@ from jstep.loop.checks import check_alive
 from jstep.loop.positions import POSITION
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import LoopState, run_steps
-from jstep.loop.sources import Source, keeps_position, position_of, source_of
+from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.loop.train import train
 from jstep.state import TrainState, global_step
@@ -98,9 +98,9 @@ def verify_resume(
     as_function(make_state, "make_state", "() -> TrainState")
     stages = stages_of(train_step)
 
-    position, kept = None, False
-    if keeps_position(batches):
-        position = position_of(batches)
+    position, kept, owner = None, False, owner_of(batches)
+    if owner is not None:
+        position = position_of(owner)
     elif hasattr(batches, "__next__"):
         # Read once. Its position would be lost with the process, which the report states.
         batches, kept = list(itertools.islice(batches, steps)), True

@@ -87,6 +87,7 @@ def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path
 def test_verify_resume_takes_them() -> None:
     batches = jstep.from_state(lambda step, state: np.asarray(state.params["w"]) + step)
     assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
+    assert jstep.verify_resume(make_state, STEP, jstep.from_state(Environment()), at=3, steps=6)
 
 
 def test_an_error_in_it_loses_no_state(tmp_path: Path) -> None:
@@ -109,16 +110,31 @@ def test_calls_of_several_steps_are_refused() -> None:
         jstep.from_state([1])  # type: ignore[arg-type]
 
 
-def test_end_of_batches_and_stages() -> None:
+@pytest.mark.parametrize("end", [StopIteration, jstep.OutOfRangeError])
+def test_end_of_batches(end: type[Exception]) -> None:
     def some(step: int, state: jstep.TrainState) -> Any:
         if step == 6:
-            raise jstep.OutOfRangeError("no more")
+            raise end("no more")
         return np.ones(2, np.float32)
 
     assert jstep.global_step(trained(9, jstep.from_state(some))) == 6
+
+
+def test_stages() -> None:
     stages = {0: STEP, 3: jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), OPTIMIZER)}
     state = jstep.train(stages, make_state(), jstep.from_state(Environment()), 6, progress=False)
     assert jstep.global_step(state) == 6
+
+
+def test_functions_of_other_arguments_are_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"fn=.*: must be a function \(step, state\) -> batch, got .* takes \(state\)"):
+        jstep.from_state(lambda state: state)  # type: ignore[arg-type, misc]
+    with pytest.raises(TypeError, match=r"make=.*: must be a function \(\) -> .*, got one that takes \(step\)"):
+        jstep.replayed(lambda step: [step])  # type: ignore[arg-type, misc]
+    with pytest.raises(TypeError, match=r"batches=.*: a function must take the step alone; .*from_state\(fn\)"):
+        trained(3, lambda step, state: step)
+    with pytest.raises(TypeError, match=r"batches=.*stream.*: a function must take the step alone; .*replayed\(fn\)"):
+        trained(3, stream)
 
 
 # Batches that a restart reads again.
@@ -155,3 +171,30 @@ def test_too_few_batches_after_a_restart_and_wrong_values(tmp_path: Path) -> Non
         trained(3, jstep.replayed(lambda: 3))  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"make=.*: must be a function"):
         jstep.replayed(stream())  # type: ignore[arg-type]
+
+
+def test_each_run_reads_them_from_the_beginning(tmp_path: Path) -> None:
+    batches = jstep.replayed(stream)
+    whole = trained(9, batches)
+    assert trained(9, batches) == whole
+    for last in (4, 9):
+        assert trained(last, batches, checkpoint_dir=tmp_path) == trained(last, batches)
+    for step in (6, 2):  # 2 lies before the first checkpoint
+        assert jstep.replay(STEP, make_state(), batches, tmp_path, step).state == trained(step, batches)
+    assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
+    assert repr(batches) == "<jstep.replayed(stream)>"
+
+
+def test_the_position_of_another_loader_is_refused() -> None:
+    for position in ({"epoch": 3}, 3):
+        with pytest.raises(ValueError, match=r"state=.*: must be a position of jstep.replayed"):
+            iter(jstep.replayed(stream)).set_state(position)  # type: ignore[arg-type]
+
+
+def test_the_card_of_a_run_names_what_makes_the_batches(tmp_path: Path) -> None:
+    def zeros(step: int, state: jstep.TrainState) -> Any:
+        return np.zeros(2, np.float32)
+
+    for name, batches in (("zeros", jstep.from_state(zeros)), ("stream", jstep.replayed(stream))):
+        trained(2, batches, checkpoint_dir=tmp_path / name)
+        assert f'.{name}"' in (tmp_path / name / "timeline.jsonl").read_text().partition('"batches"')[2][:200]

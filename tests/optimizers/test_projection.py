@@ -187,7 +187,7 @@ def test_on_a_mesh_and_in_microbatches():
     ("fn", "error", "message"),
     [
         (lambda p: p["w"], ValueError, "the result of fn"),
-        (lambda p: {**p, "w": p["w"][0]}, ValueError, r"'w' is float32\[8, 4\], and the result float32\[4\]"),
+        (lambda p: {**p, "w": p["w"][0]}, ValueError, r"'w' is float32\[8, 4\], and the result float32\[4\]$"),
         (
             lambda p: {**p, "half": p["half"].astype(jnp.float32)},
             ValueError,
@@ -195,6 +195,7 @@ def test_on_a_mesh_and_in_microbatches():
         ),
         (lambda p: {**p, "b": None}, TypeError, "fn: must return an array at 'b', got nothing"),
         (3, TypeError, "fn=3: must be a function"),
+        (lambda p, step: p, TypeError, r"fn=.*: must be a function \(params\) -> params.* takes \(p, step\)"),
     ],
 )
 def test_bad_functions(fn, error, message):

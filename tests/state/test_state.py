@@ -264,3 +264,22 @@ def test_model_state_is_read_and_replaced() -> None:
     both = with_some.replace(slots={}, model_state={"seen": 4})
     assert both.slots == {"model_state": {"seen": 4}}
     assert dict(with_some.roles) == dict(state.roles)
+    with pytest.raises(TypeError, match=r"replace\(modelstate=…\): .*nearest: 'model_state'"):
+        state.replace(modelstate=3)
+    with pytest.raises(TypeError, match="model_state: the leaf at 'name' is str 'bn'"):
+        jstep.TrainState.create({"w": 1.0}, jstep.adam(0.1), model_state={"name": "bn"})
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_state_with_a_key_is_created_inside_a_program(make: Any) -> None:
+    key, optimizer = make(3), jstep.adam(0.1)
+
+    def create_one(w: Any) -> jstep.TrainState:
+        return jstep.TrainState.create({"w": w}, optimizer, model_state=key)
+
+    state = create_one(jnp.float32(1.0))
+    assert jax.jit(create_one)(jnp.float32(1.0)) == state
+    assert jax.eval_shape(create_one, jnp.float32(1.0)).model_state.shape == key.shape
+    assert jax.vmap(create_one)(jnp.ones(2)).model_state.shape == (2, *key.shape)
+    state, _ = jstep.minimize(lambda params: params["w"], optimizer)(state)  # the state is donated, its key a copy
+    assert not key.is_deleted()

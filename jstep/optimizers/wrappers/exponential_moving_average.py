@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_int
+from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
@@ -273,6 +273,8 @@ def with_moving_average(
         raise ValueError(
             f"initial: the averages start {start}, so initial values have no effect; leave one of them out"
         )
+    if trees.is_function(initial):
+        as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
     is_constant = not (callable(ema.decay) or isinstance(ema.decay, Held))
     hyper = {} if is_constant else {f"{ema.name}/{DECAY}": ema.decay}
@@ -302,7 +304,7 @@ def with_moving_average(
 
 def _initial(initial: Any, params: Params) -> list[Any]:
     """Return the initial values at the leaves of params, and the leaves themselves where none is trainable."""
-    found = initial(params) if callable(initial) else initial
+    found = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
     values = trees.flatten_like(params, found, "initial")
     pairs = list(zip(trees.leaves_with_paths(params), values, strict=True))
     for (path, leaf), value in pairs:

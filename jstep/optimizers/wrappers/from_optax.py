@@ -247,7 +247,7 @@ def _seen(params: Params) -> Params:
 def _own_copy(leaf: Any) -> Any:
     """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
     if trees.is_key(leaf):
-        return leaf.copy() if not trees.is_traced(leaf) else leaf
+        return jnp.copy(leaf)  # leaf.copy() fails where a program is traced
     # A weak type would become strong in the first step, which would recompile it.
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
 

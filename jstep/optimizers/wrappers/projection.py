@@ -37,7 +37,7 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
         updates are added to their tables before the projection, which reads whole tables.
 
     Raises:
-        TypeError: `fn` is not a function, or (in a step) returns a leaf that is not an array.
+        TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
         ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
 
     Example:
@@ -55,7 +55,7 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
     Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
     """
     require_optimizer("optimizer", optimizer)
-    as_function(fn, "fn", "(params) -> params, such as a clip of each leaf")
+    as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
@@ -83,8 +83,9 @@ def _checked(params: Params, projected: Any) -> list[Any]:
         kinds = [(np.shape(one), jnp.result_type(one)) for one in (leaf, new)]
         if kinds[0] != kinds[1]:
             shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
+            cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
             raise ValueError(
                 f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
-                f"result {shown[1]}; cast it with .astype({jnp.result_type(leaf)!s})"
+                f"result {shown[1]}{cast}"
             )
     return [jnp.asarray(new) if trees.is_trainable(leaf) else new for leaf, new in zip(leaves, found, strict=True)]
