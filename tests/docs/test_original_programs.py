@@ -11,7 +11,7 @@ from pages import DOCS, blocks_of, run_page
 from source_files import text_of
 from test_ports import replaced
 
-PAGES = ("custom-step", "gan", "per-example-gradients", "wgan")
+PAGES = ("custom-step", "gan", "per-example-gradients", "self-supervision", "wgan")
 # Likely mistakes: page, correct code, mistaken code, number of places.
 MISTAKES = [
     ("custom-step", "< 10, collect", "< 11, collect", 1),
@@ -25,6 +25,9 @@ MISTAKES = [
     ("per-example-gradients", "grads, CLIP)", "grads, 2 * CLIP)", 1),
     ("per-example-gradients", "jax.random.fold_in(KEY, state.global_step)", "KEY", 1),
     ("per-example-gradients", "/ len(x)\n", "/ len(x) / 2\n", 1),
+    ("self-supervision", "initial=make_params(seed=1),", "", 1),
+    ("self-supervision", "Average(decay),\n        var_list", "Average(0.99),\n        var_list", 1),
+    ("self-supervision", "Average(decay)\n)", "Average(0.99)\n)", 1),
     ("wgan", "(real, keys[:5])", "(real, jnp.broadcast_to(keys[0], 5))", 1),
     ("wgan", "    increment_global_step=False,\n", "", 1),
 ]  # fmt: skip
