@@ -1,0 +1,81 @@
+"""Recipes beside the original programs: equal numbers, as shown on the page, and others after a mistake."""
+
+import contextlib
+import importlib.util
+import io
+import pathlib
+import re
+
+import pytest
+from pages import DOCS, blocks_of, run_page
+from source_files import text_of
+from test_ports import replaced
+
+PAGES = ("custom-step", "gan", "per-example-gradients", "self-supervision", "wgan")
+# Likely mistakes: page, correct code, mistaken code, number of places.
+MISTAKES = [
+    ("custom-step", "< 10, collect", "< 11, collect", 1),
+    ("custom-step", "key = jax.random.fold_in(KEY, state.global_step)", "key = KEY", 1),
+    ("custom-step", "state.global_step), 3)", "0), 3)", 1),
+    ("custom-step", "jstep.with_projection(optimizer, unit_columns)", "optimizer", 1),
+    ("custom-step", "minimize(predict, optimizer, increment_global_step=False", "minimize(predict, optimizer", 1),
+    ("gan", "increment_global_step=name == order[-1],", "", 1),
+    ("gan", "rng=KEYS[name],", "rng=KEYS['generator'],", 1),
+    ("gan", "for name in order:\n", "for name in sorted(order):\n", 1),
+    ("per-example-gradients", "grads, CLIP)", "grads, 2 * CLIP)", 1),
+    ("per-example-gradients", "jax.random.fold_in(KEY, state.global_step)", "KEY", 1),
+    ("per-example-gradients", "/ len(x)\n", "/ len(x) / 2\n", 1),
+    ("self-supervision", "initial=make_params(seed=1),", "", 1),
+    ("self-supervision", "Average(decay),\n        var_list", "Average(0.99),\n        var_list", 1),
+    ("self-supervision", "Average(decay)\n)", "Average(0.99)\n)", 1),
+    ("wgan", "(real, keys[:5])", "(real, jnp.broadcast_to(keys[0], 5))", 1),
+    ("wgan", "    increment_global_step=False,\n", "", 1),
+]  # fmt: skip
+OF_MISTAKES = "Not equal to tolerance|global_step"
+NUMBER = re.compile(r"-?\d+\.?\d*")
+
+
+def page_of(name: str) -> pathlib.Path:
+    return DOCS / "recipes" / f"{name}.md"
+
+
+def listing_of(name: str) -> list[str]:
+    """Return the lines of the last listing of output on a page."""
+    return re.findall(r"```text\n(.*?)```", text_of(page_of(name)), re.DOTALL)[-1].splitlines()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
+    blocks = blocks_of(page_of(name))
+    assert "assert_allclose" in blocks[-1].code
+    assert blocks[-1].needs == ("optax",)
+    alone = "\n".join(block.code for block in blocks if not block.needs)
+    assert "jstep.train(" in alone, "jstep's program must run without Optax"
+    assert "jstep" not in next(block.code for block in blocks if "import optax" in block.code)
+    assert sum(len(NUMBER.findall(line)) for line in listing_of(name)) >= 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PAGES)
+def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    printed = io.StringIO()
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed):
+        run_page(page_of(name))
+    shown = listing_of(name)
+    found = printed.getvalue().splitlines()[-len(shown) :]
+    assert [NUMBER.sub("N", line).split() for line in found] == [NUMBER.sub("N", line).split() for line in shown]
+    for line, expected in zip(found, shown, strict=True):
+        values = [[float(number) for number in NUMBER.findall(each)] for each in (line, expected)]
+        assert values[0] == pytest.approx(values[1], abs=0.02), line
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "correct", "mistaken", "count"), MISTAKES)
+def test_a_mistake_is_detected(name: str, correct: str, mistaken: str, count: int, tmp_path: pathlib.Path) -> None:
+    if not importlib.util.find_spec("optax"):
+        pytest.skip("needs optax")
+    found: list[int] = []
+    with contextlib.chdir(tmp_path), pytest.raises((AssertionError, ValueError), match=OF_MISTAKES):
+        run_page(page_of(name), replaced(correct, mistaken, found))
+    assert sum(found) == count, f"{name}.md contains {correct!r} {sum(found)} times"
