@@ -130,12 +130,14 @@ def main():
                 f"{phase:13} {name:21} median {median * 1e3:7.1f} ms ({ratio(own, peer):5.2f})"
                 f"   best {best * 1e3:7.1f} ms ({best / min(peer):5.2f})"
             )
+    good = True
     for phase, bound in BOUNDS.items():
         print(f"\n{phase[0].upper()}{phase[1:]} of a state of {BYTES / 1e6:.0f} MB")
         peer = [found[phase] for found in times["orbax manager"]]
         for name in (name for name in times if name != "orbax manager"):
             own = [found[phase] for found in times[name]]
-            report_ratio(name, "orbax manager", ratio(own, peer), bound if name == "Saver" else None)
+            good &= report_ratio(name, "orbax manager", ratio(own, peer), bound if name == "Saver" else None)
+    return good
 
 
 def ratio(own, peer):
@@ -143,4 +145,4 @@ def ratio(own, peer):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(not main())
