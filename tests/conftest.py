@@ -146,7 +146,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests are named after an memory address: {unstable[:3]}; give them ids")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Exempt all objects that exist before the first test from garbage collection, which makes it faster."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the module
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exempt also what a module leaves behind, such as compiled programs."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()

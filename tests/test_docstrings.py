@@ -1,6 +1,7 @@
 """The examples in the docstrings of public names run and print the documented output.
 
 pytest's doctest collection skips them, because the `__module__` of exported names is `jstep`, not that of their file.
+`jstep/__init__.py` is not collected: it would have the names that were used before, once more.
 """
 
 import doctest

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 EACH_VALUE = "each value once"
-QUICK_EXAMPLES = 8
+QUICK_EXAMPLES = 5
 _is_default_run = False
 
 

@@ -68,6 +68,7 @@ def test_clip_by_norm_over_axes(x: np.ndarray, limit: float, axes: Any) -> None:
     np.testing.assert_allclose(clipped, x * scale, rtol=3e-6)
 
 
+@pytest.mark.thorough(except_for=["-1", "axes3"])
 @pytest.mark.parametrize("axes", [0, 1, -1, (0, 1)])
 def test_rows_of_a_table_are_clipped_over_axes(axes: Any) -> None:
     rows = jstep.IndexedSlices(jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2))
@@ -183,10 +184,10 @@ def test_zeros_stay_zero_with_finite_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLIPS)
 def test_derivatives_beyond_the_limit(name: str) -> None:
-    clip, x, h = CLIPS[name], jnp.array([30.0, -40.0, 5.0]), 1.0
-    jacobian = jnp.atleast_2d(jax.jacrev(clip)(x))
+    clip, x, h = jax.jit(CLIPS[name]), np.array([30.0, -40.0, 5.0], np.float32), 1.0
+    jacobian = np.atleast_2d(jax.jit(jax.jacrev(clip))(x))
     for i in range(3):
-        delta = jnp.zeros(3).at[i].set(h)
+        delta = np.float32(h) * np.eye(3, dtype=np.float32)[i]
         numeric = (clip(x + delta) - clip(x - delta)) / (2 * h)
         np.testing.assert_allclose(jacobian[:, i], numeric, rtol=2e-3, atol=1e-4)
 

@@ -83,7 +83,17 @@ def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, li
     return state, history
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(
+    except_for=[
+        "scope-floats",
+        "dynamic_loss_scale-integers",
+        "master_weights-trees",
+        "averages-of-lookahead-floats",
+        "chain-beside-floats",
+        "labels-turned-trees",
+        "guarded-labels-integers",
+    ]
+)
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) -> None:

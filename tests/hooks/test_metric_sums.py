@@ -35,7 +35,7 @@ def means(rows, steps_per_call=1, names=("m",), **kwargs):
     return sums.take(number).means(names)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["bfloat16-3", "int32-100", "uint8-1", "bool-3"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool]
@@ -100,7 +100,7 @@ def first_bad(sums, number):
     return None if totals is None else totals.bad
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["2-1", "16-3", "40-7"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("bad", [1, 2, 16, 17, 40])
 def test_the_first_bad_step_is_named(bad, steps_per_call):
@@ -117,6 +117,7 @@ def test_the_first_bad_step_is_named(bad, steps_per_call):
     assert first_bad(sums, mine) is None
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
 @pytest.mark.parametrize("steps_per_call", [1, 2])

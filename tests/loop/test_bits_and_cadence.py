@@ -117,6 +117,7 @@ def test_one_row_is_looped_as_several_are() -> None:
     assert trained("auto") == trained(4) == trained(2)
 
 
+@pytest.mark.thorough(except_for=["dense"])
 @pytest.mark.parametrize("net", ["dense", "convolutional"])
 def test_bits_do_not_depend_on_hooks_and_cuts(net: str, tmp_path: Path) -> None:
     assert_no_cut_changes_a_bit(Task(NETS[net]), tmp_path)

@@ -38,6 +38,7 @@ def slow_step(*_):
     time.sleep(0.002)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(
     ("wait", "kwargs"),

@@ -158,6 +158,7 @@ TRACING_OPTIONS = {
 }
 
 
+@pytest.mark.thorough(except_for=["several steps", "split batches"])
 @pytest.mark.parametrize("name", TRACING_OPTIONS)
 def test_a_card_does_not_trace_the_step_again(name):
     options = TRACING_OPTIONS[name]()

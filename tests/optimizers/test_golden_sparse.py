@@ -34,7 +34,7 @@ def sparse_run(optimizer: jstep.Optimizer, params: Any, gradients: Any, *, trace
     return state
 
 
-@pytest.mark.thorough(except_for=["gradient_descent", "momentum", "adagrad", "adam", "rmsprop", "ftrl-l1"])
+@pytest.mark.thorough(except_for=["momentum", "adagrad", "rmsprop", "ftrl-l1"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ROWS_ONLY)
 def test_sparse_gradients_update_only_their_rows(name: str) -> None:
@@ -54,6 +54,7 @@ def test_sparse_gradients_update_only_their_rows(name: str) -> None:
         np.testing.assert_allclose(state.slots[slot]["table"], value, **EXACT, err_msg=slot)
 
 
+@pytest.mark.thorough(except_for=["adam-all-scheduled"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("adam")])
 def test_sparse_adam_equals_dense_adam(name: str) -> None:

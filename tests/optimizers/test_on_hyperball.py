@@ -219,6 +219,7 @@ def test_on_hyperball_makes_finished_updates() -> None:
 def test_held_and_vmapped_rates_and_sparse_gradients() -> None:
     p, u = random_normal(4, 3), jstep.IndexedSlices(random_normal(2, 3, seed=2), jnp.array([1, 1]), (4, 3))
 
+    @jax.jit(static_argnums=0)
     def moved(optimizer: jstep.Optimizer, updates: Any) -> Any:
         state = jstep.TrainState.create({"w": p}, optimizer)
         return jstep.apply_gradients(state, {"w": updates}, optimizer).params["w"]

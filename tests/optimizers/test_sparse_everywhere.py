@@ -139,7 +139,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
         "True-block by_global_norm",
         "True-wrapper accumulating",
         "True-wrapper cautious",
-        "False-wrapper nested",
+        "False-wrapper chain",
     ]
 )
 @pytest.mark.parametrize("name", BY_ROWS)

@@ -133,6 +133,7 @@ def test_sparse_gradients_are_accumulated():
     np.testing.assert_allclose(plain[-1].params["t"].ravel(), [0.0, -1.0, 0.0, -0.5])
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_accumulated_rows_that_no_gradient_names_stay(compiled):
     optimizer = jstep.update_every(
