@@ -9,7 +9,6 @@ import numpy as np
 
 from jstep.core.contexts import internal_transfers
 from jstep.core.trees import flatten, leaves_with_paths, quoted, structure
-from jstep.data._permutation import Rows
 
 
 def check_same_structure(samples: Mapping[str, Any]) -> None:
@@ -50,7 +49,7 @@ def _described(leaf: Any) -> str:
     return f"{dtype}{list(leaf.shape[1:])}"
 
 
-def merge(parts: Sequence[Any], indices: Sequence[Rows]) -> Any:
+def merge(parts: Sequence[Any], indices: Sequence[Any]) -> Any:
     """Merge the rows of several sources into one batch.
 
     Args:
@@ -63,7 +62,7 @@ def merge(parts: Sequence[Any], indices: Sequence[Rows]) -> Any:
     return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in zip(*columns, strict=True)])
 
 
-def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Rows]) -> Any:
+def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
     with internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from jstep.core.staircase import Staircase
 from jstep.data._permutation import Lookahead, RowNumbers
 from jstep.data._sizes import Run, Share, Sizes, sizes_of
-from jstep.data._steps import NO_END
-from jstep.data.sources import Rows
+from jstep.data._steps import NO_END, count_of
+from jstep.data.sequence import SourceRows
 
 
 class Position(NamedTuple):
@@ -38,6 +38,23 @@ class Plan(NamedTuple):
     shuffle: bool
     drop_remainder: bool
     num_epochs: int | None
+
+    def reader(self, share: Share) -> "Reader":
+        """Return a function from step to the rows of a share of its batch."""
+        return Reader(self, share)
+
+    def counts_of(self, steps: range) -> tuple[int, ...]:
+        """Return the number of rows in the batches of some steps."""
+        rows = 0
+        for inner, run in self.sizes.split(steps):
+            if run.last == run.size:
+                rows += count_of(inner) * run.size
+            elif abs(inner.step) == 1:
+                first = min(inner[0], inner[-1])
+                rows += run.before_step(first + count_of(inner)) - run.before_step(first)
+            else:
+                rows += sum(map(run.at, inner))
+        return (rows,)
 
 
 def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
@@ -76,33 +93,33 @@ def positions_of(
 
 
 class Reader:
-    """A function from step to this process's batch, for one iterator.
+    """A function from step to the rows of a share of its batch, for one iterator.
 
     Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
     """
 
-    def __init__(self, plan: Plan, rows: Rows) -> None:
-        self._plan, self._rows = plan, rows
+    def __init__(self, plan: Plan, share: Share) -> None:
+        self._plan, self._share = plan, share
         self._ahead = Lookahead(plan.num_rows, plan.seed)
         self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
 
-    def __call__(self, step: int) -> Any:
-        """Return the batch of a step."""
-        return self._rows.take(self.numbers(step))
-
-    def numbers(self, step: int) -> RowNumbers:
-        """Return the row numbers of the batch of a step."""
+    def __call__(self, step: int) -> list[SourceRows]:
+        """Return the rows of the batch of a step."""
         first, lines = self._known
         if not first <= step < first + len(lines):
             plan = self._plan
             index = plan.sizes.index(step)
             run, (epoch, offset) = plan.sizes.runs[index], plan.positions[index]
             epochs, i = divmod(step - run.first, run.period)
-            low, high = plan.share.of(run.at(step))
+            low, high = self._share.of(run.at(step))
             start = offset + i * run.size + low
             if not plan.shuffle:
-                return slice(start, start + high - low)
+                return [_alone(slice(start, start + high - low), high - low)]
             lines = self._ahead.lines(epoch + epochs, start, high - low, run.size)[: run.stop - step]
             first, self._known = step, (step, lines)
-        found: RowNumbers = lines[step - first]
-        return found
+        found = lines[step - first]
+        return [_alone(found, len(found))]
+
+
+def _alone(rows: RowNumbers, count: int) -> SourceRows:
+    return SourceRows(0, slice(0, count), rows)

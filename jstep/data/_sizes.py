@@ -9,7 +9,7 @@ import jax
 
 from jstep.core.checks import as_int
 from jstep.core.staircase import Staircase
-from jstep.data._steps import Steps, count_of, within
+from jstep.data._steps import Steps, within
 
 
 class Run(NamedTuple):
@@ -84,20 +84,6 @@ def sizes_of(runs: Iterable[Run]) -> Sizes:
     """Return the `Sizes` of consecutive runs."""
     kept = tuple(runs)
     return Sizes(kept, tuple(run.first for run in kept))
-
-
-def total(sizes: Sizes, steps: range) -> int:
-    """Return the total rows of the batches of some steps."""
-    rows = 0
-    for inner, run in sizes.split(steps):
-        if run.last == run.size:
-            rows += count_of(inner) * run.size
-        elif abs(inner.step) == 1:
-            first = min(inner[0], inner[-1])
-            rows += run.before_step(first + count_of(inner)) - run.before_step(first)
-        else:
-            rows += sum(map(run.at, inner))
-    return rows
 
 
 def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:

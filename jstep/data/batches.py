@@ -1,16 +1,15 @@
 """Shuffled batches as a pure function of the step, so that no data position is checkpointed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int, shown
 from jstep.core.staircase import as_staircase
-from jstep.data._permutation import RowNumbers
-from jstep.data._rows import Plan, Reader, positions_of, steps_in
-from jstep.data._sizes import Share, given_process, total
-from jstep.data._steps import NO_END, Steps, steps_of
+from jstep.data._rows import Plan, positions_of, steps_in
+from jstep.data._sizes import Share, given_process
+from jstep.data._steps import NO_END, steps_of
 from jstep.data.sequence import BatchSequence
-from jstep.data.sources import Rows, open_rows
+from jstep.data.sources import open_rows
 
 
 def batches(
@@ -108,7 +107,7 @@ def batches(
     runs, positions = positions_of(len(rows), sizes, drop_remainder, num_epochs)
     plan = Plan(len(rows), runs, positions, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
     end = NO_END if num_epochs is None else runs.runs[-1].stop
-    return Batches(plan, rows, steps_of([range(end)]))
+    return Batches(plan, {"": rows}, steps_of([range(end)]))
 
 
 class Batches(BatchSequence):
@@ -121,16 +120,7 @@ class Batches(BatchSequence):
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
 
-    def __init__(self, plan: Plan, rows: Rows, steps: Steps) -> None:
-        self._plan = plan
-        self._rows = rows
-        super().__init__(plan.sizes, steps)
-
-    def _reader(self) -> Reader:
-        return Reader(self._plan, self._rows)
-
-    def _rows_and_share(self) -> tuple[Rows, Share]:
-        return self._rows, self._plan.share
+    _plan: Plan
 
     def _definition(self) -> dict[str, Any]:
         plan = self._plan
@@ -141,10 +131,6 @@ class Batches(BatchSequence):
             "num_epochs": plan.num_epochs,
             "drop_remainder": plan.drop_remainder,
         }
-
-    def _rows_of(self, step: int) -> Iterator[tuple[str, slice, RowNumbers]]:
-        plan = self._plan._replace(share=Share(self._plan.share.sizes, (0, 1)))
-        yield "", slice(0, plan.sizes.at(step)), Reader(plan, self._rows).numbers(step)
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
@@ -179,5 +165,4 @@ class Batches(BatchSequence):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        parts = self._steps.numbered(0, self._as_step(step, end=1))
-        return sum(total(self._sizes, part) for _, part in parts)
+        return self._counts_before(step)[""]

@@ -23,7 +23,7 @@ def weights_of(batches: BatchSequence) -> dict[int, dict[str, float]]:
     """
     if not isinstance(batches, Mixture):
         return {}
-    found = batches._steps.changes(batches._mix.weights.stages())
+    found = batches._steps.changes(batches._plan.weights.stages())
     return {step: dict(zip(sorted(batches._rows), map(float, of), strict=True)) for step, of in found.items()}
 
 
@@ -63,14 +63,14 @@ def rows_hash(batches: BatchSequence) -> str:
         >>> rows_hash(one[:30]) == rows_hash(grown[:30]), rows_hash(one[:31]) == rows_hash(grown[:31])
         (True, False)
     """
-    count, hashed = len(batches), hashlib.blake2b(digest_size=16)
+    count, names, hashed = len(batches), sorted(batches._rows), hashlib.blake2b(digest_size=16)
     before = batches.rows_before(count)
     used = {name: rows for name, rows in (before if isinstance(before, dict) else {"": before}).items() if rows}
     hashed.update(repr((count, sorted(used.items()))).encode())
     for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
-        for name, indices, rows in batches._rows_of(batches._steps[step]):
-            hashed.update(repr(name).encode())
-            for numbers in (indices, rows):
+        for of in batches._rows_of(batches._steps[step]):
+            hashed.update(repr(names[of.source]).encode())
+            for numbers in (of.indices, of.rows):
                 each = np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
                 hashed.update(each.astype("<i8").tobytes())
     return hashed.hexdigest()

@@ -1,21 +1,17 @@
 """Weighted mixtures of data sources, as batches by step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.staircase import Staircase, as_staircase
 from jstep.data._counts import as_weights, counts_of
 from jstep.data._merged import check_same_structure
-from jstep.data._mixed_rows import Mix, Reader, Stream, derived_seed
-from jstep.data._permutation import RowNumbers
+from jstep.data._mixed_rows import Mix, stream_of
 from jstep.data._sizes import Run, Share, Sizes, given_process, sizes_of
-from jstep.data._steps import NO_END, Steps, count_of, steps_of
+from jstep.data._steps import NO_END, steps_of
 from jstep.data.sequence import BatchSequence
 from jstep.data.sources import Rows, open_rows
-
-_ROWS, _ORDER = 1, 2
-"""The purposes that seeds are derived for."""
 
 
 def mixture(
@@ -89,9 +85,9 @@ def mixture(
     stages = as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, given_process(process_index, process_count))
-    streams = tuple(Stream(len(rows[name]), derived_seed(seed, _ROWS, name), shuffle) for name in names)
-    mix = Mix(streams, sizes, counts_of(stages, sizes), share, derived_seed(seed, _ORDER), stages)
-    return Mixture(mix, rows, seed, steps_of([range(NO_END)]))
+    streams = tuple(stream_of(len(rows[name]), seed, name, shuffle) for name in names)
+    mix = Mix(streams, sizes, counts_of(stages, sizes), share, seed, stages)
+    return Mixture(mix, rows, steps_of([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -122,30 +118,15 @@ class Mixture(BatchSequence):
     lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
-    def __init__(self, mix: Mix, rows: dict[str, Rows], seed: int, steps: Steps) -> None:
-        self._mix = mix
-        self._rows = rows
-        self._seed = seed
-        super().__init__(mix.sizes, steps)
-
-    def _reader(self) -> Reader:
-        return Reader(self._mix, self._rows)
-
-    def _rows_and_share(self) -> tuple[Rows, Share]:
-        return next(iter(self._rows.values())), self._mix.share
+    _plan: Mix
 
     def _definition(self) -> dict[str, Any]:
-        return {"rows": self.num_rows, "seed": self._seed, "shuffle": self._mix.streams[0].shuffle}
-
-    def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
-        mix, names = self._mix, sorted(self._rows)
-        for of in Reader(mix._replace(share=Share(mix.share.sizes, (0, 1))), self._rows).numbers(step):
-            yield names[of.source], of.indices, of.rows
+        return {"rows": self.num_rows, "seed": self._plan.seed, "shuffle": self._plan.streams[0].shuffle}
 
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
-        order = "shuffled by" if self._mix.streams[0].shuffle else "in order, mixed by"
-        return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._seed}, {self._extent()}>"
+        order = "shuffled by" if self._plan.streams[0].shuffle else "in order, mixed by"
+        return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -163,11 +144,5 @@ class Mixture(BatchSequence):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        total = dict.fromkeys(self._rows, 0)
-        for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
-            stretches = [(min(part[0], part[-1]), count_of(part))] if abs(part.step) == 1 else ((s, 1) for s in part)
-            for first, steps in stretches:
-                ends = (self._mix.counts.at(self._sizes.before(at)) for at in (first, first + steps))
-                for name, low, high in zip(sorted(total), *ends, strict=True):
-                    total[name] += high - low
-        return total
+        counts = self._counts_before(step)
+        return {name: counts[name] for name in self._rows}

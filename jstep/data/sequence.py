@@ -2,18 +2,34 @@
 
 import abc
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, overload
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 
 from jstep.core.checks import as_int
+from jstep.data._merged import merge
 from jstep.data._permutation import RowNumbers
-from jstep.data._sizes import Share, Sizes, next_change
+from jstep.data._sizes import Share, next_change
 from jstep.data._steps import Steps
 from jstep.data.sources import Rows
 
 Self = TypeVar("Self", bound="BatchSequence")
+
+
+class SourceRows(NamedTuple):
+    """Rows of one source in a batch.
+
+    Attributes:
+        source: The number of the source.
+        indices: Their indices in this process's part of the batch, ascending.
+        rows: Their row numbers in the source.
+    """
+
+    source: int
+    indices: RowNumbers
+    rows: RowNumbers
 
 
 class BatchSequence(abc.ABC):
@@ -23,20 +39,25 @@ class BatchSequence(abc.ABC):
     raises IndexError, as does a step past the end.
     """
 
+    _plan: Any
+    """The assignment of rows to steps, without the data: `sizes`, this process's `share`, `reader(share)`, which is a
+    function from step to a list of `SourceRows`, and `counts_of(steps)`, the rows of each source in some steps."""
+
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
 
-    def __init__(self, sizes: Sizes, steps: Steps) -> None:
-        self._sizes = sizes
+    def __init__(self, plan: Any, rows: Mapping[str, Rows], steps: Steps) -> None:
+        self._plan, self._rows = plan, rows
         self._use(steps)
 
     def _use(self, steps: Steps) -> None:
         self._steps, self._count = steps, steps.count
         self._read = self._reader()
 
-    @abc.abstractmethod
     def _reader(self) -> Callable[[int], Any]:
-        """A new function from step to batch for one iterator, in steps of the original sequence (without slices)."""
+        """Return a new function from step to batch for one iterator, in steps of the original sequence."""
+        sources = [self._rows[name] for name in sorted(self._rows)]
+        return functools.partial(_read, self._plan.reader(self._plan.share), sources)
 
     def _with(self: Self, steps: Steps) -> Self:
         """The same sequence with other steps."""
@@ -48,9 +69,18 @@ class BatchSequence(abc.ABC):
     def _definition(self) -> dict[str, Any]:
         """The definition of the batches, apart from steps, sizes and weights, as JSON-serializable values."""
 
-    @abc.abstractmethod
-    def _rows_of(self, step: int) -> Iterator[tuple[str, RowNumbers, RowNumbers]]:
-        """The rows of the batch of a step on all processes: sources, indices in the batch, numbers in the source."""
+    def _rows_of(self, step: int) -> list[SourceRows]:
+        """Return the rows of the batch of a step on all processes."""
+        found: list[SourceRows] = self._plan.reader(Share(self._plan.share.sizes, (0, 1)))(step)
+        return found
+
+    def _counts_before(self, step: int) -> dict[str, int]:
+        """Return the rows of each source in the batches before a step."""
+        counts = dict.fromkeys(sorted(self._rows), 0)
+        for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
+            for name, count in zip(counts, self._plan.counts_of(part), strict=True):
+                counts[name] += count
+        return counts
 
     def _extent(self) -> str:
         """The range of steps, for the repr."""
@@ -70,9 +100,9 @@ class BatchSequence(abc.ABC):
 
         A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
-        found = self._steps.changes((run.first, run.stop, run.size) for run in self._sizes.runs)
+        found = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs)
         if not found:
-            return self._sizes.runs[0].size
+            return self._plan.sizes.runs[0].size
         return found[0] if len(found) == 1 else found
 
     @property
@@ -90,11 +120,7 @@ class BatchSequence(abc.ABC):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        return self._sizes.at(self._steps[self._as_step(step)])
-
-    @abc.abstractmethod
-    def _rows_and_share(self) -> tuple[Rows, Share]:
-        """A source of rows with the structure of a batch, and this process's share of a batch."""
+        return self._plan.sizes.at(self._steps[self._as_step(step)])
 
     def shapes(self, step: int) -> Any:
         """Return the shapes of the batch of `step` on this process, without reading the batch.
@@ -107,14 +133,13 @@ class BatchSequence(abc.ABC):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        rows, share = self._rows_and_share()
-        low, high = share.of(self.batch_size_at(step))
+        low, high = self._plan.share.of(self.batch_size_at(step))
 
         def leaf(row: Any) -> Any:
             dtype = jax.dtypes.canonicalize_dtype(row.dtype, allow_extended_dtype=True)  # keys, too
             return jax.ShapeDtypeStruct((high - low, *row.shape[1:]), dtype)
 
-        return jax.tree.map(leaf, rows.take(slice(0, 1)))
+        return jax.tree.map(leaf, next(iter(self._rows.values())).take(slice(0, 1)))
 
     def next_change(self, step: int) -> int | None:
         """Return the next step whose batch has a different number of rows than that of `step`, or None.
@@ -125,7 +150,7 @@ class BatchSequence(abc.ABC):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        return next_change(self._sizes, self._steps, self._as_step(step))
+        return next_change(self._plan.sizes, self._steps, self._as_step(step))
 
     def skip(self: Self, start: int, stop: int) -> Self:
         """Return the batches without those of steps `start` to `stop - 1`, such as bad data or a loss spike.
@@ -212,6 +237,11 @@ class BatchSequence(abc.ABC):
         if stride is not None and stride < 0 and start is None and self.is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return slice(start, stop, stride)
+
+
+def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:
+    found = numbers(step)
+    return merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
 
 
 class BatchIterator(Iterator[Any]):

@@ -13,41 +13,29 @@ from jstep.data._permutation import RowNumbers
 
 
 class ArraySource:
-    """Rows of an array in memory, or of a memory-mapped one."""
+    """Rows of an array in memory, or of a memory-mapped one; PRNG keys, which exist only on a device, stay there."""
 
     def __init__(self, array: Any, path: str) -> None:
+        self.path = path
+        self._is_of_keys = isinstance(array, jax.Array) and is_key(array)
         # np.asarray converts a memory map to the base class, so that its rows are plain arrays.
         with internal_transfers():
-            self._array: np.ndarray[Any, Any] = np.asarray(array)
-        self.path = path
+            self._array: Any = array if self._is_of_keys else np.asarray(array)
         # np.take is the faster gather, but it first copies the whole array if that is not contiguous.
-        self._takes = self._array.flags.c_contiguous and self._array.flags.aligned
+        self._takes = not self._is_of_keys and self._array.flags.c_contiguous and self._array.flags.aligned
 
     def __len__(self) -> int:
         return len(self._array)
 
     def rows(self, rows: RowNumbers) -> Any:
         """Return a new array of these rows."""
+        if self._is_of_keys:
+            with internal_transfers():
+                return self._array[rows]
         if isinstance(rows, slice):
             return self._array[rows].copy()
         # The rows are in range; "clip" only avoids the check of each row.
         return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
-
-
-class KeySource:
-    """PRNG keys, which exist only on a device."""
-
-    def __init__(self, keys: jax.Array, path: str) -> None:
-        self._keys = keys
-        self.path = path
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def rows(self, rows: RowNumbers) -> Any:
-        """Return these keys as a JAX array."""
-        with internal_transfers():
-            return self._keys[rows]
 
 
 class ItemSource:
@@ -124,7 +112,7 @@ class ItemSource:
         return True
 
 
-Source: TypeAlias = ArraySource | KeySource | ItemSource
+Source: TypeAlias = ArraySource | ItemSource
 
 
 def as_source(leaf: Any, keys: Sequence[Any], argument: str) -> Source:
@@ -196,8 +184,6 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
             raise TypeError(f"{argument}: the {type(leaf).__name__} at {path} is a scalar and has no rows")
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return KeySource(leaf, path)
         return ArraySource(leaf, path)
     name = type(leaf).__name__
     if isinstance(leaf, str | bytes):
