@@ -12,8 +12,8 @@ also has these three fields. Readers skip lines of other kinds.
 """
 
 from jstep.timeline.goodput import Goodput, goodput
-from jstep.timeline.lines import NAME, VERSION, Line, read
+from jstep.timeline.lines import NAME, VERSION, read
 from jstep.timeline.stopwatch import PARTS, Stopwatch
 from jstep.timeline.timeline import Timeline
 
-__all__ = ["NAME", "PARTS", "VERSION", "Goodput", "Line", "Stopwatch", "Timeline", "goodput", "read"]
+__all__ = ["NAME", "PARTS", "VERSION", "Goodput", "Stopwatch", "Timeline", "goodput", "read"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.core.text import html_table
-from jstep.timeline.lines import Line, read, starts
+from jstep.timeline.lines import read
 from jstep.timeline.stopwatch import PARTS, STEPPING
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
@@ -131,14 +131,14 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    return _accounted([list(lines) for lines in starts(read(path, prefix))])
+    return _accounted(read(path, prefix))
 
 
-def _accounted(all_starts: Sequence[Sequence[Line]]) -> Goodput:
+def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
     seconds = dict.fromkeys((*_COPIED, "productive", "rewound", "down"), 0.0)
     ended: float | None = None
     for lines in all_starts:
-        last = lines[-1].fields
+        last = lines[-1]
         own = _seconds(last)
         began = last["time"] - sum(own.values())
         if ended is not None:
@@ -152,20 +152,20 @@ def _accounted(all_starts: Sequence[Sequence[Line]]) -> Goodput:
     for lines in reversed(all_starts):
         kept, of_them = _kept(lines, limit)
         seconds["productive"] += kept
-        seconds["rewound"] += max(0.0, _seconds(lines[-1].fields)[STEPPING] - kept)
+        seconds["rewound"] += max(0.0, _seconds(lines[-1])[STEPPING] - kept)
         steps += of_them
-        if (where := lines[-1].fields["step"]) is not None:
+        if (where := lines[-1]["step"]) is not None:
             limit = min(limit, where[0])
     return Goodput(**seconds, starts=len(all_starts), steps=steps)
 
 
-def _seconds(fields: Mapping[str, Any]) -> dict[str, float]:
-    return {part: float(fields["seconds"].get(part, 0.0)) for part in PARTS}
+def _seconds(line: Mapping[str, Any]) -> dict[str, float]:
+    return {part: float(line["seconds"].get(part, 0.0)) for part in PARTS}
 
 
-def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
+def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]:
     """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
-    known = [(one.fields["step"], _seconds(one.fields)[STEPPING]) for one in lines if one.fields["step"] is not None]
+    known = [(one["step"], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
     if not known:
         return 0.0, 0
     (first, last), all_of_it = known[-1]
@@ -174,7 +174,7 @@ def _kept(lines: Sequence[Line], limit: float) -> tuple[float, int]:
     if limit <= first:
         return 0.0, 0
     # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
-    saved = [_seconds(one.fields)[STEPPING] for one in lines if one.fields.get("checkpoint") == limit]
+    saved = [_seconds(one)[STEPPING] for one in lines if one.get("checkpoint") == limit]
     if saved:
         return saved[-1], int(limit) - first
     below = (first, 0.0)

@@ -1,10 +1,9 @@
 """Reading the lines of a timeline, from a file or from the objects of all starts."""
 
-import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jstep.core.checks import as_text, shown
@@ -21,23 +20,8 @@ START, TIMES = "start", "parts"
 _logger = logging.getLogger("jstep")
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of a timeline.
-
-    Attributes:
-        kind: The kind of line: "start", "parts", or another one.
-        start: The start of the run that wrote it.
-        fields: All its fields.
-    """
-
-    kind: str
-    start: str
-    fields: Mapping[str, Any]
-
-
-def read(path: Any, prefix: str = "model") -> list[Line]:
-    """Return the lines of a run in the order of its starts.
+def read(path: Any, prefix: str = "model") -> list[list[dict[str, Any]]]:
+    """Return the lines with times of each start of a run, in the order of its starts.
 
     A torn last line is skipped silently; other corrupted lines are skipped with a warning.
 
@@ -51,7 +35,7 @@ def read(path: Any, prefix: str = "model") -> list[Line]:
         OSError: The timeline cannot be read.
     """
     where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
-    found: list[Line] = []
+    starts: dict[str, list[dict[str, Any]]] = {}
     others: dict[str, None] = {}
     known: set[str] = set()
     for place in _places(where):
@@ -64,19 +48,20 @@ def read(path: Any, prefix: str = "model") -> list[Line]:
                     text = shown(raw.decode(errors="replace").strip(), 60)
                     _logger.warning("%s: line %d is not a line of a timeline and is skipped: %s", place, number, text)
                 continue
-            if line.fields["prefix"] != prefix:
-                others.setdefault(line.fields["prefix"])
+            if line["prefix"] != prefix:
+                others.setdefault(line["prefix"])
                 continue
-            if line.kind == START:
-                _check_version(line.fields.get("version"), place, number)
-                known.add(line.start)
-            found.append(line)
+            if line["kind"] == START:
+                _check_version(line.get("version"), place, number)
+                known.add(line["start"])
+            if line["kind"] in (START, TIMES):
+                starts.setdefault(line["start"], []).append(line)
     if not known:
         raise ValueError(
             f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
-    return [line for line in found if line.start in known]
+    return [lines for start, lines in starts.items() if start in known]
 
 
 def fields_with(where: str, *words: str) -> Iterator[dict[str, Any]]:
@@ -136,17 +121,12 @@ def _check_version(version: Any, place: str, number: int) -> None:
         )
 
 
-def _line(raw: bytes) -> Line | None:
-    try:
-        found = json.loads(raw)
-        kind, start, prefix = found["kind"], found["start"], found["prefix"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+def _line(raw: bytes) -> dict[str, Any] | None:
+    found = _parsed(raw)
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("kind", "start", "prefix")):
         return None
-    if not all(isinstance(text, str) for text in (kind, start, prefix)):
-        return None
-    is_known = kind in (START, TIMES)
-    newer = kind == START and found.get("version") != VERSION  # reported by _check_version
-    return Line(kind, start, found) if newer or not is_known or _has_times(found) else None
+    newer = found["kind"] == START and found.get("version") != VERSION  # reported by _check_version
+    return found if newer or found["kind"] not in (START, TIMES) or _has_times(found) else None
 
 
 def _has_times(found: dict[str, Any]) -> bool:
@@ -164,12 +144,3 @@ def _is_seconds(value: Any) -> bool:
 
 def _is_step(value: Any) -> bool:
     return type(value) is int and value >= 0
-
-
-def starts(lines: list[Line]) -> Iterator[list[Line]]:
-    """Yield the lines with times of each start, in the order of the starts."""
-    by_start: dict[str, list[Line]] = {}
-    for line in lines:
-        if line.kind in (START, TIMES):
-            by_start.setdefault(line.start, []).append(line)
-    yield from by_start.values()
