@@ -12,7 +12,7 @@ from jstep.core.meshes import mesh_of
 from jstep.core.placement import compiles_only, is_shape
 from jstep.state import TrainState, shard_state
 from jstep.topologies import topology
-from jstep.training import leading_axes
+from jstep.training.step import pure
 
 
 def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -28,7 +28,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
         )
     mesh = topology(name)
     (axis,) = mesh.axis_names
-    lead = leading_axes(train_step)
+    lead = pure(train_step).leading_axes
 
     def row_shape(keys: Any, leaf: Any) -> Any:
         if not trees.is_array(leaf) and not is_shape(leaf):

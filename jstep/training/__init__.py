@@ -6,7 +6,7 @@ from jstep.training.constants import Constants
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.minimize import minimize
 from jstep.training.scan import scan_steps
-from jstep.training.step import TrainStep, leading_axes
+from jstep.training.step import TrainStep
 
 __all__ = [
     "Constants",
@@ -14,7 +14,6 @@ __all__ = [
     "TracedStep",
     "TrainStep",
     "apply_gradients",
-    "leading_axes",
     "looped_step",
     "minimize",
     "scan_steps",

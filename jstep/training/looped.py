@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,6 @@ from jstep.core.meshes import dims_of
 from jstep.training.constants import Constants
 from jstep.training.scan import without_step_axis
 from jstep.training.step import PureStep, TrainStep, pure
-
-
-class Accumulator(Protocol):
-    """The part of a program that accumulates the metrics of its steps."""
-
-    def row(self, metrics: Any) -> Any:
-        """The numbers of one step, a tree of arrays."""
-        ...
-
-    def add(self, sums: Any, rows: Any, count: Any) -> Any:
-        """The sums after the first `count` rows, which are stacked on a leading axis."""
-        ...
 
 
 class TracedStep(NamedTuple):
@@ -68,12 +56,12 @@ class LoopedStep(TrainStep):
     Args:
         step: The step: of `minimize`, or any function `(state, *args) -> (state, metrics)`.
         most: K; None for the arguments of a single step, not stacked, in the same loop.
-        accumulate: Returns what the program accumulates of the metrics of a step.
+        accumulate: Returns what the program accumulates of the metrics of a step: an object with `row(metrics)`, the
+            numbers of one step as a tree of arrays, and `add(sums, rows, count)`, the sums after the first `count`
+            rows, which are stacked on a leading axis.
     """
 
-    def __init__(
-        self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Accumulator]
-    ) -> None:
+    def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
         one = pure(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
@@ -131,9 +119,7 @@ class LoopedStep(TrainStep):
         return (None, NamedSharding(mesh, PartitionSpec())), None  # of the sums, which the next call continues
 
 
-def looped_step(
-    step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Accumulator]
-) -> LoopedStep:
+def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
     """Return the `LoopedStep` of a step, cached so that it is compiled only once per step.
 
     Args:

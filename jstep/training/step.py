@@ -1,6 +1,7 @@
 """The compiled training step, which donates its state."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,32 +26,28 @@ Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
 those that are constant. `batch_specs` are the shardings of args; None if unknown."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PureStep:
-    """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating."""
+    """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
 
-    def __init__(
-        self,
-        parts: Parts,
-        *,
-        name: str = "train_step",
-        title: str | None = None,
-        looks_at_rows: bool = False,
-        leading_axes: int = 0,
-    ) -> None:
-        """Create a step from its parts.
+    Attributes:
+        parts: The step with computed and constant metrics separated.
+        name: The name of the function.
+        title: A name that identifies the step among those of a run; `name` if empty.
+        looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
+        leading_axes: The number of batch axes before that of the rows: one for each `scan_steps`.
+    """
 
-        Args:
-            parts: The step with computed and constant metrics separated.
-            name: The name of the function.
-            title: A name that identifies the step among those of a run; `name` if None.
-            looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
-            leading_axes: The number of batch axes before that of the rows.
-        """
-        self.parts = parts
-        self.looks_at_rows = looks_at_rows
-        self.leading_axes = leading_axes
-        self.__name__ = self.__qualname__ = name
-        self.title = title or name
+    parts: Parts
+    _: dataclasses.KW_ONLY
+    name: str = "train_step"
+    title: str = ""
+    looks_at_rows: bool = False
+    leading_axes: int = 0
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name
+        self.title = self.title or self.name
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step."""
@@ -66,11 +63,6 @@ class PureStep:
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
-
-
-def leading_axes(step: Any) -> int:
-    """Return the number of batch axes before that of the rows: one for each `scan_steps`."""
-    return pure(step).leading_axes if isinstance(step, PureStep | TrainStep) else 0
 
 
 def pure(step: Callable[..., Any]) -> PureStep:
@@ -218,20 +210,17 @@ class TrainStep:
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
         with using_mesh(mesh_of((state, args))):
-            return self._whole(state, args).lower(state, *args)
+            return self._for(state, args, "whole").lower(state, *args)
 
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
         with using_mesh(mesh_of((state, args))):
-            return self._whole(state, args).trace(state, *args)
+            return self._for(state, args, "whole").trace(state, *args)
 
     def traced_call(self, state: TrainState, *args: Any) -> Any:
         """Return the trace of the program that a call runs; once it is compiled, the call does not recompile."""
         with using_mesh(mesh_of((state, args))):
             return self._for(state, args).trace(state, *args)
-
-    def _whole(self, state: Any, args: Any) -> Any:
-        return self._for(state, args, "whole")
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
