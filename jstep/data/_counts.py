@@ -100,7 +100,6 @@ class Counts:
 
     def __init__(self, stages: Sequence[tuple[int, Weights]]) -> None:
         self._stages: list[Stage] = []
-        self._firsts: list[int] = []
         counts = (0,) * len(stages[0][1])
         ideals: list[Fraction] = [Fraction(0)] * len(counts)
         previous = stages[0]
@@ -111,12 +110,11 @@ class Counts:
                 errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
                 ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
             self._stages.append(Stage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
-            self._firsts.append(first)
             previous = first, weights
 
     def at(self, rows: int) -> tuple[int, ...]:
         """Return the number of rows from each source among the first `rows`."""
-        return self._stages[bisect.bisect_right(self._firsts, rows) - 1].counts(rows)
+        return self._stages[bisect.bisect_right(self._stages, rows, key=lambda stage: stage.first) - 1].counts(rows)
 
 
 def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
@@ -129,27 +127,18 @@ def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -
         filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
         waiting -= filling
         rise = (1 - sum(weights[s] for s in filling)) / Fraction(len(filling))
-        found.append(_phase(time, counts, ideals, weights, filling, level - rise * time, rise))
+        at_zero = [
+            (i + level - rise * time if s in filling else c) + _HALF
+            for s, (c, i) in enumerate(zip(counts, ideals, strict=True))
+        ]
+        rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
+        unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
+        found.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
         if not waiting:
             return tuple(found)
         # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
         times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
         level, time = level + rise * (min(times) - time), min(times)
-
-
-def _phase(
-    start: Fraction,
-    counts: tuple[int, ...],
-    ideals: list[Fraction],
-    weights: Weights,
-    filling: set[int],
-    level: Fraction,
-    rise: Fraction,
-) -> Phase:
-    offsets = [(i + level if s in filling else c) + _HALF for s, (c, i) in enumerate(zip(counts, ideals, strict=True))]
-    rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
-    unit = math.lcm(*(x.denominator for x in (*offsets, *rates)))
-    return Phase(start, unit, tuple(int(x * unit) for x in offsets), tuple(int(x * unit) for x in rates))
 
 
 def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:

@@ -4,16 +4,9 @@ from typing import Any, NamedTuple
 
 from jstep.core.staircase import Staircase
 from jstep.data._permutation import Lookahead, RowNumbers
-from jstep.data._sizes import Run, Share, Sizes, sizes_of
+from jstep.data._sizes import Run, Share, Sizes
 from jstep.data._steps import NO_END, count_of
 from jstep.data.sequence import SourceRows
-
-
-class Position(NamedTuple):
-    """A position in the data: the epoch, and the number of its rows that have been used."""
-
-    epoch: int
-    offset: int
 
 
 class Plan(NamedTuple):
@@ -21,8 +14,7 @@ class Plan(NamedTuple):
 
     Attributes:
         num_rows: The number of rows of the sources.
-        sizes: The number of rows of each batch.
-        positions: The position at which each run of `sizes` begins.
+        sizes: The number of rows of each batch, and the position in the epochs.
         share: This process's share of a batch.
         seed: Determines the permutations.
         shuffle: Whether to permute the rows.
@@ -32,7 +24,6 @@ class Plan(NamedTuple):
 
     num_rows: int
     sizes: Sizes
-    positions: tuple[Position, ...]
     share: Share
     seed: int
     shuffle: bool
@@ -62,15 +53,12 @@ def steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
-def positions_of(
-    num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None
-) -> tuple[Sizes, tuple[Position, ...]]:
-    """Return the sizes of all batches as runs of steps, and the position at which each run begins.
+def sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
+    """Return the sizes of all batches as runs of steps.
 
     A stage continues the current epoch: the rest of that epoch is one run, and the whole epochs after it are the next.
     """
     runs: list[Run] = []
-    positions: list[Position] = []
     epoch = offset = before = 0
     end = NO_END if num_epochs is None else num_epochs
     for first, stage_stop, size in sizes.stages():
@@ -83,13 +71,12 @@ def positions_of(
                 continue
             run_stop = min(stop, first + (1 if offset else end - epoch) * period)
             last = size if drop_remainder else left - (period - 1) * size
-            run = Run(first, run_stop, size, period, last, before)
+            run = Run(first, run_stop, size, period, last, before, epoch, offset)
             runs.append(run)
-            positions.append(Position(epoch, offset))
             epochs, i = divmod(run_stop - 1 - first, period)
             epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
             first, before = run_stop, run.before_step(run_stop)
-    return sizes_of(runs), tuple(positions)
+    return Sizes(tuple(runs))
 
 
 class Reader:
@@ -108,14 +95,13 @@ class Reader:
         first, lines = self._known
         if not first <= step < first + len(lines):
             plan = self._plan
-            index = plan.sizes.index(step)
-            run, (epoch, offset) = plan.sizes.runs[index], plan.positions[index]
+            run = plan.sizes.run_of(step)
             epochs, i = divmod(step - run.first, run.period)
             low, high = self._share.of(run.at(step))
-            start = offset + i * run.size + low
+            start = run.offset + i * run.size + low
             if not plan.shuffle:
                 return [_alone(slice(start, start + high - low), high - low)]
-            lines = self._ahead.lines(epoch + epochs, start, high - low, run.size)[: run.stop - step]
+            lines = self._ahead.lines(run.epoch + epochs, start, high - low, run.size)[: run.stop - step]
             first, self._known = step, (step, lines)
         found = lines[step - first]
         return [_alone(found, len(found))]

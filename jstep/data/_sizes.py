@@ -1,7 +1,7 @@
 """The number of rows of each batch, in closed form over runs of steps, and the share of each process."""
 
 import bisect
-import dataclasses
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ class Run(NamedTuple):
         period: Steps per epoch; the first epoch begins at `first`.
         last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
+        epoch: The epoch of `first`, if the sequence has epochs.
+        offset: The number of rows of that epoch that were used before.
     """
 
     first: int
@@ -30,6 +32,8 @@ class Run(NamedTuple):
     period: int
     last: int
     before: int
+    epoch: int = 0
+    offset: int = 0
 
     def before_step(self, step: int) -> int:
         """Return the rows of all batches before a step of the run, or before its end."""
@@ -50,40 +54,39 @@ class Run(NamedTuple):
         return next((step for step in candidates if step in steps and self.at(step) != size), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+_FIRST = operator.attrgetter("first")
+
+
+class Sizes(NamedTuple):
     """The rows of each batch, as consecutive runs without gaps."""
 
     runs: tuple[Run, ...]
-    firsts: tuple[int, ...]
 
-    def index(self, step: int) -> int:
-        """Return the index of the run that contains a step; the last run for the step after the end."""
-        return bisect.bisect_right(self.firsts, step) - 1
+    def number_of(self, step: int) -> int:
+        """Return the number of the run that contains a step; the last run for the step after the end."""
+        return bisect.bisect_right(self.runs, step, key=_FIRST) - 1
+
+    def run_of(self, step: int) -> Run:
+        """Return the run that contains a step; the last run for the step after the end."""
+        return self.runs[self.number_of(step)]
 
     def at(self, step: int) -> int:
         """Return the rows of the batch of a step."""
-        return self.runs[self.index(step)].at(step)
+        return self.run_of(step).at(step)
 
     def before(self, step: int) -> int:
         """Return the rows of all batches before a step."""
-        return self.runs[self.index(step)].before_step(step)
+        return self.run_of(step).before_step(step)
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
         """Split steps into ranges within one run each, in their order."""
         if not steps:
             return
-        ends = self.index(steps[0]), self.index(steps[-1])
+        ends = self.number_of(steps[0]), self.number_of(steps[-1])
         for i in range(ends[0], ends[1] + 1) if steps.step > 0 else range(ends[0], ends[1] - 1, -1):
             inner = within(steps, self.runs[i].first, self.runs[i].stop)
             if inner:
                 yield inner, self.runs[i]
-
-
-def sizes_of(runs: Iterable[Run]) -> Sizes:
-    """Return the `Sizes` of consecutive runs."""
-    kept = tuple(runs)
-    return Sizes(kept, tuple(run.first for run in kept))
 
 
 def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:

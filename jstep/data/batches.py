@@ -5,7 +5,7 @@ from typing import Any
 
 from jstep.core.checks import as_bool, as_int, shown
 from jstep.core.staircase import as_staircase
-from jstep.data._rows import Plan, positions_of, steps_in
+from jstep.data._rows import Plan, sizes_in_epochs, steps_in
 from jstep.data._sizes import Share, given_process
 from jstep.data._steps import NO_END, steps_of
 from jstep.data.sequence import BatchSequence
@@ -104,9 +104,9 @@ def batches(
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = given_process(process_index, process_count)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
-    runs, positions = positions_of(len(rows), sizes, drop_remainder, num_epochs)
-    plan = Plan(len(rows), runs, positions, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
-    end = NO_END if num_epochs is None else runs.runs[-1].stop
+    each = sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
+    plan = Plan(len(rows), each, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
+    end = NO_END if num_epochs is None else each.runs[-1].stop
     return Batches(plan, {"": rows}, steps_of([range(end)]))
 
 

@@ -8,7 +8,7 @@ from jstep.core.staircase import Staircase, as_staircase
 from jstep.data._counts import as_weights, counts_of
 from jstep.data._merged import check_same_structure
 from jstep.data._mixed_rows import Mix, stream_of
-from jstep.data._sizes import Run, Share, Sizes, given_process, sizes_of
+from jstep.data._sizes import Run, Share, Sizes, given_process
 from jstep.data._steps import NO_END, steps_of
 from jstep.data.sequence import BatchSequence
 from jstep.data.sources import Rows, open_rows
@@ -108,7 +108,7 @@ def _sizes(sizes: Staircase[int]) -> Sizes:
         run = Run(first, NO_END if stop is None else stop, size, 1, size, before)
         runs.append(run)
         before = run.before_step(run.stop)
-    return sizes_of(runs)
+    return Sizes(tuple(runs))
 
 
 class Mixture(BatchSequence):
