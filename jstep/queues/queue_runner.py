@@ -136,10 +136,12 @@ class QueueRunner:
                     else f"were never started: {', '.join(idle)}; start and join them"
                 )
                 raise RuntimeError(f"create_threads: threads of an earlier call {which} before you create others")
-            self._exceptions = []
-            run = _Run(self, coord)
+            self._exceptions, self._coord, self._left = [], coord, len(self._ops)
+            # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
+            self._closed_before = self._queue.is_closed()
+            self._forget = coord.call_on_stop(self._cancel) if coord else lambda: None
             threads: list[threading.Thread] = [
-                Thread(target=run.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
+                Thread(target=self._feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
                 for i, op in enumerate(self._ops)
             ]
             self._threads = threads
@@ -155,43 +157,19 @@ class QueueRunner:
         name = getattr(op, "__name__", type(op).__name__)
         return f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{name}"
 
-    def _keep(self, exception: BaseException) -> None:
-        with self._lock:
-            self._exceptions.append(exception)
-
-
-class _Run:
-    """The threads of one call of `create_threads`."""
-
-    def __init__(self, runner: QueueRunner, coord: Coordinator | None) -> None:
-        self._runner = runner
-        self._queue = runner.queue
-        self._coord = coord
-        self._lock = threading.Lock()
-        self._left = len(runner._ops)
-        # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
-        self._closed_before = self._queue.is_closed()
-        self._forget: Callable[[], None] = lambda: None
-        if coord:
-            self._forget = coord.call_on_stop(self._cancel)
-
-    def feed(self, op: Callable[[], object]) -> None:
+    def _feed(self, op: Callable[[], object]) -> None:
         runner_thread.feeding = True
         try:
-            if self._coord:
-                should_stop = self._coord.should_stop
-                while not should_stop():
-                    op()
-            else:
-                while True:
-                    op()
+            while not (self._coord and self._coord.should_stop()):
+                op()
         except StopIteration:
             pass
         except OutOfRangeError as ex:
             if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
-            if self._closed_before or not self._ended():
+            ended = self._queue.is_closed() or not threading.main_thread().is_alive()
+            if self._closed_before or not ended:
                 self._report(ex)
         except BaseException as ex:
             self._report(ex)
@@ -206,14 +184,12 @@ class _Run:
     def _cancel(self) -> None:
         self._queue.close(cancel_pending_enqueues=True)
 
-    def _ended(self) -> bool:
-        return self._queue.is_closed() or not threading.main_thread().is_alive()
-
     def _report(self, ex: BaseException) -> None:
         self._queue.fail(ex)
         if not self._coord:
             _log.error("Exception in %s", threading.current_thread().name, exc_info=ex)
-            self._runner._keep(ex)
+            with self._lock:
+                self._exceptions.append(ex)
             return
         try:
             self._coord.request_stop(ex)
