@@ -103,20 +103,18 @@ def evaluator(
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals(merge)
         for args in placed(passes, shardings):
-            mesh = mesh_of((params, args))
-            spread = mesh if _is_on_several_processes(mesh) else None
             # Otherwise the processes may have different numbers of batches.
-            if spread is not None or agreement.is_single_process():
+            if agreement.is_single_process() or _mesh_of_processes((params, args)) is not None:
                 raise_if_stop_requested()
-            with using_mesh(mesh):
-                totals.add(measure(params, args, spread), spread)
+            with using_mesh(mesh_of((params, args))):
+                totals.add(measure(params, args))
         return totals.results()
 
     return evaluate
 
 
 def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
-    """Return `measure(params, args, mesh) -> metrics`, the compiled metric function."""
+    """Return `measure(params, args) -> metrics`, the compiled metric function."""
     name = getattr(metric_fn, "__name__", "metric_fn")
     attempts = Attempts(name)
 
@@ -126,11 +124,12 @@ def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
     compute.__name__ = name
     computed = _replicated(compute)
 
-    def measure(params: tuple[Any, ...], args: tuple[Any, ...], mesh: Any) -> list[Metric]:
+    def measure(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
         # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
+        is_alone = _mesh_of_processes((params, args)) is None
         try:
-            with contextlib.nullcontext() if mesh is None else internal_transfers():
-                metrics: list[Metric] = computed(params, args, mesh)
+            with contextlib.nullcontext() if is_alone else internal_transfers():
+                metrics: list[Metric] = computed(params, args)
         except Exception as error:
             explain_a_list(error, args)
             raise
@@ -143,10 +142,7 @@ def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
 
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` compiled, with a further argument: the mesh over several processes, or None.
-
-    Its results are available on every process.
-    """
+    """Return `fn` compiled; its results are available on every process."""
 
     @functools.wraps(fn)
     def own(*args: Any) -> Any:  # of each evaluator, because JAX confuses classes with the same fields
@@ -156,11 +152,13 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
     def compiled(mesh: Any) -> Any:
         return jax.jit(own, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
-    return lambda *args: compiled(args[-1])(*args[:-1])
+    return lambda *args: compiled(_mesh_of_processes(args))(*args)
 
 
-def _is_on_several_processes(mesh: Any) -> bool:
-    return mesh is not None and not NamedSharding(mesh, PartitionSpec()).is_fully_addressable
+def _mesh_of_processes(tree: Any) -> Any:
+    """Return the mesh of arrays that are on several processes; None for any others."""
+    mesh = mesh_of(tree)
+    return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 
 
 def _params_of(state: TrainState, use_averages: bool | str) -> Any:

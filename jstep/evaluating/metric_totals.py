@@ -124,7 +124,7 @@ class Totals:
     """The totals of all metrics, by name in the order of the metric function: a `Mean`, or a merged object.
 
     Args:
-        merge: `merge(totals, objects, mesh)` merges objects by name.
+        merge: `merge(totals, objects)` merges objects by name.
     """
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
@@ -132,12 +132,8 @@ class Totals:
         self._totals: dict[str, Any] = {}
         self._pending: deque[Sequence[Metric]] = deque()
 
-    def add(self, metrics: Sequence[Metric], mesh: Any) -> None:
+    def add(self, metrics: Sequence[Metric]) -> None:
         """Add the metrics of a batch; wait for those of an earlier one.
-
-        Args:
-            metrics: The metrics.
-            mesh: The mesh over several processes that they are computed on, or None.
 
         Raises:
             TypeError: A metric is an object in one batch and not in another, or `merge` is wrong.
@@ -149,7 +145,7 @@ class Totals:
             if isinstance(total, Mean) == (metric.kind == OBJECT):
                 raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
         if before:
-            self._totals |= self._merge(before, {name: objects[name] for name in before}, mesh)
+            self._totals |= self._merge(before, {name: objects[name] for name in before})
         self._pending.append(metrics)
         if len(self._pending) > _AHEAD:
             self._read()
