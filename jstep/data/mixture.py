@@ -7,9 +7,9 @@ import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.staircase import Staircase, as_staircase
+from jstep.core.trees import leaves_with_paths, quoted, structure
 from jstep.data import _permutation
 from jstep.data._counts import Counts, Weights, as_weights, counts_of
-from jstep.data._merged import check_same_structure
 from jstep.data._permutation import Lookahead, RowNumbers
 from jstep.data._sizes import Run, Share, Sizes, given_process
 from jstep.data._steps import NO_END, count_of, steps_of
@@ -104,8 +104,46 @@ def _open(sources: Any) -> dict[str, Rows]:
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     # Two rows, because they show whether `__getitem__` of a source takes a list of indices.
-    check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
+    _check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
     return rows
+
+
+def _check_same_structure(samples: Mapping[str, Any]) -> None:
+    """Check that the rows of all sources fit into one batch.
+
+    Args:
+        samples: A batch of each source, by name.
+
+    Raises:
+        ValueError: The sources differ in structure, or a leaf in dtype or row shape.
+    """
+    (name, sample), *others = samples.items()
+    first = dict(leaves_with_paths(sample))
+    for other, batch in others:
+        leaves = dict(leaves_with_paths(batch))
+        for path in [*leaves, *first]:
+            if path not in first or path not in leaves:
+                has, lacks = (other, name) if path in leaves else (name, other)
+                raise ValueError(
+                    f"sources: expected batches of one structure, got a leaf at {quoted(path)} from {has!r} and none "
+                    f"from {lacks!r}"
+                )
+            a, b = _described(leaves[path]), _described(first[path])
+            if a != b:
+                raise ValueError(
+                    f"sources: expected batches of one dtype and shape, got {a} for a row of {quoted(path)} from "
+                    f"{other!r} and {b} from {name!r}; cast, pad or crop them first"
+                )
+        if structure(batch) != structure(sample):
+            raise ValueError(
+                f"sources: expected batches of one structure, got {structure(batch)} from {other!r} and "
+                f"{structure(sample)} from {name!r}"
+            )
+
+
+def _described(leaf: Any) -> str:
+    dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # strings may differ in length
+    return f"{dtype}{list(leaf.shape[1:])}"
 
 
 def _sizes(sizes: Staircase[int]) -> Sizes:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.data._merged import merge
+from jstep.core.contexts import internal_transfers
+from jstep.core.trees import flatten, structure
 from jstep.data._permutation import RowNumbers
 from jstep.data._sizes import Share, next_change
 from jstep.data._steps import Steps
@@ -241,7 +244,32 @@ class BatchSequence(abc.ABC):
 
 def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:
     found = numbers(step)
-    return merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
+    return _merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
+
+
+def _merge(parts: Sequence[Any], indices: Sequence[Any]) -> Any:
+    """Merge the rows of several sources into one batch.
+
+    Args:
+        parts: Trees of arrays with the same structure.
+        indices: The indices of the rows of each part in the batch; together they cover the batch.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    columns = [flatten(part)[0] for part in parts]
+    return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in zip(*columns, strict=True)])
+
+
+def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
+    with internal_transfers():
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
+        arrays = [np.asarray(leaf) for leaf in leaves]
+    dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)  # the longest strings
+    merged = np.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype)
+    for array, targets in zip(arrays, indices, strict=True):
+        merged[targets] = array
+    return merged
 
 
 class BatchIterator(Iterator[Any]):

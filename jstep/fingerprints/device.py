@@ -73,17 +73,11 @@ def fingerprints(leaves: list[Any], keys: Any) -> Any:
     return jnp.stack(sealed(jnp.stack(sums), keys), axis=-1)
 
 
-def _stacked(leaves: list[Any], keys: Any) -> Any:
-    return fingerprints(leaves, keys)
-
-
-def _per_leaf(leaves: list[Any], keys: Any) -> list[Any]:
+def per_leaf(leaves: list[Any], keys: Any) -> list[Any]:
+    """Return the fingerprint of each leaf, n arrays uint32 `[2]`; to be traced."""
     return list(fingerprints(leaves, keys))
 
 
-def _summed(leaves: list[Any], keys: Any) -> Any:
+def summed(leaves: list[Any], keys: Any) -> Any:
+    """Return the sum of the fingerprints, uint32 `[2]`; to be traced."""
     return fingerprints(leaves, keys).sum(axis=0, dtype=U)
-
-
-FORMS = {"stacked": _stacked, "per_leaf": _per_leaf, "summed": _summed}
-"""The form of the result for n leaves: `[n, 2]`, n arrays `[2]`, or their sum `[2]`."""

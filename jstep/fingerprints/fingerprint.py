@@ -1,6 +1,6 @@
 """Fingerprint (64-bit hash) of a tree of arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
     # Inside a traced function, concrete leaves are hashed without tracing.
     with contexts.internal_transfers(), jax.ensure_compile_time_eval():
-        parts = _by_placement(leaves, keys, "per_leaf" if per_leaf else "summed")
+        parts = _by_placement(leaves, keys, device.per_leaf if per_leaf else device.summed)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
         found = [None] * len(leaves)
@@ -93,7 +93,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
     with contexts.internal_transfers():
-        return _by_placement(leaves, keys, "stacked")
+        return _by_placement(leaves, keys, device.fingerprints)
 
 
 def as_text(pair: Any) -> str:
@@ -131,16 +131,18 @@ def _sum(found: Sequence[Any]) -> Any:
     return sum(found[1:], found[0]) if found else jnp.zeros(2, U)
 
 
-def _by_placement(leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: str) -> list[tuple[list[int], Any]]:
-    """Compute the fingerprints, with one call for all leaves on the same devices, and for leaves in host memory."""
+def _by_placement(
+    leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
+) -> list[tuple[list[int], Any]]:
+    """Compute the fingerprints, with one call of `form` for all leaves on the same devices; in NumPy for those on the host."""
     placements = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements.on_devices:
         some = [leaves[number] for number in numbers]
-        parts.append((numbers, compute_on(mesh, device.FORMS[form], some, keys[np.array(numbers)])))
+        parts.append((numbers, compute_on(mesh, form, some, keys[np.array(numbers)])))
     if placements.on_host:
         of_host = _of_host([leaves[number] for number in placements.on_host], keys[np.array(placements.on_host)])
-        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form == "summed" else of_host))
+        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is device.summed else of_host))
     return parts
 
 

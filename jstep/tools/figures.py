@@ -27,7 +27,7 @@ def figure() -> Any:
     return Figure(layout="constrained")
 
 
-def draw_plan(path: str, plan: Any) -> None:
+def draw_plan(plan: Any, file: Any, **options: Any) -> None:
     """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
     columns = {name: column for name, column in plan.hyperparameters.items() if column.ndim == 1}
     changing = {name: column for name, column in columns.items() if len(np.unique(column)) > 1}
@@ -56,7 +56,7 @@ def draw_plan(path: str, plan: Any) -> None:
     if constant:
         words = ",  ".join(f"{name} = {number(value)}" for name, value in constant.items())
         fig.supxlabel(f"constant:  {words}", fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
-    fig.savefig(path, dpi=200)
+    fig.savefig(file, dpi=200, **options)
 
 
 def _panel(axes: Any, plan: Any, name: str, column: Any) -> None:

@@ -1,10 +1,10 @@
 """Preview of hyperparameters, hook schedules, stages and batches of a run."""
 
 import dataclasses
+import io
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,16 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.text import html_picture
 from jstep.core.types import Optimizer, Schedule
+from jstep.data import Batches, BatchSequence
+from jstep.data.definition import weights_of
 from jstep.hooks.hook import name_of
 from jstep.loop.checks import list_of_hooks
-from jstep.tools import run_schedule
+from jstep.loop.sources import check_batches
+from jstep.loop.stages import name_of_step, stages_of
 from jstep.tools import table as _table
 from jstep.tools.due_steps import steps_of
+
+T = TypeVar("T")
 
 
 class Due(Mapping[Any, Any]):
@@ -90,23 +95,24 @@ class Plan:
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
+        self._draw(os.fspath(path))
+
+    def _draw(self, file: Any, **options: Any) -> None:
         from jstep.tools.figures import draw_plan
 
-        draw_plan(os.fspath(path), self)
+        draw_plan(self, file, **options)
 
     def _repr_html_(self) -> str:
         return _table.plan_html(self) + html_picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = os.path.join(directory, "plan.png")
-            try:
-                self.plot(path)
-            except ImportError:
-                return None
-            with open(path, "rb") as file:
-                return file.read()
+        picture = io.BytesIO()
+        try:
+            self._draw(picture, format="png")
+        except ImportError:
+            return None
+        return picture.getvalue()
 
 
 def plan(
@@ -177,8 +183,8 @@ def plan(
         _values(functions, steps, dtype),
         Due([(hook, due) for hook, due in pairs if due is not None]),
         last_step,
-        {} if train_step is None else run_schedule.stages(train_step, start, last_step),
-        **run_schedule.data(batches, start, last_step, steps),
+        {} if train_step is None else _stages(train_step, start, last_step),
+        **_data(batches, start, last_step, steps),
     )
 
 
@@ -213,3 +219,49 @@ def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, 
     except jax.errors.ConcretizationTypeError:
         rows = [{name: np.asarray(value) for name, value in function(int(step)).items()} for step in steps]
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+
+
+def _stages(train_step: Any, start: int, last_step: int) -> dict[int, str]:
+    """Return first step → name of the training step, for the stages between `start` and `last_step`."""
+    return {
+        stage.first: name_of_step(stage.value)
+        for stage in stages_of(train_step).stages()
+        if stage.first < last_step and (stage.stop is None or stage.stop > start)
+    }
+
+
+def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return the fields of a `Plan` about the batches; empty if they are not made by jstep.
+
+    Raises:
+        ValueError: The batches end before the first step.
+    """
+    if batches is None:
+        return {}
+    check_batches(batches)
+    if not isinstance(batches, BatchSequence):
+        return {}
+    stop = last_step if batches.is_endless else min(last_step, len(batches))
+    if start >= stop:
+        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
+    size, rows = batches.batch_size, _by_source(batches, stop)
+    total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
+    at = [_by_source(batches, min(int(step), stop)) for step in steps]
+    return {
+        "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
+        "rows": rows,
+        "passes": {name: count / total[name] for name, count in rows.items()},
+        "_rows_at": {name: np.array([one[name] for one in at]) for name in rows},
+        "_weights": _between(weights_of(batches), start, stop),
+    }
+
+
+def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
+    """The stages of some steps; the first of them may begin earlier."""
+    in_force = max((first for first in stages if first <= start), default=0)
+    return {first: value for first, value in stages.items() if in_force <= first < stop}
+
+
+def _by_source(batches: Any, step: int) -> dict[str, int]:
+    rows = batches.rows_before(step)
+    return rows if isinstance(rows, dict) else {"rows": rows}
