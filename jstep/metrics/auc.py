@@ -12,7 +12,7 @@ from jstep.core.checks import as_int, one_of
 from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 from jstep.metrics import checks
-from jstep.metrics.counts import Count, counted, joined
+from jstep.metrics.counts import Count, counted
 
 _FINER = 32
 """Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
@@ -137,12 +137,8 @@ def _one_of(condition: Array) -> Array:
 
 def _both(first: Thresholds, second: Thresholds) -> Thresholds:
     """Concatenate the bins of both."""
-    return Thresholds(
-        jnp.concatenate([first.low, second.low]),
-        jnp.concatenate([first.high, second.high]),
-        joined(first.positive, second.positive),
-        joined(first.negative, second.negative),
-    )
+    both: Thresholds = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
+    return both
 
 
 def _fewer(given: Thresholds, most: int) -> Thresholds:
@@ -151,7 +147,7 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
     Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
     size, as measured by `_weight`; a score that exceeds this size by itself keeps its own bin.
     """
-    given = _sorted(_both(given, _empty(given)))
+    given = _sorted(_both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given)))  # one bin at least
     size = _weight(given.positive.approximate(), given.negative.approximate())
     is_seen = size > 0
     is_new = _differs(given.low) | _differs(given.high)
@@ -182,12 +178,6 @@ def _share(size: Array) -> Array:
     return size / jnp.maximum(jnp.sum(size), jnp.float32(1e-30))
 
 
-def _empty(like: Thresholds) -> Thresholds:
-    """Return one empty bin, in case there is no other."""
-    end, zero = jnp.zeros((1,), like.low.dtype), jnp.zeros((1,), jnp.uint32)
-    return Thresholds(end, end, Count(zero, zero), Count(zero, zero))
-
-
 def _sorted(given: Thresholds) -> Thresholds:
     """Sort bins by the middle of their span, empty bins last."""
     limits: Any = jnp.finfo(given.low.dtype)  # type: ignore[no-untyped-call]
@@ -196,7 +186,8 @@ def _sorted(given: Thresholds) -> Thresholds:
     middle = jnp.where(given.low == given.high, given.low, low * half + high * half)
     is_empty = (given.positive.high | given.positive.low | given.negative.high | given.negative.low) == jnp.uint32(0)
     order = jnp.lexsort((given.low, middle, is_empty))
-    return Thresholds(given.low[order], given.high[order], given.positive[order], given.negative[order])
+    ordered: Thresholds = jax.tree.map(lambda part: part[order], given)
+    return ordered
 
 
 def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> Array:

@@ -29,9 +29,6 @@ class Count:
     def __add__(self, other: "Count") -> "Count":
         return _carried(self.high + other.high, self.low + other.low)
 
-    def __getitem__(self, index: Array) -> "Count":
-        return Count(self.high[index], self.low[index])
-
     def segment_sum(self, segments: Array, num_segments: int) -> "Count":
         """Sum up to 2²⁰ counts by segment, as `jax.ops.segment_sum`; counts out of range are dropped."""
         high, low = (jax.ops.segment_sum(part, segments, num_segments) for part in (self.high, self.low))
@@ -56,11 +53,6 @@ def counted(number: Array) -> Count:
     """Convert the counts of one batch, each below 2³²."""
     number = number.astype(jnp.uint32)
     return _carried(jnp.zeros_like(number), number)
-
-
-def joined(first: Count, second: Count) -> Count:
-    """Concatenate two vectors of counts."""
-    return Count(jnp.concatenate([first.high, second.high]), jnp.concatenate([first.low, second.low]))
 
 
 def how_many(condition: Array) -> Count:
