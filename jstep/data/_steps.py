@@ -94,11 +94,10 @@ def count_of(numbers: range) -> int:
 
 def within(numbers: range, low: int, high: int) -> range:
     """Return the numbers of a range with low ≤ number < high, in their order."""
-    start, stride, count = numbers.start, numbers.step, count_of(numbers)
+    start, stride = numbers.start, numbers.step
     # low ≤ start + stride·i < high holds for first ≤ i < last.
     if stride > 0:
         first, last = -((start - low) // stride), -((start - high) // stride)
     else:
         first, last = (start - high) // -stride + 1, (start - low) // -stride + 1
-    first, last = min(max(first, 0), count), min(max(last, 0), count)
-    return range(start + first * stride, start + max(first, last) * stride, stride)
+    return numbers[max(first, 0) : max(last, 0)]

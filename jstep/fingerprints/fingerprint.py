@@ -134,7 +134,7 @@ def _sum(found: Sequence[Any]) -> Any:
 def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
-    """Compute the fingerprints, by one call of `form` for leaves on the same devices, by NumPy for those on the host."""
+    """Compute the fingerprints: by one call of `form` for leaves on the same devices, by NumPy for host memory."""
     placements = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements.on_devices:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import Saver, checkpoint_name
+from jstep.core import trees
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
-from jstep.loop.checks import check, check_alive
+from jstep.loop.checks import check
 from jstep.loop.options import as_steps_per_call, check_locations
 from jstep.loop.positions import saved_position
 from jstep.loop.programs import Programs
@@ -124,52 +125,35 @@ def replay(
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
     """Return the step to start from, the state, and the position of the batches if it was saved."""
-    before: list[int] = []
     there: list[int] = []
+    where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         own = not isinstance(checkpoint_dir, Saver)
         with Saver(checkpoint_dir, prefix=prefix) if own else contextlib.nullcontext(checkpoint_dir) as saver:
             there = saver.all_steps()
-            before = [one for one in there if one <= step]
-            if before:
-                _log(checkpoint_name(saver.prefix, before[-1]), before[-1], step)
+            start = max((one for one in there if one <= step), default=None)
+            if start is not None:
+                _log(checkpoint_name(saver.prefix, start), start, step)
                 with internal_transfers():
-                    state = saver.restore(state, step=before[-1])
-                    extra = saver.extra(before[-1])
-                return before[-1], state, saved_position(extra) if isinstance(extra, dict) else None
+                    state, extra = saver.restore(state, step=start), saver.extra(start)
+                return start, state, saved_position(extra) if isinstance(extra, dict) else None
+        found = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
+        where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {found}"
     with internal_transfers():
-        start = global_step(state) if not _donated(state) else None
+        start = global_step(state) if trees.donated_leaf(state) is None else None
     if start is None or start > step:
-        where = "no checkpoint_dir was given" if checkpoint_dir is None else f"{os.fspath(_directory(checkpoint_dir))} "
-        if checkpoint_dir is not None:
-            where += f"has checkpoints of the steps {shown(there)}" if there else f"has no checkpoint {prefix}-*"
         given = "was donated" if start is None else f"is at step {start}"
         raise ValueError(
             f"step={step}: nothing lies before it: {where}, and the state given {given}. Give the state that the run "
             "started from, or a later step"
         )
-    _log(
-        "the given state" if checkpoint_dir is None else "the given state, because there is no checkpoint before it",
-        start,
-        step,
-    )
+    origin = "" if checkpoint_dir is None else ", because there is no checkpoint before it"
+    _log(f"the given state{origin}", start, step)
     return start, state, None
 
 
 def _log(origin: str, start: int, step: int) -> None:
     _logger.info("replay: from %s (step %d), %d steps to step %d", origin, start, step - start, step)
-
-
-def _donated(state: TrainState) -> bool:
-    try:
-        check_alive(state)
-    except RuntimeError:
-        return True
-    return False
-
-
-def _directory(checkpoint_dir: Any) -> Any:
-    return checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
 
 
 def _seekable(source: Source, batches: Any, start: int, position: Any) -> Source:
