@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.clipping import global_norm
 from jstep.core import trees
-from jstep.core.array_checks import without_mesh
+from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool, as_function, as_text, kind, shown
 from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
@@ -141,7 +140,7 @@ def minimize(
     """
     require_optimizer("optimizer", optimizer)
     norms, measures_noise = _requested_metrics(metrics, num_microbatches)
-    rng = without_mesh(_checked_key(rng))
+    rng = None if rng is None else as_key(rng, "rng")
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
@@ -315,19 +314,6 @@ def _averages_for(state: TrainState, name: str) -> Params:
             f"{str(error).rstrip('.')}. State and step need the same optimizer."
         ) from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
-
-
-def _checked_key(rng: Any) -> Any:
-    if rng is None:
-        return None
-    if not trees.is_array(rng):
-        raise TypeError(f"rng={shown(rng)}: must be a key, such as jax.random.key(0), got {kind(rng)}")
-    typed = trees.is_key(rng)
-    if not (typed or (rng.dtype == np.uint32 and np.ndim(rng) == 1)):
-        raise TypeError(f"rng: must be a key, such as jax.random.key(0), got {kind(rng)}")
-    if typed and np.ndim(rng):
-        raise ValueError(f"rng: must be one key, got keys of shape {np.shape(rng)}; take one of them")
-    return rng
 
 
 def _trainable(params: Params) -> Any:
