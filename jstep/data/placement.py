@@ -17,7 +17,7 @@ from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.batches import place_rows
 
 
-def placement(sharding: Any) -> Callable[[Any], Any]:
+def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:
     """Return a function that places an item as `sharding` specifies; None means the default device.
 
     Raises:
@@ -27,9 +27,9 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
     if sharding is None:
         return _place_on_default_device
     sharding = jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
+        lambda keys, leaf: _as_sharding(leaf, path_str(keys), argument), sharding, is_leaf=_is_spec
     )
-    refuse_compile_only(sharding, "sharding")
+    refuse_compile_only(sharding, argument)
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
     def place(item: Any) -> Any:
@@ -78,18 +78,18 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
+def _as_sharding(leaf: Any, path: str, argument: str) -> Sharding | jax.Device:
     if isinstance(leaf, Sharding | jax.Device):
         return leaf
     if not _is_spec(leaf):
         raise TypeError(
-            f"sharding: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
+            f"{argument}: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
             'NamedSharding(mesh, PartitionSpec("data"))'
         )
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
-            f"sharding: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
+            f"{argument}: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
             "mesh with jax.set_mesh(mesh)"
         )
     return NamedSharding(mesh, leaf)
