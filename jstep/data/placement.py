@@ -1,6 +1,5 @@
 """Placement of host data on devices by a sharding, on one process or several."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import mesh_axes_of
+from jstep.core.meshes import parts_along
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.batches import place_rows
@@ -64,7 +63,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             continue
         parts = 1 if one.is_fully_addressable else jax.process_count()
         for dim, axis in enumerate(one.spec):
-            count = math.prod(one.mesh.shape[name] for name in mesh_axes_of(axis))
+            count = parts_along(one.mesh, axis)
             here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(
