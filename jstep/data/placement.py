@@ -1,6 +1,5 @@
 """Placement of host data on devices by a sharding, on one process or several."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import mesh_axes_of
+from jstep.core.meshes import parts_along
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.batches import place_rows
 
 
-def placement(sharding: Any) -> Callable[[Any], Any]:
+def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:
     """Return a function that places an item as `sharding` specifies; None means the default device.
 
     Raises:
@@ -27,9 +26,9 @@ def placement(sharding: Any) -> Callable[[Any], Any]:
     if sharding is None:
         return _place_on_default_device
     sharding = jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _as_sharding(leaf, path_str(keys)), sharding, is_leaf=_is_spec
+        lambda keys, leaf: _as_sharding(leaf, path_str(keys), argument), sharding, is_leaf=_is_spec
     )
-    refuse_compile_only(sharding, "sharding")
+    refuse_compile_only(sharding, argument)
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
     def place(item: Any) -> Any:
@@ -64,7 +63,7 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
             continue
         parts = 1 if one.is_fully_addressable else jax.process_count()
         for dim, axis in enumerate(one.spec):
-            count = math.prod(one.mesh.shape[name] for name in mesh_axes_of(axis))
+            count = parts_along(one.mesh, axis)
             here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
             if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
                 raise ValueError(
@@ -78,18 +77,18 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _as_sharding(leaf: Any, path: str) -> Sharding | jax.Device:
+def _as_sharding(leaf: Any, path: str, argument: str) -> Sharding | jax.Device:
     if isinstance(leaf, Sharding | jax.Device):
         return leaf
     if not _is_spec(leaf):
         raise TypeError(
-            f"sharding: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
+            f"{argument}: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
             'NamedSharding(mesh, PartitionSpec("data"))'
         )
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
-            f"sharding: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
+            f"{argument}: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
             "mesh with jax.set_mesh(mesh)"
         )
     return NamedSharding(mesh, leaf)

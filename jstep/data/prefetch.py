@@ -122,9 +122,6 @@ class PrefetchIterator(Iterator[Any]):
         self._reader = Reader(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
 
-    def __iter__(self) -> "PrefetchIterator":
-        return self
-
     def __next__(self) -> Any:
         item, self._state = self._reader.take()
         self._reader.request()  # only now: at most `size` items are ahead of the loop

@@ -284,9 +284,6 @@ class BatchIterator(Iterator[Any]):
         self._batches = batches
         self._read = batches._reader()
 
-    def __iter__(self) -> "BatchIterator":
-        return self
-
     def __next__(self) -> Any:
         if self.step >= self._batches._count:
             raise StopIteration

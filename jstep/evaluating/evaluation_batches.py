@@ -138,10 +138,7 @@ def shardings_of(batch_sharding: Any) -> Any:
     """
     if batch_sharding is None:
         return None
-    try:
-        placement(batch_sharding)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"batch_{error}") from None
+    placement(batch_sharding, "batch_sharding")  # validates it
     return as_shardings(batch_sharding)
 
 

@@ -157,7 +157,7 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mesh_of_processes(tree: Any) -> Any:
     """Return the mesh of arrays that are on several processes; None for any others."""
-    mesh = mesh_of(tree)
+    mesh = None if agreement.is_single_process() else mesh_of(tree)
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 
 

@@ -77,22 +77,19 @@ class Goodput:
         starts = "start" if self.starts == 1 else "starts"
         return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Name, seconds and share of each part that took time."""
+        parts = self.parts.items()
+        return [(name, f"{seconds:.3f}", _percent(seconds / self.total)) for name, seconds in parts if seconds]
+
     def _repr_html_(self) -> str:
-        rows = [
-            (name, f"{seconds:.3f} s", _percent(seconds / self.total))
-            for name, seconds in self.parts.items()
-            if seconds
-        ]
-        return html_table(self._title, rows)
+        return html_table(self._title, [(name, f"{seconds} s", share) for name, seconds, share in self._rows()])
 
     def __str__(self) -> str:
-        shown = {name: f"{seconds:.3f}" for name, seconds in self.parts.items() if seconds}
-        width = max(map(len, shown.values()), default=0)
-        rows = [
-            f"  {name:<10}  {text:>{width}} s  {_percent(self.parts[name] / self.total):>7}"
-            for name, text in shown.items()
-        ]
-        return "\n".join([self._title, *rows])
+        rows = self._rows()
+        width = max((len(seconds) for _, seconds, _ in rows), default=0)
+        lines = [f"  {name:<10}  {seconds:>{width}} s  {share:>7}" for name, seconds, share in rows]
+        return "\n".join([self._title, *lines])
 
 
 def _percent(share: float) -> str:

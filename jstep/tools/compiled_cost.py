@@ -28,7 +28,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
     """Compile a step and return the fields of its `Cost`."""
-    traced = _traced(step, state, args)
+    traced = step.trace(state, *args).jaxpr
     work = work_of(body_of(traced))
     device, devices = device_of((state, args)), device_count((state, args))
     name, memory = name_of(device), memory_of(device)
@@ -120,12 +120,6 @@ def _donated(compiled: Any, args: Any) -> list[Any]:
     positional, _ = compiled.args_info
     flags = jax.tree.leaves(positional, is_leaf=lambda info: hasattr(info, "donated"))
     return [leaf for leaf, info in zip(jax.tree.leaves(args), flags, strict=True) if info.donated]
-
-
-def _traced(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
-    if hasattr(step, "trace"):
-        return step.trace(state, *args).jaxpr
-    return jax.make_jaxpr(step)(state, *args)
 
 
 def _analysis(found: Any) -> Mapping[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core.activation_annotations import is_annotated
+from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import sharding_of
 from jstep.core.text import size
 from jstep.sharding.batches import mesh_without_batch
@@ -161,17 +162,13 @@ def _batch_axis(args: Sequence[Any]) -> Any:
 
 def _is_split(leaf: Any, axis: Any) -> bool:
     """Whether a matrix is split over one of the batch axes."""
-    axes = set(_names(axis))
-    return np.ndim(leaf) >= 2 and any(axes & set(_names(part)) for part in _spec(leaf))
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+    axes = set(mesh_axes_of(axis))
+    return np.ndim(leaf) >= 2 and any(axes & set(mesh_axes_of(part)) for part in _spec(leaf))
 
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
     sharding = sharding_of(leaf)
-    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return dims_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
 def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:

@@ -183,8 +183,7 @@ def _on_host(state: TrainState) -> dict[str, np.ndarray[Any, Any]]:
     def host(leaf: Any) -> np.ndarray[Any, Any]:
         return np.array(trees.key_data(leaf))  # a copy, since the leaf is donated to the next step
 
-    tree = {"params": state.params, "slots": state.slots, "global_step": state.global_step}
-    return {path: host(leaf) for path, leaf in trees.leaves_with_paths(tree)}
+    return {path: host(leaf) for path, leaf in trees.leaves_with_paths(state)}
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
