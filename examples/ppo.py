@@ -51,7 +51,7 @@ def create_environments(key, count):
 
 
 def advance(environments, action, key):
-    """Push each cart, and start a new episode where one has ended. The reward of each push is 1."""
+    """Push each cart, and start a new episode where one has ended: the pole fell, or stood for LONGEST pushes."""
     cart, pushes = push(environments["cart"], action), environments["pushes"] + 1
     done = has_fallen(cart) | (pushes == LONGEST)
     new = {
@@ -109,13 +109,13 @@ def rollout(params, environments, key):
 
 
 def advantages(seen, last_value):
-    """Generalized advantage estimation, backwards in time."""
+    """Generalized advantage estimation, backwards in time; the reward of each push is 1."""
 
     def estimate(carry, now):
         advantage, next_value = carry
-        goes_on = 1.0 - now["done"]
-        error = 1.0 + DISCOUNT * next_value * goes_on - now["value"]
-        advantage = error + DISCOUNT * TRACE * goes_on * advantage
+        continues = 1.0 - now["done"]
+        error = 1.0 + DISCOUNT * next_value * continues - now["value"]
+        advantage = error + DISCOUNT * TRACE * continues * advantage
         return (advantage, now["value"]), advantage
 
     _, found = jax.lax.scan(estimate, (jnp.zeros_like(last_value), last_value), seen, reverse=True)
@@ -138,26 +138,26 @@ def loss_fn(params, batch):
     return policy_loss + 0.5 * value_loss - 0.01 * entropy, {"entropy": entropy}
 
 
+def minibatches(seen, key):
+    """All minibatches of an iteration, arrays of shape (EPOCHS × MINIBATCHES, rows, …); each epoch shuffles anew."""
+    rows = ENVIRONMENTS * PUSHES
+    orders = jax.vmap(lambda key: jax.random.permutation(key, rows))(jax.random.split(key, EPOCHS))
+    orders = orders.reshape(EPOCHS * MINIBATCHES, rows // MINIBATCHES)
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:])[orders], seen)
+
+
 def make_step(optimizer):
     """The step of `train`: one iteration."""
     update = jstep.minimize(loss_fn, optimizer, has_aux=True, increment_global_step=False, jit=False)
-
-    def epoch(state_and_data, key):
-        state, data = state_and_data
-        order = jax.random.permutation(key, ENVIRONMENTS * PUSHES).reshape(MINIBATCHES, -1)
-        minibatches = jax.tree.map(lambda x: x[order], data)
-        state, metrics = jax.lax.scan(update, state, minibatches)
-        return (state, data), metrics
 
     def iteration(state):
         environments, key = state.model_state["environments"], state.model_state["key"]
         key, acting, shuffling = jax.random.split(key, 3)
         environments, seen = rollout(state.params, environments, acting)
         seen["advantage"] = advantages(seen, value_of(state.params, environments["cart"]))
-        data = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
 
         state = state.replace(model_state={"environments": environments, "key": key})
-        (state, _), metrics = jax.lax.scan(epoch, (state, data), jax.random.split(shuffling, EPOCHS))
+        state, metrics = jax.lax.scan(update, state, minibatches(seen, shuffling))
         shown = {name: metrics[name].mean() for name in ("loss", "entropy", "learning_rate")}
         shown["return"] = environments["last_return"].mean()
         return jstep.increment_global_step(state), shown

@@ -71,11 +71,11 @@ def train(
         state: The initial state. If a checkpoint is restored, the state is only a template that gives structure,
             shapes, dtypes and sharding, and may be abstract. It is donated to a compiled step.
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)` for
-            batches that are made with the state, or any iterable. The position
-            of an iterator with `get_state` and `set_state`, or of a loader or iterator with `state_dict` and
-            `load_state_dict`, is saved with each checkpoint, for every process. A plain tuple is passed as `*args`;
-            anything else, a list or a NamedTuple, too, is one argument. Each batch is copied before the next one is
-            fetched, so a loader may reuse its buffers. If the batches end before last_step, also by the
+            batches that are made with the state, or any iterable. The position of an iterator with `get_state` and
+            `set_state`, or of a loader or iterator with `state_dict` and `load_state_dict`, is saved with each
+            checkpoint, for every process. A plain tuple is passed as `*args`; anything else, a list or a NamedTuple,
+            too, is one argument; a step without a batch gets `lambda step: ()`. Each batch is copied before the next
+            one is fetched, so a loader may reuse its buffers. If the batches end before last_step, also by the
             `OutOfRangeError` of a closed queue, the run ends with a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step has nothing to do.
             None if the batches, a hook or a signal end the run.

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from unittest import mock
 import jax
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS.parent / "examples"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
@@ -49,6 +51,7 @@ def run_page(page: pathlib.Path, change: Callable[[str], str] = str) -> dict[str
         jax.numpy_rank_promotion("allow"),
         jax.legacy_prng_key("allow"),
         mock.patch.dict(os.environ),
+        mock.patch.object(sys, "path", [os.fspath(EXAMPLES), *sys.path]),  # pages on reinforcement learning import ppo
         warnings.catch_warnings(),
     ):
         # Keras 3.15 uses NumPy functions that are now deprecated.

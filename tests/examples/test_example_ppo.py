@@ -1,15 +1,13 @@
 """examples/ppo.py: its parts against their definitions, the return it reaches, and runs that are killed."""
 
 import importlib.util
-import random
 import re
-import signal
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from killed import kill_after, newest_step
 from programs import ROOT, run, start
 
 import jstep
@@ -92,20 +90,6 @@ def test_a_run_killed_anywhere_ends_with_the_same_bits(tmp_path):
     directory = tmp_path / "killed"
     command = ("ppo.py", "--steps", 60, "--dir", directory)
     for step in (6, 18, 42):  # checkpoints are at multiples of 6
-        program = start(*command)
-        try:
-            while program.poll() is None and newest(directory) < step:
-                time.sleep(0.005)
-            time.sleep(random.uniform(0, 0.1))
-        finally:
-            program.kill()
-        program.communicate(60)
-        assert program.returncode == -signal.SIGKILL, "the run ended before it was killed"
-    assert 42 <= newest(directory) < 60
+        kill_after(start(*command), directory, step)
+    assert 42 <= newest_step(directory) < 60
     assert fingerprint(run(*command)) == expected
-
-
-def newest(directory):
-    """Return the step of the newest checkpoint, 0 if there is none."""
-    latest = jstep.latest_checkpoint(directory)
-    return int(latest.rpartition("-")[2]) if latest else 0

@@ -1,0 +1,80 @@
+"""Recipes of reinforcement learning: other seeds and mistakes in the port, and environments that are killed."""
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Mapping
+
+import forked
+import pytest
+from killed import kill_after
+from pages import DOCS, blocks_of, run_page
+
+RECIPES = DOCS / "recipes"
+SHORTER = {
+    "ppo": {"ITERATIONS = 300": "ITERATIONS = 20"},
+    "dqn": {"LAST_STEP, LEARNING_STARTS = 8000, 125": "LAST_STEP, LEARNING_STARTS = 600, 125"},
+}
+
+
+def run_changed(name: str, changes: Mapping[str, str], directory: pathlib.Path) -> None:
+    """Run a page with replaced code; each replacement must occur once."""
+    code = "".join(block.code for block in blocks_of(RECIPES / f"{name}.md"))
+    assert {old: code.count(old) for old in changes} == dict.fromkeys(changes, 1)
+
+    def change(code: str) -> str:
+        for old, new in changes.items():
+            code = code.replace(old, new)
+        return code
+
+    with contextlib.chdir(directory):
+        run_page(RECIPES / f"{name}.md", change)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SHORTER)
+def test_another_seed_has_the_returns_of_the_original(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    ours = {"ppo": "train(0, jstep.from_optax", "dqn": "train(0, with_target(jstep.from_optax"}[name]
+    seed = {ours: ours.replace("0", "3"), "original(0)": "original(3)"}
+    run_changed(name, {**SHORTER[name], **seed}, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "correct", "mistaken"),
+    [
+        ("ppo", "ppo.value_of(state.params,", "0.0 * ppo.value_of(state.params,"),
+        ("dqn", "every=60", "every=61"),
+    ],
+)
+def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        run_changed(name, {**SHORTER[name], correct: mistaken}, tmp_path)
+
+
+@pytest.mark.thorough
+def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path: pathlib.Path) -> None:
+    definitions, training, _ = blocks_of(RECIPES / "host-environments.md")
+    code = definitions.code + training.code
+    for old, new in {
+        "LAST_STEP = 600": "LAST_STEP = 120",
+        "save_checkpoint_steps=50": "save_checkpoint_steps=10",
+        'train("runs/host")': "train(sys.argv[1])",
+    }.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    program = f"import sys\n{code}\nprint(jstep.fingerprint(state))"
+
+    killed = tmp_path / "killed"
+    for step in (10, 40, 80):
+        kill_after(forked.start(program, killed), killed, step)
+    fingerprints = []
+    for directory in (killed, tmp_path / "whole"):
+        last = forked.start(program, directory)
+        out, errors = last.communicate(300)
+        assert last.returncode == 0, errors
+        fingerprints.append(re.findall(r"\d{6,}", out))
+    assert len(fingerprints[0]) == 2
+    assert fingerprints[0] == fingerprints[1]
