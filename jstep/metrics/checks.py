@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import kind
+from jstep.core.meshes import explicit_mesh
 from jstep.core.types import Array
 
 
@@ -87,11 +88,8 @@ def at_least_float32(array: Array) -> Array:
 
 def whole(vector: Array) -> Array:
     """Replicate a vector on an Explicit mesh, because JAX does not sort or scatter over Explicit axes."""
-    sharding = jax.typeof(vector).sharding
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
-        return vector
-    spread: Array = jax.sharding.reshard(vector, NamedSharding(sharding.mesh, PartitionSpec()))
-    return spread
+    mesh = explicit_mesh(vector)
+    return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))
 
 
 def is_class(labels: Array, num_classes: int) -> Array:
