@@ -88,9 +88,12 @@ def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
     schedule = jstep.piecewise_constant([0], [0.5, 0.1])
     step = jstep.minimize(loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",))
     state = jstep.TrainState.create(PARAMS, optimizer)
+    fixed = {
+        rho: jstep.minimize(loss_fn, optimizer, sharpness=jnp.float32(rho), adaptive=adaptive, donate=False)
+        for rho in (0.5, 0.1)
+    }
     for rho in (0.5, 0.1, 0.1):
-        fixed = jstep.minimize(loss_fn, optimizer, sharpness=jnp.float32(rho), adaptive=adaptive, donate=False)
-        want, _ = fixed(state, X)
+        want, _ = fixed[rho](state, X)
         state, _ = step(state, X)
         np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-6)
     assert step._cache_size() == 1  # type: ignore[attr-defined]
