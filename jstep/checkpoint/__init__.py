@@ -3,19 +3,17 @@
 from typing import TYPE_CHECKING
 
 from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
+from jstep.checkpoint.names import checkpoint_name, checkpoints_iterator, latest_checkpoint, open_store
 from jstep.core.public import load_when_used as _load_when_used
 from jstep.core.public import set_public_module as _set_public_module
 
 if TYPE_CHECKING:
-    from jstep.checkpoint.iterator import checkpoints_iterator
     from jstep.checkpoint.saver import Saver
 else:  # these import JAX
     __getattr__, __dir__ = _load_when_used(
         globals(),
         {
             "Saver": "jstep.checkpoint.saver",
-            "checkpoints_iterator": "jstep.checkpoint.iterator",
         },
     )
 

@@ -21,6 +21,8 @@ from jstep.distributed import agreement
 
 INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
 """Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
+SHOWN = 3
+"""Problems in a message."""
 VERIFIED = 2**28
 """Bytes of other checkpoints that an error message verifies. More would delay it, at 1 TB by an hour."""
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
@@ -189,25 +191,8 @@ class Reader:
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the stored arrays of these names and verify them meanwhile: corrupted arrays are never returned."""
-        share = jax.process_index(), jax.process_count()
-        failure: Exception | None = None
-        arrays: dict[str, Any] = {}
-        problems: list[str] = []
-        with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-            verify = self._verify and not manifest.is_packed
-            verdict = pool.submit(self._store.find_corruption, path, manifest, share) if verify else None
-            try:
-                arrays = self._store.restore(path, manifest, shardings)
-            except CorruptedError as error:
-                problems = error.problems
-            except Exception as error:
-                failure = error
-            if verdict is not None:
-                try:
-                    problems = verdict.result() or problems
-                except OSError as error:  # it is not known whether it is corrupted
-                    failure = error
+        """Read the stored arrays of these names; corrupted arrays are never returned."""
+        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
         if agreement.any_process(bool(problems) or failure is not None):
             if agreement.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
@@ -233,13 +218,12 @@ class Reader:
             problems: What is wrong with it.
             way_out: `DELETE` if it is corrupted, `MOVE` if its bytes are as they were written.
         """
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         what = "is corrupted" if way_out == DELETE else "cannot be restored"
         try:
             advice = self._advice(path, way_out)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {what}: {'; '.join(problems[:3])}{more}. {advice}.")
+        return CheckpointError(f"{path} {what}: {first_of(problems)}. {advice}.")
 
     def _advice(self, path: str, way_out: str) -> str:
         """Return which checkpoint to restore in place of one, and what is in the way of resuming from it."""
@@ -269,6 +253,42 @@ class Reader:
         steps = [f"delete {' and '.join(delete)}"] if delete else []
         steps += [f"move {' and '.join(move)} to another directory"] if move else []
         return f"; to {purpose}, {' and '.join(steps)}" if steps else ""
+
+
+def read_and_verify(
+    store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool
+) -> tuple[dict[str, Any], list[str], Exception | None]:
+    """Read the stored arrays of these names, and verify all files meanwhile; the processes share this work.
+
+    Returns:
+        The arrays, descriptions of what is corrupted, and the error for which something could not be read. Another
+        process may have found more: the callers agree on that.
+    """
+    share = jax.process_index(), jax.process_count()
+    failure: Exception | None = None
+    arrays: dict[str, Any] = {}
+    problems: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
+        verify = verify and not manifest.is_packed
+        verdict = pool.submit(store.find_corruption, path, manifest, share) if verify else None
+        try:
+            arrays = store.restore(path, manifest, shardings)
+        except CorruptedError as error:
+            problems = error.problems
+        except Exception as error:
+            failure = error
+        if verdict is not None:
+            try:
+                problems = verdict.result() or problems
+            except OSError as error:  # it is not known whether it is corrupted
+                failure = error
+    return arrays, problems, failure
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """Format the first problems, for a message."""
+    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return "; ".join(problems[:SHOWN]) + more
 
 
 def newest_in_words(store: Store, prefix: str) -> str:

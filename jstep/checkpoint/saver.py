@@ -11,7 +11,7 @@ from typing import Any
 from jstep.checkpoint import arguments as checked
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.format.match import Names
-from jstep.checkpoint.names import leave, open_store
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.writing import Writer
@@ -53,9 +53,6 @@ class Saver:
         keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: of those that `max_to_keep`
             would delete, one per interval stays. Remembered across restarts.
         async_save: Whether to write in the background.
-        stage: Whether `save` copies the state into a reused staging buffer (memory for one more state), so that the
-            following steps can reuse the memory of the state. On the CPU this about halves the wait; on other devices
-            arrays are copied to the host anyway.
         compress: Whether to compress (on a disk zstd, below a URL zlib). Trained floats shrink by a tenth, and writing
             them takes several times as long. If None, a sample is compressed first, and all is compressed if that
             halves the bytes.
@@ -94,7 +91,6 @@ class Saver:
         keep_checkpoint_every_n_hours: float | None = None,
         async_save: bool = True,
         *,
-        stage: bool = False,
         compress: bool | None = None,
         verify: bool = True,
         clock: Callable[[], float] | None = None,
@@ -115,11 +111,11 @@ class Saver:
         compress = None if compress is None else as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
-        self._writer = Writer(self._store, self.prefix, self._retention, compress, as_bool(stage, "stage"), leave_out)
+        self._writer = Writer(self._store, self.prefix, self._retention, compress, leave_out)
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
-        weakref.finalize(self, leave, self._store).atexit = False
+        weakref.finalize(self, self._store.leave).atexit = False
 
     def claim(self, state: Any = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
@@ -335,7 +331,7 @@ class Saver:
             finally:
                 if not self._closed:
                     self._closed = True
-                    self._writer.close(wait)
+                    self._store.close(wait)
 
     def __enter__(self) -> "Saver":
         return self

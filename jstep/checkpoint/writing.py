@@ -1,6 +1,5 @@
 """Writing checkpoints, one at a time in the background, and reporting failures."""
 
-import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -30,12 +29,11 @@ class Writer:
         prefix: str,
         retention: RetentionManager,
         compress: bool | None,
-        stage: bool,
         leave_out: VarList,
     ) -> None:
         self._leave_out = leave_out
         self._store, self._prefix, self._retention = store, prefix, retention
-        self._compress, self._stage = compress, Stage() if stage else None
+        self._compress = compress
         self._saving: str | None = None
 
     def claim(self, state: Any = None) -> None:
@@ -99,8 +97,6 @@ class Writer:
         self._saving = path
         try:
             records = left_out.started([everything[i] for i in sorted(absent)])
-            if self._stage is not None:
-                arrays = self._stage.copy(arrays)
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
             self._store.save(path, arrays, compress, self._retention.commit_of(manifest, records))
         except Exception as error:
@@ -128,11 +124,6 @@ class Writer:
             f"{path} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
             + newest_in_words(self._store, self._prefix)
         ) from error
-
-    def close(self, wait: bool) -> None:
-        """End the threads, release the claim, and free the staging buffers."""
-        self._store.close(wait)
-        self._stage = None
 
 
 def step_of(state: Any, given: Any = None) -> int:
@@ -171,29 +162,6 @@ def _of_population(steps: Any, given: Any) -> int:
             "this population have no step in common; name the checkpoint with save(state, step=…)"
         )
     return checked.step(found[0], "state: global_step")
-
-
-class Stage:
-    """Buffers into which arrays are copied, reused while shapes and shardings stay the same."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, jax.Array] = {}
-
-    def copy(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy the arrays into the staging buffers. Arrays that an earlier call returned are deleted."""
-        held, self._held = self._held, {}
-        for name, array in arrays.items():
-            if isinstance(array, jax.Array):
-                old = held.pop(name, None)
-                fits = old is not None and old.aval == array.aval and old.sharding == array.sharding
-                self._held[name] = _copy_into(old, array) if fits else array.copy()
-        return {**arrays, **self._held}
-
-
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _copy_into(old: Any, new: jax.Array) -> jax.Array:
-    del old  # donated: the result reuses its memory
-    return new.copy()
 
 
 _ARRAYS = 64  # number of arrays to sample, of all sizes

@@ -82,12 +82,9 @@ class Checkpoint:
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
     """Return a name for each leaf: its path, followed by a number if several leaves share the path."""
-    from jstep.checkpoint.format.leaves import ids
+    from jstep.checkpoint.format.leaves import unique
 
-    return [
-        path if number in (0, 1) else f"{path}#{number}"
-        for path, number in ids(leaf.path for leaf in checkpoint.manifest.leaves)
-    ]
+    return unique(leaf.path for leaf in checkpoint.manifest.leaves)
 
 
 def at(path: str) -> Checkpoint | None:

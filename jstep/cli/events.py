@@ -11,8 +11,8 @@ from jstep.cli.command import OK, TROUBLE, Command
 from jstep.cli.output import as_json, complain, printable
 from jstep.stores import location, opened
 from jstep.summary import DataLossError, summary_iterator
-from jstep.summary.proto import decode_error, proto
 from jstep.summary.read import event_files, is_event_file
+from jstep.summary.records import decode_error, proto
 
 
 def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:

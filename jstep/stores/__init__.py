@@ -3,11 +3,10 @@
 tensorstore is imported when the first URL is used.
 """
 
-from jstep.stores.directory import Directory
 from jstep.stores.errors import StoreError, TruncatedError
 from jstep.stores.files import is_directory, names_in, new_file, opened, replace_file, sync_folder, walked
 from jstep.stores.growing import LocalLines, ObjectAppender, ObjectLines, open_lines
-from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult
+from jstep.stores.objects import ABSENT, Directory, Objects, Pending, ReadResult, at_once
 from jstep.stores.urls import absolute, is_url, join, location, split
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "StoreError",
     "TruncatedError",
     "absolute",
+    "at_once",
     "is_directory",
     "is_url",
     "join",

@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jstep.stores.directory import Directory
-from jstep.stores.objects import Objects
+from jstep.stores.objects import Directory, Objects
 from jstep.stores.urls import is_url, join, split
 
 

@@ -1,24 +1,63 @@
 """The objects below a URL: read, write, conditional write, delete, list. Uses tensorstore's key-value stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
-operation and URL. A list is what the store returns, which may be wrong for gs://: `Directory` detects that.
+operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save,
+by closing event files and logs, and by releasing the claim, each of which would wait as long, only to fail, too.
+
+A list is what the store returns, which may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver
+returns an empty one, and a truncated one if a later page fails so. A run whose token has expired would find no
+checkpoint, start from step 0, and then delete old data. A `Directory` therefore has a mark, an object that sorts after
+all others, and rejects a list that does not end in it.
 """
 
+import collections
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
-from jstep.stores import aws, errors, outages, urls
+from jstep.stores import aws, errors, urls
 
 ABSENT = b"\x02"
 """The stamp of a missing object."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
 """22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
 RATE = 1e6
-"""Bytes per second: large objects have more time than `outages.SECONDS`."""
+"""Bytes per second: large objects have more time than `SECONDS`."""
+SECONDS = 26.0
+"""Timeout of an operation on a store that does not respond."""
+WHILE_DOWN = 14.0
+"""Timeout of an operation if the store failed less than `REMEMBERED` seconds ago."""
+REMEMBERED = 60.0
+"""Seconds for which an outage counts as recent."""
+
+_down: dict[str, tuple[float, str]] = {}
+
+
+def timeout_of(bucket: str) -> float:
+    """Return the timeout of an operation on a bucket."""
+    return SECONDS if outage_of(bucket) is None else WHILE_DOWN
+
+
+def outage_of(bucket: str) -> str | None:
+    """Return why a bucket failed recently; None if it did not."""
+    since, why = _down.get(bucket, (float("-inf"), ""))
+    return why if time.monotonic() - since < REMEMBERED else None
+
+
+def begin_outage(bucket: str, why: str) -> None:
+    """Record the outage of a bucket."""
+    _down[bucket] = time.monotonic(), why
+
+
+def end_outage(bucket: str) -> None:
+    """Record that a bucket has responded."""
+    _down.pop(bucket, None)
+
+
 _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
 """The exceptions of tensorstore."""
 
@@ -42,7 +81,7 @@ class Pending:
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
         self._bucket = "://".join(urls.bucket(objects.url)[:2])
-        self._until = time.monotonic() + outages.seconds(self._bucket) + nbytes / RATE
+        self._until = time.monotonic() + timeout_of(self._bucket) + nbytes / RATE
 
     def result(self) -> Any:
         """Wait for the operation, and return the result of tensorstore.
@@ -56,15 +95,15 @@ class Pending:
             found = self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
-            known = outages.reason(self._bucket)
+            known = outage_of(self._bucket)
             problem = errors.no_response(self.url, self._verb, max(1.0, left), known)
         except _ERRORS as error:
             problem = errors.translated(error, self._verb, self.url)
         else:
-            outages.ends(self._bucket)
+            end_outage(self._bucket)
             return found
         if isinstance(problem, errors.BusyError | ConnectionError):
-            outages.begins(self._bucket, str(problem).partition(f"cannot {self._verb}: ")[2])
+            begin_outage(self._bucket, str(problem).partition(f"cannot {self._verb}: ")[2])
         raise problem
 
     def stamp(self) -> bytes:
@@ -83,6 +122,32 @@ class Pending:
     def give_up(self) -> None:
         """Cancel the operation; its outcome is unknown."""
         self._future.cancel()
+
+
+For = TypeVar("For")
+Operation = TypeVar("Operation", bound=Any)
+
+
+def at_once(operations: Iterable[tuple[For, Operation]], most: int) -> Iterator[tuple[For, Operation]]:
+    """Yield operations in order, each with what it is for, while the next ones are started: at most `most` in all.
+
+    Those that are in progress when one fails, or when the consumer stops, are given up.
+
+    Args:
+        operations: Starts an operation for each item.
+        most: The number of operations that may be in progress.
+    """
+    under_way: collections.deque[tuple[For, Operation]] = collections.deque()
+    try:
+        for operation in operations:
+            under_way.append(operation)
+            if len(under_way) == most:
+                yield under_way.popleft()
+        while under_way:
+            yield under_way.popleft()
+    finally:
+        for _, pending in under_way:
+            pending.give_up()
 
 
 class Objects:
@@ -211,3 +276,57 @@ def spec(url: str) -> dict[str, Any]:
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
     return {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES, **aws.s3_fields()}
+
+
+MARK = "~jstep"
+"""Sorts after all letters, digits and punctuation of ASCII."""
+LAST = "\U0010fffd~jstep"
+"""The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
+
+_logger = logging.getLogger("jstep")
+
+
+class Directory(Objects):
+    """The objects below a URL, with the mark."""
+
+    def mark(self, last: str = "") -> None:
+        """Write the mark for keys up to `last`, if it does not exist yet.
+
+        Raises:
+            FileNotFoundError: There is no such bucket.
+            OSError: The directory cannot be read or written.
+        """
+        for mark in [MARK] if last < MARK else [MARK, LAST]:
+            if self.read(mark).data is None:
+                self.write_if(mark, b"", ABSENT)
+
+    def listing(self, start: str = "") -> list[str]:
+        """Return all keys from `start` on, in order, without the marks.
+
+        A directory without a mark is a copy, or one to which no Saver has written yet: its list is accepted if a
+        second request returns the same.
+
+        Raises:
+            PermissionError: The list is empty or truncated, although the directory has its mark.
+            OSError: The store cannot be read.
+        """
+        keys = self.list(start)
+        if not self._ends(keys, start):
+            marked = self.read(MARK).data is not None
+            again = self.list(start) if marked or keys else keys
+            if not self._ends(again, start):
+                if marked or again != keys:
+                    raise PermissionError(
+                        f"{self.url}: cannot list, or the list is truncated. The credentials may have expired, or lack "
+                        f"the right storage.objects.list or s3:ListBucket; if they have it, {self.at(MARK)} is "
+                        "corrupted: delete it, and the next save writes it again"
+                    )
+                if keys:
+                    _logger.info("%s has no %s: it was copied without it, and its list is accepted", self.url, MARK)
+            keys = again
+        return [key for key in keys if key not in (MARK, LAST)]
+
+    @staticmethod
+    def _ends(keys: list[str], start: str) -> bool:
+        beyond = start > MARK or any(key > MARK for key in keys)
+        return (LAST if beyond else MARK) in keys

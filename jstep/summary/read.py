@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.stores import is_directory, is_url, join, location, names_in, opened, walked
-from jstep.summary.proto import decode_error, proto
-from jstep.summary.records import FOOTER, HEADER, DataLossError, read_records
+from jstep.summary.records import FOOTER, HEADER, DataLossError, decode_error, proto, read_records
 
 
 def is_event_file(name: str) -> bool:

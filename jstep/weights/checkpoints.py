@@ -1,15 +1,23 @@
 """Weights in the checkpoints of Orbax and jstep: their arrays by name, read onto the shardings of a target."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint import CheckpointError, open_store
+from jstep.checkpoint.format.leaves import from_stored, stored_kind, unique, zeros_of
+from jstep.checkpoint.format.manifest import Leaf, Manifest
+from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.placing import sharding_of
+from jstep.distributed import agreement
 from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts
 
@@ -24,25 +32,20 @@ class Array(NamedTuple):
 
     Attributes:
         name: Its path in the checkpoint, such as `params/dense/kernel`.
-        code: The name of its dtype.
+        code: The name of its dtype, such as `key<fry>` for the data of PRNG keys.
         shape: Its shape.
-        dtype: Its dtype; None if the array is not one of numbers.
+        dtype: Its dtype.
     """
 
     name: str
     code: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype[Any]
 
     @property
     def nbytes(self) -> int:
         """Its number of bytes."""
-        return int(np.prod(self.shape, dtype=object)) * (0 if self.dtype is None else self.dtype.itemsize)
-
-
-def named(path: str, number: int) -> str:
-    """Return the name of an array: its path, followed by a number if several arrays share the path."""
-    return path if number == 1 else f"{path}#{number}"
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
 @dataclasses.dataclass
@@ -119,7 +122,9 @@ def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
     ]
     for code, end in ends:
         first, *others = [end(name) for name in missing]
-        for above in ["", *(one.removesuffix(first) for one in sorted(there) if one.endswith(f"/{first}"))]:
+        groups = [one.removesuffix(first) for one in there if one.endswith(f"/{first}")]
+        # Those of an optimizer have the same paths: parameters come first.
+        for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
             if all(above + name in there for name in (first, *others)):
                 whole = f'"{above}" + {code}' if above else code
                 return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
@@ -158,3 +163,54 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
     with internal_transfers():
         parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
     return from_parts(wanted, sharding_of(wanted.leaf, wanted.path), parts)
+
+
+def open_jstep_checkpoint(path: str) -> Checkpoint:
+    """Return the arrays of a checkpoint, which is verified before the first is returned.
+
+    Args:
+        path: A folder that has a manifest.
+
+    Raises:
+        CheckpointError: The checkpoint is corrupted, or another version of jstep wrote it.
+    """
+    path = os.path.abspath(path)
+    store = open_store(os.path.dirname(path))
+    manifest = store.manifest(path)
+    saved = dict(zip(unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True))
+    verified = False
+
+    def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal verified
+        stored = {array: shardings[name] for name in shardings if (array := saved[name].array) is not None}
+        arrays = _read(store, path, manifest, stored, not verified)
+        verified = True
+        return {name: _value(saved[name], arrays) for name in shardings}
+
+    return Checkpoint(path, {name: _array(name, leaf) for name, leaf in saved.items()}, read, f"jstep {manifest.jstep}")
+
+
+def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+    arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
+    if agreement.any_process(bool(problems)):
+        raise CheckpointError(
+            f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
+            "it again from where it is intact"
+        )
+    if agreement.any_process(failure is not None):
+        reason = "see the error of another process" if failure is None else short(failure)
+        raise CheckpointError(f"{path} could not be read: {reason}") from failure
+    return arrays
+
+
+def _array(name: str, leaf: Leaf) -> Array:
+    """Return the array of a leaf; that of PRNG keys is their data."""
+    shape, dtype = stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+    return Array(name, leaf.dtype, shape, jnp.dtype(dtype))
+
+
+def _value(leaf: Leaf, arrays: Mapping[str, Any]) -> Any:
+    if leaf.array is None:
+        return zeros_of(leaf)
+    with internal_transfers():
+        return from_stored(leaf, arrays[leaf.array])

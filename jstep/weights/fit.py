@@ -106,8 +106,14 @@ class Wanted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the leaf."""
-        return tuple(np.shape(self.leaf))
+        """The shape of the array to load: that of the leaf, or of the data of its PRNG keys."""
+        leaf = jax.eval_shape(jax.random.key_data, self.leaf) if self.is_key else self.leaf
+        return tuple(np.shape(leaf))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the leaf holds typed PRNG keys, whose data is loaded."""
+        return trees.is_key(self.leaf)
 
     @property
     def on_host(self) -> bool:
@@ -122,7 +128,7 @@ class Wanted:
             reverse, hint = self.shape[::-1], ""
             if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.rule.transform is None:
                 hint = f" (transposed: map it to ({self.rule.name!r}, numpy.transpose) in names)"
-            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(self.shape, own)} in target{hint}"
+            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(np.shape(self.leaf), own)} in target{hint}"
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {as_text(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
@@ -190,7 +196,7 @@ def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -
 
 def _wanted(path: str, leaf: Any, rule: Rule, float_dtype: Any) -> Wanted:
     dtype = _dtype(leaf, path)
-    casts = float_dtype is not None and _is_floating(dtype)
+    casts = float_dtype is not None and trees.is_floating(dtype)
     return Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts)
 
 
@@ -241,16 +247,12 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: st
 
 
 def _problem(wanted: Wanted, tensor: Any) -> str:
-    dtype = tensor.dtype
-    if dtype is None:
-        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}, which load_weights cannot load"
-    if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
-        return f"{wanted.path!r} is {wanted.dtype} in target, which load_weights does not load; map it to None in names"
-    return "" if wanted.rule.transform else wanted.difference(tensor.shape, dtype)
-
-
-def _is_floating(dtype: Any) -> bool:
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and trees.is_floating(dtype)
+    # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
+    other_keys = tensor.code.startswith("key<") and tensor.code != str(getattr(wanted.leaf, "dtype", ""))
+    if tensor.dtype is None or other_keys:
+        what = f"; it is {wanted.leaf.dtype} in target" if wanted.is_key else ", which load_weights cannot load"
+        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{what}"
+    return "" if wanted.rule.transform else wanted.difference(tensor.shape, tensor.dtype)
 
 
 def _dtype(leaf: Any, path: str) -> Any:
@@ -260,6 +262,8 @@ def _dtype(leaf: Any, path: str) -> Any:
         return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.newbyteorder("=")
+    if trees.is_key(leaf):
+        return np.dtype(np.uint32)
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
         return leaf.dtype
     raise TypeError(

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -242,3 +242,35 @@ def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> N
         raise ValueError(f"{path}: is truncated: it has {size} bytes, but its tensors need {at}")
     if at < size:
         raise ValueError(f"{path}: corrupted: {size - at} bytes at its end belong to no tensor")
+
+
+def confirm(paths: Iterable[str]) -> None:
+    """Open files with the package, which reads only their headers.
+
+    Raises:
+        ImportError: The package is not installed.
+        ValueError: The package refuses a file.
+    """
+    safetensors = package()
+    for path in paths:
+        try:
+            with safetensors.safe_open(path, framework="numpy"):
+                pass
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{path}: the safetensors package {safetensors.__version__} refuses it: {error}; a newer version may "
+                "know its dtypes: pip install -U safetensors"
+            ) from None
+
+
+def package() -> Any:
+    """Import the package.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("weights need the safetensors package: pip install 'jstep[weights]'") from error
+    return safetensors

@@ -1,22 +1,31 @@
 """`load_weights`: loading of safetensors files, and of weights from checkpoints."""
 
+import contextlib
 import dataclasses
+import io
 import logging
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint import CheckpointError
+from jstep.checkpoint.format.manifest import NAME as MANIFEST
+from jstep.checkpoint.store.listing import has_data
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.matching import has_value
 from jstep.core.placement import refuse_compile_only
-from jstep.weights.fit import Fit, Names, Wanted, transformed, with_transform_problems
-from jstep.weights.place import from_host
-from jstep.weights.source import open_source
+from jstep.weights.checkpoints import Checkpoint, open_jstep_checkpoint
+from jstep.weights.find import INDEX, SUFFIX, find_weights, local
+from jstep.weights.fit import Fit, Names, Wanted, fit, transformed, with_transform_problems
+from jstep.weights.header import Tensor, confirm
+from jstep.weights.orbax_folder import folder_of
+from jstep.weights.place import from_host, placed, read_whole
 
 _logger = logging.getLogger("jstep")
 
@@ -44,7 +53,8 @@ def load_weights(
         path: A file, a folder, an index (`model.safetensors.index.json`) next to its shards, or a checkpoint, on this
             machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one.
+            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
+            typed PRNG keys are made of the data that is stored for them.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
             `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
@@ -121,7 +131,17 @@ def load_weights(
         plain = [i for i, one in enumerate(found.wanted) if one.tensor is not None and one.rule.transform is None]
         for i, leaf in zip(plain, source.leaves([found.wanted[i] for i in plain]), strict=True):
             leaves[i] = leaf
+    for i, wanted in enumerate(found.wanted):
+        if wanted.is_key and wanted.tensor is not None:
+            leaves[i] = _keys(wanted, leaves[i])
     return jax.tree.unflatten(trees.structure(target), leaves)
+
+
+def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
+    """Return the PRNG keys of their data."""
+    impl: list[Any] = []
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
+    return jax.random.wrap_key_data(data, impl=impl[0])
 
 
 def _transformed(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -159,3 +179,72 @@ def _float_dtype(dtype: Any) -> Any:
     if not trees.is_floating(found):
         raise ValueError(f"dtype={shown(dtype)}: must be a floating dtype; integers and booleans are never cast")
     return found
+
+
+@contextlib.contextmanager
+def open_source(path: Any) -> "Iterator[_Files | Checkpoint]":
+    """Open weights for reading, and check what describes them; no tensor is read.
+
+    Raises:
+        CheckpointError: A checkpoint of jstep is corrupted.
+        FileNotFoundError: There are no weights at the path.
+        ValueError: A file is corrupted, or a folder has several sets of weights.
+    """
+    checkpoint = _checkpoint(local(path))
+    if checkpoint is not None:
+        yield checkpoint
+        return
+    weights = find_weights(path)
+    confirm(header.file for header in weights.files)
+    with contextlib.ExitStack() as stack:
+        yield _Files(weights.path, weights.tensors, stack)
+
+
+def _checkpoint(path: str) -> Checkpoint | None:
+    """Return the checkpoint at a path; None if safetensors files are to be looked for there."""
+    if not os.path.isdir(path) or any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
+        return None
+    if os.path.lexists(os.path.join(path, MANIFEST)):
+        try:
+            return open_jstep_checkpoint(path)
+        except CheckpointError:
+            if has_data(path):
+                raise  # otherwise it is a file of another program
+    folder = folder_of(path)
+    if folder is None and has_data(path):
+        raise ValueError(
+            f"path={path!r}: is a checkpoint of jstep without {MANIFEST}: its save to a bucket was interrupted, or its "
+            "copy was; in the latter case, copy it again"
+        )
+    if folder is None:
+        return None
+    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
+
+    return orbax_checkpoint.opened(folder)
+
+
+class _Files:
+    """Safetensors files."""
+
+    def __init__(self, path: str, tensors: Mapping[str, Tensor], stack: contextlib.ExitStack) -> None:
+        self.path, self._tensors, self._stack = path, tensors, stack
+        self._open: dict[str, io.RawIOBase] = {}
+
+    def fit(self, target: Any, names: Any, float_dtype: Any) -> Fit:
+        """Find the tensor of each leaf of a target; see `jstep.weights.fit.fit`."""
+        return fit(target, self._tensors, names, float_dtype)
+
+    def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Read a whole tensor into new memory."""
+        return read_whole(self._file(tensor), tensor)
+
+    def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
+        """Read leaves that have no transform, in order: each device its own part."""
+        for one in wanted:
+            yield placed(one, self._file(one.tensor))
+
+    def _file(self, tensor: Any) -> io.RawIOBase:
+        if tensor.file not in self._open:
+            file = open(tensor.file, "rb", buffering=0)  # noqa: SIM115
+            self._open[tensor.file] = self._stack.enter_context(file)
+        return self._open[tensor.file]

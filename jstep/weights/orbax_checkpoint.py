@@ -9,12 +9,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jstep.checkpoint.format.leaves import ids
+from jstep.checkpoint.format.leaves import unique
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.checkpoint.format.slots import GLOBAL_STEP
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.weights.checkpoints import Array, Checkpoint, named
+from jstep.weights.checkpoints import Array, Checkpoint
 
 _LONGEST = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
@@ -38,7 +38,7 @@ def opened(folder: str) -> Checkpoint:
         raise _unreadable(folder, _short(error)) from error
     structure: Any
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [named(*pair) for pair in ids(trees.path_str(keys) for keys, _ in flat)]
+    names = unique(trees.path_str(keys) for keys, _ in flat)
     if all(len(keys) == 1 for keys, _ in flat) and GLOBAL_STEP in names:
         raise ValueError(
             f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
@@ -50,8 +50,9 @@ def opened(folder: str) -> Checkpoint:
         options = [_options(array, wanted.get(name)) for name, array in zip(names, arrays, strict=True)]
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
         with internal_transfers():
-            restored = ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments)
-        return {name: value for name, value in zip(names, jax.tree.leaves(restored), strict=True) if name in wanted}
+            restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
+            # With a sharding, Orbax returns typed PRNG keys as such.
+            return {name: trees.key_data(one) for name, one in zip(names, restored, strict=True) if name in wanted}
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         try:

@@ -5,11 +5,10 @@ import os
 import re
 
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.store.listing import TEMPORARY, listed
+from jstep.checkpoint.store.listing import OF_ORBAX, TEMPORARY, listed
 
 METADATA = "_METADATA"
 _ARRAYS = "manifest.ocdbt"
-_MARKS = {METADATA, "_CHECKPOINT_METADATA", _ARRAYS}
 _DEFAULT = "default"  # the item of a CheckpointManager that was given only one
 _STEP = re.compile(r"(?:.*[_-])?[0-9]+")
 _SHOWN = 10  # folders listed in a message
@@ -57,7 +56,7 @@ def folder_of(path: str) -> str | None:
             f"path={path!r}: has only {unfinished[0]}, an incomplete checkpoint of Orbax: its save was interrupted, or "
             "still runs"
         )
-    if entries & _MARKS:
+    if entries & OF_ORBAX:
         raise _without_metadata(path)
     return None
 
@@ -85,7 +84,9 @@ def _is_checkpoint(above: str, name: str) -> bool:
     """Return whether a folder is a checkpoint of Orbax or jstep that is named by its step."""
     path = os.path.join(above, name)
     entries = set(listed(path))
-    is_one = bool(entries & {MANIFEST, *_MARKS}) or any(METADATA in listed(os.path.join(path, one)) for one in entries)
+    is_one = bool(entries & {MANIFEST, *OF_ORBAX}) or any(
+        METADATA in listed(os.path.join(path, one)) for one in entries
+    )
     return _STEP.fullmatch(name) is not None and is_one
 
 

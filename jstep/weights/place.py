@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, sharding_of, slices
+from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, place_anywhere, sharding_of, slices
 from jstep.weights.fit import Wanted
 from jstep.weights.header import Tensor, dtype_of
 
@@ -116,9 +115,8 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
         return np.array(array)
     sharding = sharding_of(wanted.leaf, wanted.path)
     if sharding is None:
-        with internal_transfers():
-            return jnp.array(array)
-    parts = {part: np.array(array[slices(part)], order="C") for part in parts_of(wanted.shape, sharding)}
+        return place_anywhere(array)
+    parts = {part: array[slices(part)] for part in parts_of(wanted.shape, sharding)}
     return place(wanted.shape, wanted.dtype, sharding, parts)
 
 

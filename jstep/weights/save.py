@@ -17,8 +17,7 @@ from jstep.core.placement import refuse_shapes
 from jstep.distributed.agreement import any_process
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
-from jstep.weights.header import METADATA, bits_of, code_of
-from jstep.weights.package import package
+from jstep.weights.header import METADATA, bits_of, code_of, package
 from jstep.weights.write import Entry, Files, header_of, write_tensor
 
 _FORMAT = {"format": "pt"}

@@ -13,11 +13,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.store import owner
+from jstep.checkpoint.store import claim as owner
 from jstep.stores import new_file, sync_folder
 from jstep.weights.find import INDEX
-from jstep.weights.header import LARGEST, METADATA
-from jstep.weights.package import confirm
+from jstep.weights.header import LARGEST, METADATA, confirm
 
 _AT_ONCE = 2**26
 _ABANDONED = 86400.0

@@ -147,7 +147,7 @@ class TestPartial:
             saver.restore(state_at(0), partial=flag)
 
 
-@pytest.mark.parametrize("name", ["async_save", "stage", "compress", "verify"])
+@pytest.mark.parametrize("name", ["async_save", "compress", "verify"])
 def test_flags_of_saver_must_be_bools(tmp_path, name):
     with pytest.raises(TypeError, match=f"{name}='no': must be True or False"):
         Saver(tmp_path, **{name: "no"})

@@ -164,6 +164,39 @@ def test_any_corruption_of_a_copy_is_detected(copies, change):
     assert same(jstep.Saver(copies.copy).restore(state_at(0)), state_at(3))
 
 
+@pytest.mark.parametrize("lost", ["one file", "all files"])
+def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
+    data = [file for file in copies.files("model-3") if not file.endswith("model-3/manifest.json")]
+    for file in [max(data, key=lambda file: "pack" in file or "/d/" in file)] if lost == "one file" else data:
+        copies.edit(file, lambda data: None)
+    restores = [lambda saver: saver.restore(state_at(0)), lambda saver: saver.restore_params(state_at(0).params)]
+    for restore in restores:
+        with pytest.raises(CheckpointError) as error:
+            restore(jstep.Saver(copies.copy))
+        assert f"{copies.copy}/model-3 is corrupted: " in str(error.value)
+        assert "missing" in str(error.value)
+        assert "newest intact checkpoint is step 2" in str(error.value)
+        assert str(error.value).endswith(f"delete {copies.copy}/model-3."), "and nothing that is intact"
+    for arguments in ([f"{copies.copy}/model-3"], [f"{copies.copy}/model-3", "--verify"], [copies.copy, "--verify"]):
+        assert main(["inspect", *arguments]) == 2
+        assert "model-3" in capsys.readouterr().err
+    if isinstance(copies, OnDisk):
+        with pytest.raises(CheckpointError, match=r"missing.* Nothing was loaded; copy it again from where it is"):
+            jstep.load_weights(f"{copies.copy}/model-3", state_at(0).params)
+    assert same(jstep.Saver(copies.copy).restore(state_at(0), step=2), state_at(2))
+
+
+def test_weights_of_a_copy(store, tmp_path):
+    made = OnDisk(store, tmp_path)
+    with jstep.Saver(made.url) as saver:
+        saver.save(state_at(1))
+    made.fill()
+    assert same(jstep.load_weights(f"{made.copy}/model-1", state_at(0).params), state_at(1).params)
+    made.edit("model-1/manifest.json", lambda data: None)
+    with pytest.raises(ValueError, match=r"model-1': is a checkpoint of jstep without manifest\.json.*copy it again"):
+        jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)
+
+
 def _put_back(copies, file, data):
     if isinstance(copies, InBucket):
         copies._store.put("bkt", f"run/{file}", data)

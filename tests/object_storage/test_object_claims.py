@@ -8,7 +8,8 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint.store import object_claim, object_save, owner
+from jstep.checkpoint.store import claim as owner
+from jstep.checkpoint.store import object_claim, object_save
 from jstep.stores import Directory
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jstep.stores import ABSENT, Directory, Objects, StoreError, objects, outages
+from jstep.stores import ABSENT, Directory, Objects, StoreError, at_once, objects
 
 QUICK = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
 
@@ -140,7 +140,7 @@ def test_timeouts_are_shorter_while_a_store_is_down(store, fast_retries):
     with pytest.raises(StoreError, match="HTTP 503"):
         directory.read("a")
     bucket = store.run.removesuffix("/run")
-    assert outages.seconds(bucket) == outages.WHILE_DOWN
+    assert objects.timeout_of(bucket) == objects.WHILE_DOWN
     store.fail = [("", "", -1, 1)]
     with (
         directory.within(0.1),
@@ -149,7 +149,7 @@ def test_timeouts_are_shorter_while_a_store_is_down(store, fast_retries):
         directory.write("b", b"")
     store.fail = []
     assert directory.read("a").data is None
-    assert outages.seconds(bucket) == outages.SECONDS
+    assert objects.timeout_of(bucket) == objects.SECONDS
 
 
 def test_s3_reports_expired_keys_as_400(s3, fast_retries):
@@ -231,3 +231,46 @@ def test_a_refused_list_is_an_error(s3, fast_retries):
     s3.fail = [("GET", "^/bkt/?$", 403, 99)]
     with pytest.raises(PermissionError, match="s3:ListBucket"):
         Directory("s3://bkt/run").listing()
+
+
+class Operation:
+    """An operation that records whether it was given up."""
+
+    def __init__(self, under_way):
+        self.under_way, self.is_given_up = under_way, False
+        under_way.append(self)
+
+    def result(self):
+        self.under_way.remove(self)
+
+    def give_up(self):
+        self.is_given_up = True
+
+
+def test_at_most_some_operations_are_in_progress():
+    under_way, counts = [], []
+
+    def started():
+        for name in range(10):
+            yield name, Operation(under_way)
+            counts.append(len(under_way))
+
+    names = []
+    for name, operation in at_once(started(), 3):
+        operation.result()
+        names.append(name)
+    assert names == list(range(10))
+    assert max(counts) <= 3
+    assert not under_way
+
+
+def test_operations_are_given_up_when_one_fails():
+    operations = []
+
+    def work():
+        for name, _ in at_once(((name, Operation(operations)) for name in range(10)), 3):
+            1 / (1 - name)
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert [one.is_given_up for one in operations] == [False, False, True, True]

@@ -227,6 +227,70 @@ def test_flax_nnx_variables(tmp_path):
     assert same(jstep.load_weights(tmp_path / "variables", state)["kernel"].get_value(), model.kernel.get_value())
 
 
+class TestMaxText:
+    """Checkpoints of MaxText hold Linen's variables below `params`."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        params = {"decoder": {"kernel": jnp.arange(6.0).reshape(2, 3)}}
+        state = {"params": {"params": params}, "opt_state": optax.adam(1e-3).init(params), "step": jnp.int32(3)}
+        with ocp.CheckpointManager(tmp_path) as manager:
+            manager.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
+            manager.wait_until_finished()
+        return tmp_path / "3"
+
+    def test_variables_are_loaded_without_names(self, path):
+        target = {"params": {"decoder": {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32)}}}
+        assert jstep.load_weights(path, target)["params"]["decoder"]["kernel"][1, 2] == 5
+
+    def test_the_hint_for_parameters_is_not_the_optimizers_group(self, path):
+        target = {"decoder": {"kernel": jax.ShapeDtypeStruct((2, 3), np.float32)}}
+        with pytest.raises(ValueError, match=r"pass names=lambda path: \"params/params/\" \+ path$"):
+            jstep.load_weights(path, target)
+        loaded = jstep.load_weights(path, target, lambda path: "params/params/" + path)
+        assert loaded["decoder"]["kernel"][1, 2] == 5
+
+
+class TestKeys:
+    """Typed PRNG keys are loaded as their data."""
+
+    @pytest.fixture
+    def state(self):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+        keys = jax.device_put(jax.random.split(jax.random.key(3), 8), NamedSharding(mesh, P("data")))
+        return {"keys": keys, "one": jax.random.key(5, impl="rbg"), "w": jnp.arange(3.0)}
+
+    def test_keys_round_trip_with_their_sharding(self, tmp_path, state):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "orbax", {"params": state})
+        with jstep.Saver(tmp_path / "jstep") as saver:
+            path = saver.save({"params": state, "global_step": 1})
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        for source in (tmp_path / "orbax", path):
+            for target in (state, shapes, jax.eval_shape(lambda: state)):
+                loaded = jstep.load_weights(source, target)
+                for name in ("keys", "one"):
+                    assert loaded[name].dtype == state[name].dtype
+                    assert same(jax.random.key_data(loaded[name]), jax.random.key_data(state[name]))
+            assert jstep.load_weights(source, shapes)["keys"].sharding == state["keys"].sharding
+
+    def test_keys_that_differ(self, tmp_path, state):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "x", state)
+        target = state | {"one": jax.random.key(0), "w": jax.random.key(0)}
+        message = r"'one' is uint32\[4\], and key<fry>\[\] in target, 'w' is float32\[3\], and key<fry>\[\] in target"
+        with pytest.raises(ValueError, match=message):
+            jstep.load_weights(tmp_path / "x", target)
+
+    def test_keys_of_a_checkpoint_of_jstep_have_their_implementation(self, tmp_path, state):
+        with jstep.Saver(tmp_path) as saver:
+            path = saver.save({**state, "global_step": 1})
+        target = {"one": jax.random.key(0), "keys": jax.ShapeDtypeStruct((8, 2), np.uint32), "w": state["w"]}
+        message = r"'keys'.* is key<fry>, which load_weights cannot load, 'one'.* is key<rbg>; it is key<fry> in target"
+        with pytest.raises(ValueError, match=message):
+            jstep.load_weights(path, target)
+
+
 def test_averages_and_keys_in_a_checkpoint_of_jstep(tmp_path):
     ema = jstep.ExponentialMovingAverage(0.5)
     optimizer = jstep.with_moving_average(jstep.sgd(1.0), ema)
@@ -247,6 +311,22 @@ class TestBadInput:
     def test_a_folder_without_a_checkpoint(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no weights .* and is not a checkpoint of Orbax or jstep"):
             jstep.load_weights(tmp_path, SHAPES)
+
+    def test_a_manifest_of_another_program(self, tmp_path):
+        (tmp_path / "manifest.json").write_text('{"name": "app"}')
+        with pytest.raises(FileNotFoundError, match=r"no weights .* and is not a checkpoint of Orbax or jstep"):
+            jstep.load_weights(tmp_path, SHAPES)
+
+    def test_names_that_match_nothing(self, path, caplog):
+        for names in ({"count": "nowhere/count"}.get, lambda path: f"nowhere/{path}"):
+            with pytest.raises(ValueError, match=r"missing \(\d\): .*; unused \(\d+\): '(params/)?count'"):
+                jstep.load_weights(path, SHAPES, names)
+        with caplog.at_level(logging.WARNING, "jstep"):
+            kept = jstep.load_weights(path, PARAMS, lambda path: f"nowhere/{path}", partial=True)
+        assert "does not fit target, and nothing was loaded; missing (5)" in caplog.text
+        assert all(map(same, jax.tree.leaves(kept), jax.tree.leaves(PARAMS)))
+        with pytest.raises(ValueError, match="names: target has no leaf at 'cuont'; nearest: 'count'"):
+            jstep.load_weights(path, SHAPES, {"cuont": "count"})
 
     def test_directories_of_checkpoints(self, tmp_path):
         step_of_manager(tmp_path / "manager")

@@ -26,13 +26,11 @@ def named(state: Any) -> list[tuple[Leaf, Any]]:
         TypeError: A leaf is not an array or a number, or has no value (names its path).
         ValueError: A leaf was donated (names its path).
     """
-    seen: dict[str, int] = {}
+    flat = jax.tree_util.tree_leaves_with_path(state)
     out = []
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = trees.path_str(keys)
-        seen[path] = seen.get(path, 0) + 1
+    for (keys, leaf), (path, number) in zip(flat, ids(trees.path_str(keys) for keys, _ in flat), strict=True):
         leaf = _with_value(leaf, path)
-        out.append((_record(path, tuple(trees.path_str((key,)) for key in keys), seen[path], leaf), leaf))
+        out.append((_record(path, tuple(trees.path_str((key,)) for key in keys), number, leaf), leaf))
     return out
 
 
@@ -67,8 +65,7 @@ def _with_value(leaf: Any, path: str) -> Any:
 
 def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
     # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
-    array = urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E")
-    array += f"#{number}" if number > 1 else ""
+    array = _unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E"), number)
     nbytes = int(trees.key_data(leaf).nbytes)
     impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
     dtype = str(leaf.dtype)
@@ -146,6 +143,15 @@ def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
         seen[path] = seen.get(path, 0) + 1
         ids.append((path, seen[path]))
     return ids
+
+
+def unique(paths: Iterable[str]) -> list[str]:
+    """Return a name for each path: the path, followed by a number from its second occurrence on."""
+    return [_unique(*one) for one in ids(paths)]
+
+
+def _unique(path: str, number: int) -> str:
+    return path if number == 1 else f"{path}#{number}"
 
 
 def nested(leaves: Sequence[tuple[Leaf, Any]]) -> dict[str, Any]:

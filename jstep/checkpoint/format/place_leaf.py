@@ -62,7 +62,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
             return _leaves.from_stored(record, stored).astype(leaf.dtype)
 
         array = jax.jit(leaf_of, out_shardings=sharding)(array)
-    return jax.device_put(array, sharding)
+    return array if array.sharding == sharding else jax.device_put(array, sharding)
 
 
 def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
-from jstep.stores import Objects, Pending, TruncatedError
+from jstep.stores import Objects, Pending, TruncatedError, at_once
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
 _PIECE = 2**20  # bytes that fit the cache of a core
@@ -113,32 +113,24 @@ def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) 
     """Return the sizes and checksums of objects, as `records` does for files; missing ones are left out."""
     found: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in sizes}
     missing = set()
-    reading: list[tuple[str, Pending]] = []
 
-    def end_one() -> None:
-        path, pending = reading.pop(0)
+    def started() -> Iterator[tuple[str, Pending]]:
+        for path, size in sizes.items():
+            for at in range(0, max(size, 1), BLOCK):
+                stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
+                yield path, objects.start_read(above + path, at, stop)
+
+    for path, pending in at_once(started(), _AT_ONCE):
         try:
             data = objects.read_result(pending).data
         except TruncatedError:
-            return  # the size that was read until here differs
+            continue  # the size that was read until here differs
         if data is None:
             missing.add(path)
         else:
             found[path]["bytes"] += len(data)
             found[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
 
-    try:
-        for path, size in sizes.items():
-            for at in range(0, max(size, 1), BLOCK):
-                if len(reading) == _AT_ONCE:
-                    end_one()
-                stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
-                reading.append((path, objects.start_read(above + path, at, stop)))
-        while reading:
-            end_one()
-    finally:
-        for _, pending in reading:
-            pending.give_up()
     return {path: record for path, record in found.items() if path not in missing}
 
 

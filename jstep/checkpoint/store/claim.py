@@ -5,18 +5,76 @@ The lock belongs to the operating system, so it ends with the process however th
 
 On file systems without locks, the content of the file decides: a process on this host is looked up; one on another host
 counts as dead when it has not written for an hour.
+
+Other locks identify their processes in the same way: those of object stores, and temporary files of weights.
 """
 
 import contextlib
 import errno
 import json
 import os
+import socket
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.store import owner
+
+
+def this_process() -> dict[str, Any]:
+    """Return a JSON dict that identifies this process among all hosts."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool | None:
+    """Return whether a process is alive; None if it is on another host or in another container."""
+    if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
+        return None
+    pid = owner.get("pid", -1)
+    return isinstance(pid, int) and pid > 0 and owner.get("started") == started(pid) is not None
+
+
+def started(pid: int) -> str | None:
+    """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
+    if os.name != "posix":
+        return "unknown"  # os.kill would end the process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _space() -> str:
+    """Return the namespace of PIDs: the boot ID separates hosts of the same name, the PID namespace containers."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
+
+
+def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
+    """Return the error message for a second writer."""
+    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
+    mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
+    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
+    way_out = (
+        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
+    )
+    return (
+        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
+        f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
+    )
+
 
 try:
     import fcntl
@@ -75,7 +133,7 @@ def _locked(path: str, directory: str, prefix: str) -> int:
                 os.unlink(path)  # left behind by a killed writer of another user
             # The previous owner may have removed the file after we opened it and before we locked it.
             if _same_file(handle, path):
-                _write(handle, owner.this_process())
+                _write(handle, this_process())
                 return handle
         except BaseException:
             os.close(handle)
@@ -108,7 +166,7 @@ def _lock(handle: int) -> bool:
 def _seems_alive(who: dict[str, Any], last_sign: float) -> bool:
     if not who:
         return False
-    alive = owner.is_alive(who)
+    alive = is_alive(who)
     return time.time() - last_sign < _SILENT if alive is None else alive
 
 
@@ -136,7 +194,7 @@ def _write(handle: int, who: dict[str, Any]) -> None:
 
 
 def _refuse(handle: int, directory: str, prefix: str) -> NoReturn:
-    raise CheckpointError(owner.refusal(directory, prefix, _read(handle)))
+    raise CheckpointError(refusal(directory, prefix, _read(handle)))
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:

@@ -1,17 +1,148 @@
-"""A store of checkpoints in a local directory, or one on a file system that all processes share."""
+"""A store of checkpoints in a local directory, or one on a file system that all processes share.
 
+A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
+"""
+
+import contextlib
 import errno
 import gc
 import logging
 import os
+import re
+import shutil
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, place
+from jstep.checkpoint.store import checksums, listing
 from jstep.checkpoint.store.claim import Claim, file_of
+from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
 from jstep.checkpoint.store.protocol import Commit
+from jstep.core.text import size
+from jstep.stores import sync_folder
+
+
+def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> None:
+    """Rename a finished checkpoint to its final name. An older one of that name is deleted afterwards.
+
+    Args:
+        temporary: The folder of the checkpoint.
+        final: Its final path.
+        files: The files that must exist under the new name.
+
+    Raises:
+        FileNotFoundError: One of them was removed meanwhile.
+    """
+    replaced = final + REPLACED
+    if os.path.lexists(final):
+        if is_remains(final):
+            remove(replaced)
+            os.rename(final, replaced)
+        else:
+            _set_aside(final)
+    sync_folder(temporary)
+    os.rename(temporary, final)
+    lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
+    if lacks is not None:
+        # Another process is removing the folder, and continued after the rename.
+        evict(final)
+        if os.path.lexists(replaced):
+            os.rename(replaced, final)
+        raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
+    sync_folder(os.path.dirname(final))
+    remove(replaced)
+
+
+def _set_aside(path: str) -> None:
+    number = 0
+    while os.path.lexists(aside := f"{path}.set-aside-{number}"):
+        number += 1
+    os.rename(path, aside)
+    _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
+
+
+def evict(path: str) -> None:
+    """Delete a checkpoint atomically; errors are logged."""
+    deleted = path + DELETED
+    try:
+        remove(deleted)
+        os.rename(path, deleted)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _logger.warning("%s could not be deleted: %s", path, error)
+        return
+    remove(deleted)
+
+
+def remove(path: str) -> None:
+    """Delete a folder of ours as far as possible; of a link, only the link."""
+    if os.path.islink(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
+    """Remove what interrupted saves and deletions of this prefix left behind.
+
+    Only the owner of the claim may call it: otherwise the removed folder may be one that is being written.
+
+    Args:
+        directory: The directory of the checkpoints.
+        prefix: The prefix of the names; others are not touched.
+        in_use: Returns whether a temporary folder is being written.
+    """
+    step = rf"({re.escape(prefix)}-(?:0|[1-9][0-9]*))"
+    pattern = re.compile(
+        rf"{step}({re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)})", re.DOTALL
+    )
+    for entry in listed(directory):
+        if match := pattern.fullmatch(entry):
+            path, final = os.path.join(directory, entry), os.path.join(directory, match[1])
+            if match[2] == REPLACED and is_whole(path) and not is_whole(final):
+                _restore_replaced(path, final)
+            elif not in_use(path):
+                remove(path)
+
+
+def _restore_replaced(replaced: str, final: str) -> None:
+    if os.path.lexists(final):
+        if is_remains(final):
+            evict(final)
+        else:
+            _set_aside(final)
+    os.rename(replaced, final)
+
+
+_WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
+_CODES = {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, reports a full disk or an exceeded quota."""
+    seen = 0
+    while error is not None and seen < 20:
+        if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def full_disk(directory: str, needed: int) -> OSError:
+    """Return the error to raise, with the bytes needed and the bytes free."""
+    try:
+        free = f"{size(shutil.disk_usage(directory).free)} free"
+    except OSError:
+        free = "free space unknown"
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full ({size(needed)} needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
+        "fewer checkpoints by max_to_keep",
+    )
+
 
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDictionary()
@@ -28,7 +159,7 @@ class Directory:
         self._is_cleaned = False
         self._arrays: Any = None
         self._bytes = 0
-        self.is_left = False
+        self._is_left = False
 
     def path(self, name: str) -> str:
         """See `Store.path`."""
@@ -73,7 +204,7 @@ class Directory:
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._is_cleaned:
-            place.remove_leftovers(self.directory, prefix, place.IN_FLIGHT.__contains__)
+            remove_leftovers(self.directory, prefix, listing.IN_FLIGHT.__contains__)
             self._is_cleaned = True
 
     def _take(self, prefix: str) -> Claim:
@@ -84,7 +215,7 @@ class Directory:
             if not _is_held_here(file):
                 raise
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
-            if (holder := _HOLDERS.get(file)) is not None and holder.is_left:
+            if (holder := _HOLDERS.get(file)) is not None and holder._is_left:
                 holder.finish()
             return Claim(self.directory, prefix)
 
@@ -130,7 +261,7 @@ class Directory:
             if lost := _lost(lambda: tensors.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
             listing.write_manifest(temporary, manifest)
-            place.publish(temporary, final, [NAME, *manifest.files])
+            publish_folder(temporary, final, [NAME, *manifest.files])
             committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
@@ -153,17 +284,21 @@ class Directory:
             raise
 
     def _explain(self, error: Exception) -> None:
-        if place.is_full(error):
-            raise place.full_disk(self.directory, self._bytes) from error
+        if is_full(error):
+            raise full_disk(self.directory, self._bytes) from error
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""
         self._is_cleaned = False
-        place.remove(path + listing.TEMPORARY)
+        remove(path + listing.TEMPORARY)
 
     def evict(self, path: str) -> None:
         """See `Store.evict`."""
-        place.evict(path)
+        evict(path)
+
+    def leave(self) -> None:
+        """See `Store.leave`."""
+        self._is_left = True
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""

@@ -1,13 +1,22 @@
-"""Listing of the checkpoints in a directory: their names and manifests, and which of them are complete."""
+"""Listing of checkpoints: their names and manifests, and which of them are complete.
+
+In a directory each is a folder. Below a URL they are objects with these keys:
+
+    model-7/manifest.json               the checkpoint exists when this does
+    model-7/data.1795172888-1f0e2d3c/   the objects of one attempt to save it
+    ~claims/model                       the writer of model-*
+    ~jstep                              the mark: a list without it is incomplete
+"""
 
 import functools
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+import secrets
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, decode, encode
-from jstep.checkpoint.store.object_names import is_attempt
 from jstep.stores import new_file
 
 
@@ -38,10 +47,12 @@ def write_manifest(checkpoint: str, manifest: Manifest) -> None:
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
+IN_FLIGHT: dict[str, Any] = {}
+"""Path of a temporary folder → the checkpointer that writes it."""
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
 
-_OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
+OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
@@ -150,7 +161,7 @@ def missing(path: str) -> str | None:
         manifest = read_manifest(path)
     except CheckpointError:
         # An unreadable manifest without any other file of ours belongs to another program.
-        return None if _has_data(path) else NAME
+        return None if has_data(path) else NAME
     except OSError:
         return NAME
     return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
@@ -165,12 +176,12 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
     problems = []
     for step, is_final, entry in _entries(directory, prefix):
         path = os.path.join(directory, entry)
-        if step <= above or not is_final or not _has_data(path):
+        if step <= above or not is_final:
             continue
         found, lacks = _look(path)
-        if found is not None or not os.path.lexists(path):
+        if found is not None or (lacks == NAME and not has_data(path)) or not os.path.lexists(path):
             continue
-        if lacks == NAME and not _OF_ORBAX & set(listed(path)):
+        if lacks == NAME and not OF_ORBAX & set(listed(path)):
             _logger.warning(
                 "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the latter "
                 "case, copy it again",
@@ -182,10 +193,10 @@ def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
     return problems
 
 
-def _has_data(path: str) -> bool:
+def has_data(path: str) -> bool:
     """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
     return any(
-        entry in _OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
+        entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry))) for entry in listed(path)
     )
 
 
@@ -194,4 +205,52 @@ def is_remains(path: str) -> bool:
     if os.path.islink(path) or not os.path.isdir(path):
         return False
     entries = set(listed(path))
-    return not entries or bool(entries & {NAME, *_OF_ORBAX})
+    return not entries or bool(entries & {NAME, *OF_ORBAX})
+
+
+_KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
+_ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
+HOUR = 3600
+
+
+def attempt_of(time: int, number: int) -> str:
+    """Return the name of an attempt, which contains its time."""
+    return f"data.{time}-{number:08x}"
+
+
+def new_attempt(now: float) -> tuple[int, int]:
+    """Return a unique time and number for an attempt."""
+    return max(0, int(now)), secrets.randbits(31)
+
+
+def is_attempt(name: str | None) -> bool:
+    """Return whether it is the name of an attempt."""
+    return name is not None and _ATTEMPT.fullmatch(name) is not None
+
+
+def is_old(attempt: str, now: float) -> bool:
+    """Return whether an attempt began more than an hour ago, so that it is no longer written or read."""
+    match = _ATTEMPT.fullmatch(attempt)
+    return match is not None and match[1] is not None and now - int(match[1]) > HOUR
+
+
+class Checkpoints:
+    """The checkpoints of a prefix, or of any prefix, in a list of keys."""
+
+    def __init__(self, keys: Iterable[str], prefix: str | None) -> None:
+        self.committed: dict[str, int] = {}
+        self.attempts: dict[str, dict[str, list[str]]] = {}
+        """Name of the checkpoint → attempt → its keys."""
+        for key in keys:
+            match = _KEY.fullmatch(key)
+            if match is None or (prefix is not None and match["prefix"] != prefix):
+                continue
+            attempt, _, below = match["rest"].partition("/")
+            if match["rest"] == NAME:
+                self.committed[match["name"]] = int(match["step"])
+            elif below and is_attempt(attempt):
+                self.attempts.setdefault(match["name"], {}).setdefault(attempt, []).append(key)
+
+    def newest_first(self) -> list[tuple[int, str]]:
+        """Return step and name of the checkpoints, highest step first."""
+        return sorted(((step, name) for name, step in self.committed.items()), reverse=True)

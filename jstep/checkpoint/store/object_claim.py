@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.store import owner
+from jstep.checkpoint.store import claim as owner
 from jstep.core.contexts import Thread
 from jstep.stores import ABSENT, Directory
 

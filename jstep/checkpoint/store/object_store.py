@@ -11,15 +11,14 @@ import jax
 
 from jstep.checkpoint.format import manifest as _manifest
 from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, packs, unpack
-from jstep.checkpoint.store import object_names as names
+from jstep.checkpoint.store import checksums, listing, packs, unpack
+from jstep.checkpoint.store.listing import Checkpoints
 from jstep.checkpoint.store.object_claim import ObjectClaim
-from jstep.checkpoint.store.object_names import Checkpoints
 from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.packs import own_blocks
 from jstep.checkpoint.store.protocol import Commit, CorruptedError
 from jstep.distributed import agreement
-from jstep.stores import Directory, Pending
+from jstep.stores import Directory, at_once
 
 HURRIED = 5.0
 """Seconds for optional requests."""
@@ -76,20 +75,17 @@ class ObjectStore:
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
-        return self._manifest(path)[0]
-
-    def _manifest(self, path: str) -> tuple[Manifest, bytes]:
         url = f"{path}/{_manifest.NAME}"
         found = self._objects.read(f"{self._name(path)}/{_manifest.NAME}")
         if found.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         try:
             manifest = _manifest.decode(found.data)
-            if manifest.is_packed and not names.is_attempt(manifest.data):
+            if manifest.is_packed and not listing.is_attempt(manifest.data):
                 raise CheckpointError(f"its data is in {manifest.data!r:.50}, where jstep never puts it")
         except CheckpointError as error:
             raise type(error)(f"{url}: {error}") from None
-        return manifest, found.stamp
+        return manifest
 
     def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
@@ -133,7 +129,7 @@ class ObjectStore:
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = names.attempt_of(*agreement.broadcast_ints(*names.new_attempt(commit.saved_at)))
+        attempt = listing.attempt_of(*agreement.broadcast_ints(*listing.new_attempt(commit.saved_at)))
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
@@ -189,7 +185,7 @@ class ObjectStore:
             if name == new and name not in listed.committed:
                 victims = [old for old in attempts if old != attempt]
             elif name == new:  # a reader may still read what was replaced
-                victims = [old for old in attempts if old != attempt and names.is_old(old, now)]
+                victims = [old for old in attempts if old != attempt and listing.is_old(old, now)]
             elif name in listed.committed:
                 victims = self._stale_attempts(name, list(attempts), now)
             else:  # a list is not reliable: only a read shows that there is no manifest
@@ -199,7 +195,7 @@ class ObjectStore:
 
     def _stale_attempts(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
         """Return attempts that are older than an hour and do not belong to an existing checkpoint."""
-        old = [attempt for attempt in attempts if names.is_old(attempt, now)]
+        old = [attempt for attempt in attempts if listing.is_old(attempt, now)]
         if len(attempts) < 2 or not old:
             return []
         data = self.manifest(self.path(name)).data
@@ -237,12 +233,7 @@ class ObjectStore:
             self._delete(sorted(ours))
 
     def _delete(self, keys: Sequence[str]) -> None:
-        deleting: list[Pending] = []
-        for key in keys:
-            if len(deleting) == _AT_ONCE:
-                deleting.pop(0).result()
-            deleting.append(self._objects.start_delete(key))
-        for pending in deleting:
+        for _, pending in at_once(((key, self._objects.start_delete(key)) for key in keys), _AT_ONCE):
             pending.result()
 
     @contextlib.contextmanager
@@ -255,6 +246,9 @@ class ObjectStore:
             if not self._warned:
                 self._warned = True
                 _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
+
+    def leave(self) -> None:
+        """See `Store.leave`. The claim waits for the save."""
 
     def close(self, wait: bool = True) -> None:
         """See `Store.close`."""

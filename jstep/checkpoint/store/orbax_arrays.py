@@ -23,8 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jstep.checkpoint.store import checksums
-from jstep.checkpoint.store.listing import TEMPORARY
-from jstep.checkpoint.store.place import IN_FLIGHT
+from jstep.checkpoint.store.listing import IN_FLIGHT, TEMPORARY
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:

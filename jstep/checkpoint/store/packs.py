@@ -23,7 +23,7 @@ import numpy as np
 
 from jstep.core.contexts import internal_transfers
 from jstep.core.placing import Bounds
-from jstep.stores import Objects, Pending
+from jstep.stores import Objects, Pending, at_once
 
 Box = tuple[slice, ...]
 
@@ -155,13 +155,8 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
     """
     stored: list[Stored] = []
     packs: dict[str, dict[str, Any]] = {}
-    writing: list[tuple[str, int, Pending]] = []
 
-    def end_one() -> None:
-        name, nbytes, pending = writing.pop(0)
-        packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
-
-    try:
+    def started() -> Iterator[tuple[tuple[str, int], Pending]]:
         for number, group in enumerate(_groups(blocks, compress)):
             name = f"pack.{process}.{number}"
             data = b"".join(body for _, body in group)
@@ -170,15 +165,10 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
                 at = (name, offset, len(body), f"{zlib.crc32(body):08x}", compress)
                 stored.append(Stored(block.array, str(block.data.dtype), block.start, block.data.shape, *at))
                 offset += len(body)
-            if len(writing) == _AT_ONCE:
-                end_one()
-            writing.append((name, len(data), objects.start_write(f"{folder}/{name}", data)))
-        while writing:
-            end_one()
-    except BaseException:
-        for _, _, pending in writing:
-            pending.give_up()
-        raise
+            yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
+
+    for (name, nbytes), pending in at_once(started(), _AT_ONCE):
+        packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
     return json.dumps({"packs": packs, "blocks": [block.to_json() for block in stored]}).encode()
 
 

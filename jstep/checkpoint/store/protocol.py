@@ -134,6 +134,9 @@ class Store(Protocol):
     def evict(self, path: str) -> None:
         """Delete a checkpoint atomically; log a warning if that fails."""
 
+    def leave(self) -> None:
+        """Note that the Saver was not closed and is no longer referenced: the next writer may finish its save."""
+
     def close(self, wait: bool = True) -> None:
         """End the threads and release the claim. Reading still works.
 

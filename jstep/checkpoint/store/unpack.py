@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +21,7 @@ from jstep.checkpoint.store.checksums import is_below
 from jstep.checkpoint.store.packs import Stored, overlap
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.placing import lengths, parts_of, place
-from jstep.stores import ABSENT, ReadResult, TruncatedError
+from jstep.stores import ABSENT, ReadResult, TruncatedError, at_once
 
 _AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
@@ -208,10 +208,13 @@ def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: 
         OSError: The store cannot be read.
     """
     problems: dict[str, None] = {}
-    reading: list[tuple[list[Stored], Any]] = []
 
-    def end_one() -> None:
-        run, pending = reading.pop(0)
+    def started() -> Iterator[tuple[list[Stored], Any]]:
+        for run in packs.runs(blocks):
+            last = run[-1].offset + run[-1].nbytes
+            yield run, objects.start_read(f"{folder}/{run[0].pack}", run[0].offset, last)
+
+    for run, pending in at_once(started(), _AT_ONCE):
         try:
             found = objects.read_result(pending)
             if found.data is None:
@@ -223,17 +226,5 @@ def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: 
             text = str(error)
             problems[text if pending.url in text else f"{pending.url}: {text}"] = None
 
-    try:
-        for run in packs.runs(blocks):
-            if len(reading) == _AT_ONCE:
-                end_one()
-            last = run[-1].offset + run[-1].nbytes
-            reading.append((run, objects.start_read(f"{folder}/{run[0].pack}", run[0].offset, last)))
-        while reading:
-            end_one()
-    except BaseException:
-        for _, pending in reading:
-            pending.give_up()
-        raise
     if problems:
         raise CorruptedError(list(problems))

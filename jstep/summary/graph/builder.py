@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jstep.summary.proto import proto
+from jstep.summary.records import proto
 
 GRADIENTS = "gradients"
 """The scope of operations that reverse-mode differentiation adds, named as in TensorFlow."""

@@ -10,7 +10,7 @@ from jstep.core.checks import as_text as checked_text
 from jstep.stores import Objects, is_url, join, location, replace_file, split
 from jstep.summary.graph.from_lowered import from_lowered
 from jstep.summary.graph.from_traced import from_traced
-from jstep.summary.proto import decode_error, is_message, proto
+from jstep.summary.records import decode_error, is_message, proto
 
 
 def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:

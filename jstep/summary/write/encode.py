@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core.contexts import internal_transfers
 from jstep.summary.histograms import bucket_limits, non_finite_error
-from jstep.summary.proto import pillow_image, proto
+from jstep.summary.records import pillow_image, proto
 from jstep.summary.values import Histogram, Images, Part, Scalars, Summary, Text, has_tracers, is_here
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]

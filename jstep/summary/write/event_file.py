@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TypeAlias
 
 from jstep.stores import ObjectAppender, Objects, is_url
 from jstep.summary.read import is_event_file
@@ -15,24 +15,6 @@ from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes
 
 _logger = logging.getLogger("jstep")
-
-
-class Sink(Protocol):
-    """A destination for records."""
-
-    path: str
-
-    def write(self, data: bytes) -> None:
-        """Append records atomically: on an error, none of them is written."""
-
-    def sync(self) -> Any:
-        """Make the written records visible to readers. Does not raise: failures are retried."""
-
-    def due(self) -> float:
-        """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
-
-    def close(self) -> None:
-        """Close the destination; raise if written records could not be stored."""
 
 
 class LocalFile:
@@ -61,7 +43,7 @@ class LocalFile:
             raise
 
     def write(self, data: bytes) -> None:
-        """See `Sink.write`.
+        """Append records atomically: on an error, none of them is written.
 
         If the file or its directory was removed meanwhile, a new file is created in the same place, so that later
         records are not lost silently.
@@ -94,16 +76,19 @@ class LocalFile:
             raise
 
     def sync(self) -> None:
-        """See `Sink.sync`; records of a local file are already visible."""
+        """Make the records visible to readers: those of a local file are."""
 
     def due(self) -> float:
-        """See `Sink.due`."""
+        """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
         return math.inf
 
     def close(self) -> None:
-        """See `Sink.close`."""
+        """Close the file."""
         self._file.close()
 
+
+Sink: TypeAlias = LocalFile | ObjectAppender
+"""A destination for records."""
 
 FILE_VERSION = "brain.Event:2"
 """From this version on, TensorBoard uses session logs to determine which events a restart has replaced."""
