@@ -11,6 +11,7 @@ from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
 from jstep.cli.compare import LeafDifference, difference
 from jstep.cli.output import as_json, complain, printable
+from jstep.core.text import columns
 from jstep.stores import is_directory, is_url, join, location, names_in, split
 
 _SHOWN = 40
@@ -213,8 +214,8 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    width = max((len(printable(one["path"])) for one in leaves[:_SHOWN]), default=0)
-    lines += [f"  {printable(one['path']):<{width}}  {printable(one['detail'])}".rstrip() for one in leaves[:_SHOWN]]
+    shown = [(printable(one["path"]), printable(one["detail"])) for one in leaves[:_SHOWN]]
+    lines += [f"  {line}" for line in columns(shown, left=2)]
     if len(leaves) > _SHOWN:
         lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
     return lines

@@ -9,9 +9,6 @@ import jax
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 
-SHOWN = 20
-"""Entries of a list in a message."""
-
 Key = TypeVar("Key", bound=Hashable)
 Source = TypeVar("Source")
 
@@ -88,16 +85,3 @@ def entries(names: Any, known: Sequence[tuple[str, ...]], what: str, form: str) 
 def has_value(leaf: Any) -> bool:
     """Return whether a leaf of a target is an array or number that can be read."""
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
-
-
-def as_text(shape: Sequence[int], dtype: Any) -> str:
-    """Format the shape and dtype of an array, such as `float32[2,3]`."""
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
-    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
-    if not items:
-        return ""
-    more = f", … and {len(items) - most} more" if len(items) > most else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more

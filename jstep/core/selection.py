@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
+from jstep.core.checks import shown
 from jstep.core.types import Params
 
 _BOXED = GetAttrKey("value")
@@ -80,7 +81,7 @@ def selected(params: Params, var_list: VarList, argument: str = "var_list") -> l
     if not indices:
         named = trees.leaves_with_paths(params)
         raise ValueError(
-            f"No variables to optimize: {argument}={_shown(var_list)} leaves none of "
+            f"No variables to optimize: {argument}={shown(var_list)} leaves none of "
             f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
         )
     return indices
@@ -125,7 +126,7 @@ def check_form(var_list: VarList, argument: str) -> None:
     """
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
         raise TypeError(
-            f"{argument}={_shown(var_list)}: must be None, a predicate (path, leaf) -> bool, a list of paths or globs, "
+            f"{argument}={shown(var_list)}: must be None, a predicate (path, leaf) -> bool, a list of paths or globs, "
             f"or a tree of bools, got {type(var_list).__name__}"
         )
 
@@ -176,7 +177,7 @@ def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any, argument:
         flags = trees.structure(params).flatten_up_to(filled)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{argument}={_shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
+            f"{argument}={shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
             f"paths are {[path for path, _ in named][:20]}"
         ) from error
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
@@ -185,12 +186,7 @@ def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any, argument:
 def _as_bool(flag: Any, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
         raise TypeError(
-            f"{argument}: at {trees.quoted(path)}: must be a bool, got {_shown(flag)}. It takes None, a predicate "
+            f"{argument}: at {trees.quoted(path)}: must be a bool, got {shown(flag)}. It takes None, a predicate "
             "(path, leaf) -> bool, a list of paths or globs, or a tree of bools."
         )
     return bool(flag)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.text import html_table
+from jstep.core.text import columns, html_table
 from jstep.timeline.lines import read
 from jstep.timeline.stopwatch import PARTS, STEPPING
 
@@ -77,22 +77,20 @@ class Goodput:
         starts = "start" if self.starts == 1 else "starts"
         return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
-    def _repr_html_(self) -> str:
-        rows = [
+    @property
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [
             (name, f"{seconds:.3f} s", _percent(seconds / self.total))
             for name, seconds in self.parts.items()
             if seconds
         ]
-        return html_table(self._title, rows)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self._rows)
 
     def __str__(self) -> str:
-        shown = {name: f"{seconds:.3f}" for name, seconds in self.parts.items() if seconds}
-        width = max(map(len, shown.values()), default=0)
-        rows = [
-            f"  {name:<10}  {text:>{width}} s  {_percent(self.parts[name] / self.total):>7}"
-            for name, text in shown.items()
-        ]
-        return "\n".join([self._title, *rows])
+        rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
+        return "\n".join([self._title, *(f"  {line}" for line in columns(rows))])
 
 
 def _percent(share: float) -> str:
