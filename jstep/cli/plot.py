@@ -6,8 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import complain, printable
+from jstep.cli.command import OK, TROUBLE, Command, complain, printable
 from jstep.core.text import figure
 from jstep.stores import absolute, is_directory, is_url, location
 from jstep.summary import DataLossError

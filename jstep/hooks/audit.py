@@ -13,8 +13,7 @@ from jstep.core.checks import as_int, one_of
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
 from jstep.core.trees import is_array
-from jstep.fingerprints.by_device import by_device
-from jstep.fingerprints.fingerprint import named_leaves
+from jstep.fingerprints.fingerprint import by_device, named_leaves
 from jstep.hooks.audit_result import mismatch
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState

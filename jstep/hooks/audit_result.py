@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jstep.distributed import agreement
-from jstep.fingerprints.by_device import ByDevice
+from jstep.fingerprints.fingerprint import ByDevice
 from jstep.fingerprints.log import Difference
 
 _SHOWN = 8

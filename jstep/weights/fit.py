@@ -12,8 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.exceptions import note
-from jstep.core.matching import assign, entries
-from jstep.core.selection import ambiguous, names_of
+from jstep.core.selection import ambiguous, assign, entries, names_of
 from jstep.core.text import array_type, listing
 
 Transform = Callable[[Any], Any]

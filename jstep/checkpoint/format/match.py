@@ -14,8 +14,7 @@ from jstep.checkpoint.format.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.format.slots import GLOBAL_STEP, Keys, Kind
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.matching import assign, entries, has_value
-from jstep.core.selection import names_of
+from jstep.core.selection import assign, entries, has_value, names_of
 from jstep.core.slot_roles import roles_in
 from jstep.core.text import SHOWN, array_type, listing
 
