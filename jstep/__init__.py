@@ -77,10 +77,12 @@ def _exports() -> dict[str, str]:
     """Map each public name to its module, as listed in the stub file."""
     stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
     exports, module = {}, ""
-    for line in stub.splitlines():
-        words = line.replace(",", " ").split()
-        module = words[1] if words[:1] == ["from"] else module
-        exports.update((words[i + 1], module) for i, word in enumerate(words) if word == "as")
+    words = iter(stub.partition("\n\n")[2].replace(",", " ").split())  # after the comment
+    for word in words:
+        if word == "from":
+            module = next(words)
+        elif word == "as":
+            exports[next(words)] = module
     return exports
 
 
