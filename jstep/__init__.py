@@ -74,13 +74,15 @@ __version__ = "0.2.0"
 
 
 def _exports() -> dict[str, str]:
-    """Map each public name to the module that exports it, as listed in the stub file."""
+    """Map each public name to its module, as listed in the stub file."""
     stub = __spec__.loader.get_data(__file__.removesuffix("c") + "i").decode()  # type: ignore
     exports, module = {}, ""
-    for line in stub.splitlines():
-        words = line.replace(",", " ").split()
-        module = words[1] if words[:1] == ["from"] else module
-        exports.update((words[i + 1], module) for i, word in enumerate(words) if word == "as")
+    words = iter(stub.partition("\n\n")[2].replace(",", " ").split())  # after the comment
+    for word in words:
+        if word == "from":
+            module = next(words)
+        elif word == "as":
+            exports[next(words)] = module
     return exports
 
 
@@ -95,13 +97,25 @@ def __getattr__(name: str) -> object:
     import sys
 
     place = _EXPORTS.get(name)
-    if place == "jstep" or (place is None and f"jstep.{name}" in _EXPORTS.values()):  # a package
-        return importlib.import_module(f"jstep.{name}")
     if place is None:
         raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    if place == "jstep":  # a package of names
+        return importlib.import_module(f"jstep.{name}")
     value: object = getattr(importlib.import_module(place), name)
     globals()[name] = value
+    _set_public_modules()
     return value
+
+
+def _set_public_modules() -> None:
+    """Set `__module__` of loaded public functions and classes, so that errors and reprs show a name to type."""
+    import sys
+    import types
+
+    for name, place in _EXPORTS.items():
+        value = vars(sys.modules[place]).get(name) if place in sys.modules else None
+        if isinstance(value, type | types.FunctionType):
+            value.__module__ = "jstep"
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-# Public names and the modules that export them: the single source of truth for __init__.py, type checkers and editors.
+# Public names and their modules: the single source of truth for __init__.py, type checkers and editors.
 
 from jstep import distributed as distributed
 from jstep import metrics as metrics

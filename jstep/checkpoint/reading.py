@@ -16,7 +16,7 @@ from jstep.checkpoint.store.listing import misnamed, name
 from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.matching import listing
+from jstep.core.text import listing
 from jstep.distributed import agreement
 
 INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"

@@ -9,8 +9,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jstep.cli.command import OK, Command
-from jstep.cli.output import as_json
+from jstep.cli.command import OK, Command, as_json
 from jstep.core.checks import kind
 
 if TYPE_CHECKING:

@@ -6,12 +6,46 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jstep.cli import cards, left_out
+from jstep.checkpoint.format.manifest import LeftOut
+from jstep.cli import cards
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
-from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command
+from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable
 from jstep.cli.compare import LeafDifference, difference
-from jstep.cli.output import as_json, complain, printable
+from jstep.core.text import columns
 from jstep.stores import is_directory, is_url, join, location, names_in, split
+
+
+def absent_from(one: Checkpoint) -> dict[str, LeftOut]:
+    """Return the records of the leaves that were left out, by path."""
+    return {leaf.path: leaf for leaf in one.manifest.left_out}
+
+
+def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
+    """Yield the differences of leaves that were left out of one or both checkpoints, including those in only one."""
+    of_a, of_b = absent_from(a), absent_from(b)
+    records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
+    for path in (*of_a, *(path for path in of_b if path not in of_a)):
+        one, other = records_a.get(path), records_b.get(path)
+        where = f"left out of {'both' if path in of_a and path in of_b else 'A' if path in of_a else 'B'}"
+        if one is None or other is None:
+            only = "only in A" if other is None else "only in B"
+            yield LeafDifference(path, only, f"{only}, {where}")
+        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            kinds = f"{one.dtype}{list(one.shape)} in A, {other.dtype}{list(other.shape)} in B"
+            yield LeafDifference(path, "shape" if one.dtype == other.dtype else "dtype", f"{kinds}, {where}")
+        elif one.fingerprint != other.fingerprint:
+            yield LeafDifference(path, "values", f"the fingerprint, {where}")
+
+
+def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
+    """Return the records that saved leaves would have if they had been left out."""
+    if not paths & set(names_of(one)):
+        return {}
+    from jstep.checkpoint.format.left_out import started  # imports JAX, which is not needed above
+
+    pairs = zip(names_of(one), one.leaves(), strict=True)
+    return {name: started([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
+
 
 _SHOWN = 40
 
@@ -104,7 +138,7 @@ def _log_at(path: str, in_directory: bool) -> _Side:
 
 def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
     (one,), (other,) = a.steps.values(), b.steps.values()
-    absent = {*left_out.absent_from(one), *left_out.absent_from(other)}
+    absent = {*absent_from(one), *absent_from(other)}
     count = len({*names_of(one), *names_of(other), *absent})
     return _result(a, b, list(_leaves(one, other)), steps={"a": one.step, "b": other.step}, compared=count)
 
@@ -149,7 +183,7 @@ def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] 
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     names_a, names_b = names_of(a), names_of(b)
     in_a, in_b = set(names_a), set(names_b)
-    absent = {*left_out.absent_from(a), *left_out.absent_from(b)}
+    absent = {*absent_from(a), *absent_from(b)}
     for one in (a, b):
         if problems := one.problems():
             raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
@@ -166,7 +200,7 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
         elif (found := difference(name, array, later(name))) is not None:
             yield found
     yield from (LeafDifference(name, "only in B", "only in B") for name in names_b if name not in in_a | absent)
-    yield from left_out.differences(a, b)
+    yield from differences_left_out(a, b)
 
 
 def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:
@@ -213,8 +247,8 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    width = max((len(printable(one["path"])) for one in leaves[:_SHOWN]), default=0)
-    lines += [f"  {printable(one['path']):<{width}}  {printable(one['detail'])}".rstrip() for one in leaves[:_SHOWN]]
+    shown = [(printable(one["path"]), printable(one["detail"])) for one in leaves[:_SHOWN]]
+    lines += [f"  {line}" for line in columns(shown, left=2)]
     if len(leaves) > _SHOWN:
         lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
     return lines

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import as_json, complain, printable
+from jstep.cli.command import OK, TROUBLE, Command, as_json, complain, printable
 from jstep.stores import location, opened
 from jstep.summary import DataLossError, summary_iterator
 from jstep.summary.read import event_files, is_event_file

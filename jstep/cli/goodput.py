@@ -3,8 +3,7 @@
 import argparse
 import dataclasses
 
-from jstep.cli.command import OK, Command
-from jstep.cli.output import as_json
+from jstep.cli.command import OK, Command, as_json
 from jstep.timeline import goodput
 
 

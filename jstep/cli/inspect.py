@@ -8,8 +8,7 @@ import numpy as np
 from jstep.checkpoint import CheckpointError
 from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
-from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import as_json, cell, complain, printable, table
+from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table
 from jstep.core.ranges import is_inexact, range_of
 from jstep.core.text import size
 from jstep.stores import is_directory, location

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import complain
+from jstep.cli.command import OK, TROUBLE, Command, complain
 from jstep.summary import DataLossError
 
 COMMANDS = {

@@ -5,10 +5,9 @@ import fnmatch
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from jstep.cli.command import OK, TROUBLE, Command
-from jstep.cli.output import complain, printable
+from jstep.cli.command import OK, TROUBLE, Command, complain, printable
+from jstep.core.text import figure
 from jstep.stores import absolute, is_directory, is_url, location
 from jstep.summary import DataLossError
 from jstep.summary.read import Point, find_runs, read_scalars
@@ -93,11 +92,11 @@ def _draw(
     smoothing: float,
     log_y: bool,
 ) -> None:
-    figure = _figure()
+    fig = figure()
     columns = min(len(tags), 3)
     rows = math.ceil(len(tags) / columns)
-    figure.set_size_inches(4.8 * columns, 3.2 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    fig.set_size_inches(4.8 * columns, 3.2 * rows)
+    grid = fig.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[len(tags) :]:
         axes.set_visible(False)
     for axes, tag in zip(grid, tags, strict=False):
@@ -122,16 +121,7 @@ def _draw(
         if len(runs) > 1 and axes.lines:
             for text in axes.legend(fontsize=8, frameon=False).get_texts():
                 text.set_parse_math(False)
-    figure.savefig(os.path.expanduser(output), dpi=150)
-
-
-def _figure() -> Any:
-    """Return an empty figure, created without pyplot, so that it needs no display and no global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
-    return Figure(layout="constrained")
+    fig.savefig(os.path.expanduser(output), dpi=150)
 
 
 def _smooth(values: Sequence[float], decay: float) -> list[float]:

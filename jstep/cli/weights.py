@@ -8,8 +8,7 @@ from typing import Any
 from jstep.checkpoint import CheckpointError
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.cli.checkpoints import at, below
-from jstep.cli.command import OK
-from jstep.cli.output import as_json, cell, printable, table
+from jstep.cli.command import OK, as_json, cell, printable, table
 from jstep.core.text import size
 from jstep.stores import is_url
 from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights

@@ -6,6 +6,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jstep.core.text import array_type
+
 
 def is_inexact(dtype: np.dtype[Any]) -> bool:
     """Whether a dtype, of NumPy or of ml_dtypes, has floating-point numbers, real or complex."""
@@ -42,7 +44,7 @@ class Range:
         return not self.nans + self.infinities
 
     def __str__(self) -> str:
-        kind = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        kind = array_type(self.shape, self.dtype)
         if self.low is None:
             finite = "empty" if self.is_finite else ""
         elif self.low == self.high:

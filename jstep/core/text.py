@@ -1,13 +1,19 @@
-"""Text and HTML for people: sizes and tables."""
+"""Text, HTML and figures for people: numbers, sizes, lists, tables."""
 
 import base64
 import html
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+WIDTH = 100
+"""The longest line of printed tables."""
+SHOWN = 20
+"""Entries of a list in a message."""
 
 
-def size(count: float, digits: int = 3) -> str:
+def size(number: float, digits: int = 3) -> str:
     """Format a number of bytes."""
-    return scaled(count, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
+    return scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
 
 
 def scaled(
@@ -23,6 +29,50 @@ def scaled(
         count, power = count / base, power + 1
     text = f"{count:.0f}" if power == 0 or abs(count) >= 10 ** (digits - 1) else f"{count:.{digits}g}"
     return f"{text} {prefixes[power]}{unit}"
+
+
+def count(number: Any) -> str:
+    """Format an integer, with spaces between thousands."""
+    return f"{int(number):,}".replace(",", " ")
+
+
+def array_type(shape: Iterable[int], dtype: Any) -> str:
+    """Format the shape and dtype of an array: `float32[2,3]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def cut(text: str, longest: int) -> str:
+    """Cut off the end of a long text."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def cut_path(path: str, longest: int = 36) -> str:
+    """Cut off the beginning of a long path: its end tells leaves apart."""
+    return path if len(path) <= longest else "…" + path[1 - longest :]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return the first word, and the number of the others."""
+    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
+
+
+def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
+    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
+    if not items:
+        return ""
+    more = f", … and {len(items) - most} more" if len(items) > most else ""
+    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
+
+
+def wrapped(title: str, words: Sequence[str]) -> list[str]:
+    """Wrap a list of words after a title."""
+    lines = [f"{title}  "]
+    for i, word in enumerate(words):
+        more = word + ("" if i + 1 == len(words) else ", ")
+        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
+            lines.append(" " * (len(title) + 2))
+        lines[-1] += more
+    return [line.rstrip() for line in lines]
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -77,6 +127,19 @@ def html_picture(png: bytes | None, alt: str) -> str:
     # White background also in dark themes, because plots are drawn in black.
     style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
     return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
+
+
+def figure() -> Any:
+    """Return an empty figure of matplotlib, created without pyplot, which has global state and may need a display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
+    return Figure(layout="constrained")
 
 
 def _side(column: int) -> str:

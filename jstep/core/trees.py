@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.checks import shown
 from jstep.core.types import Array
 
 
@@ -180,7 +181,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
     """
     if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
         raise TypeError(
-            f"{argument}: the leaf at {quoted(path)} is {type(leaf).__name__} {_short(leaf)}, which is not an "
+            f"{argument}: the leaf at {quoted(path)} is {type(leaf).__name__} {shown(leaf, 60)}, which is not an "
             f"array or number. Keep only arrays in {argument} and close over the rest, for instance: "
             "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
         )
@@ -201,11 +202,6 @@ def host_leaf(keys: Any, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return as_leaf(leaf, path_str(keys), copy=False)
-
-
-def _short(x: Any) -> str:
-    text = repr(x)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def is_like(params: Any, tree: Any) -> bool:

@@ -21,8 +21,8 @@ from fractions import Fraction
 from typing import Any
 
 from jstep.core.checks import as_number, kind, shown
-from jstep.core.staircase import Staircase, constant, staircase
 from jstep.data._sizes import Sizes
+from jstep.data.staircase import Staircase, constant, staircase
 
 Weights = tuple[Fraction, ...]
 """The weight of each source; they sum to 1."""

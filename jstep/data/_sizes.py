@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.checks import as_int
-from jstep.core.staircase import Staircase
 from jstep.data._steps import Steps, within
+from jstep.data.staircase import Staircase
 
 
 class Run(NamedTuple):

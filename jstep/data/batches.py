@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jstep.core.checks import as_bool, as_int, shown
-from jstep.core.staircase import Staircase, as_staircase
 from jstep.data._permutation import Lookahead, RowNumbers
 from jstep.data._sizes import Run, Share, Sizes, given_process
 from jstep.data._steps import NO_END, count_of, steps_of
 from jstep.data.sequence import BatchSequence, SourceRows
 from jstep.data.sources import open_rows
+from jstep.data.staircase import Staircase, as_staircase
 
 
 def batches(

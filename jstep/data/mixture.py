@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
-from jstep.core.staircase import Staircase, as_staircase
 from jstep.core.trees import leaves_with_paths, quoted, structure
 from jstep.data import _permutation
 from jstep.data._counts import Counts, Weights, as_weights, counts_of
@@ -15,6 +14,7 @@ from jstep.data._sizes import Run, Share, Sizes, given_process
 from jstep.data._steps import NO_END, count_of, steps_of
 from jstep.data.sequence import BatchSequence, SourceRows
 from jstep.data.sources import Rows, open_rows
+from jstep.data.staircase import Staircase, as_staircase
 
 _ROWS, _ORDER = 1, 2
 """The purposes that seeds are derived for."""

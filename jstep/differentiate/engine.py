@@ -13,10 +13,16 @@ from jstep.core.checks import as_bool, as_function, as_int, kind, shown
 from jstep.core.loops import Unroll, as_unroll
 from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
 from jstep.core.selection import VarList, check_form, selected
-from jstep.core.summary_collection import collect_summaries
 from jstep.core.types import Array, Params
 from jstep.differentiate.lookup import tables
-from jstep.differentiate.loss_outputs import checked_aux, checked_loss, same_kind, split_outputs, track_connected
+from jstep.differentiate.loss_outputs import (
+    checked_aux,
+    checked_loss,
+    collect_summaries,
+    same_kind,
+    split_outputs,
+    track_connected,
+)
 from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
 from jstep.differentiate.noise import squared_norm
 from jstep.differentiate.sharpness import checked_sharpness, perturbed

@@ -15,8 +15,7 @@ from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
 from jstep.core.trees import is_array
 from jstep.distributed import agreement
-from jstep.fingerprints.by_device import ByDevice, by_device
-from jstep.fingerprints.fingerprint import named_leaves
+from jstep.fingerprints.fingerprint import ByDevice, by_device, named_leaves
 from jstep.fingerprints.log import Difference
 from jstep.hooks.run_hook import RunHook
 from jstep.state import TrainState

@@ -13,7 +13,7 @@ from jstep.loop.run import Run
 from jstep.stores import location
 from jstep.timeline import Stopwatch, Timeline
 from jstep.timeline.lines import START, TIMES, VERSION
-from jstep.timeline.process import seconds_before_training
+from jstep.timeline.stopwatch import seconds_before_training
 
 _logger = logging.getLogger("jstep")
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep import clipping
+from jstep.clipping.clip import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value
 from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.indexed_slices import is_slices, on_table
@@ -87,13 +87,13 @@ def clip_gradients(
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
             high = h["clip_by_value_max"]
-            return clipping.clip_by_value(updates, h.get("clip_by_value_min", -high), high)
+            return clip_by_value(updates, h.get("clip_by_value_min", -high), high)
         if how == "by_global_norm":
-            return clipping.clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
+            return clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
         if how == "by_norm":
-            return clipping.clip_by_norm(updates, h["clip_by_norm"])
+            return clip_by_norm(updates, h["clip_by_norm"])
         if how == "by_average_norm":
-            return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
+            return clip_by_average_norm(updates, h["clip_by_average_norm"])
         return clip_by_unit_norm(updates, params, h["clip_adaptive"], axes)
 
     made = element(clip, hyper)

@@ -1,12 +1,17 @@
 """Schedules: functions from the global step to a scalar, exact at every representable step."""
 
 from jstep.core.public import set_public_module as _set_public_module
-from jstep.schedules.ademamix import ademamix_alpha, ademamix_beta3
 from jstep.schedules.compose import constant, join, linear_warmup, piecewise_constant, shift, times
 from jstep.schedules.cosine import cosine_decay, cosine_decay_restarts, linear_cosine_decay
 from jstep.schedules.cycle import cyclical, one_cycle
 from jstep.schedules.decay import exponential_decay, inverse_time_decay, linear, natural_exp_decay, polynomial_decay
-from jstep.schedules.warmup import inverse_sqrt_decay, warmup_cosine_decay, warmup_stable_decay
+from jstep.schedules.warmup import (
+    ademamix_alpha,
+    ademamix_beta3,
+    inverse_sqrt_decay,
+    warmup_cosine_decay,
+    warmup_stable_decay,
+)
 
 __all__ = [
     "ademamix_alpha",

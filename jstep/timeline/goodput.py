@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.text import html_table
+from jstep.core.text import columns, html_table
 from jstep.timeline.lines import read
 from jstep.timeline.stopwatch import PARTS, STEPPING
 
@@ -77,19 +77,20 @@ class Goodput:
         starts = "start" if self.starts == 1 else "starts"
         return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
+    @property
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Name, seconds and share of each part that took time."""
-        parts = self.parts.items()
-        return [(name, f"{seconds:.3f}", _percent(seconds / self.total)) for name, seconds in parts if seconds]
+        return [
+            (name, f"{seconds:.3f} s", _percent(seconds / self.total))
+            for name, seconds in self.parts.items()
+            if seconds
+        ]
 
     def _repr_html_(self) -> str:
-        return html_table(self._title, [(name, f"{seconds} s", share) for name, seconds, share in self._rows()])
+        return html_table(self._title, self._rows)
 
     def __str__(self) -> str:
-        rows = self._rows()
-        width = max((len(seconds) for _, seconds, _ in rows), default=0)
-        lines = [f"  {name:<10}  {seconds:>{width}} s  {share:>7}" for name, seconds, share in rows]
-        return "\n".join([self._title, *lines])
+        rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
+        return "\n".join([self._title, *(f"  {line}" for line in columns(rows))])
 
 
 def _percent(share: float) -> str:

@@ -9,12 +9,11 @@ import jax
 
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.text import html_table, scaled, size
+from jstep.core.text import WIDTH, html_table, scaled, size
 from jstep.state import require_state
 from jstep.tools.collectives import Collective
 from jstep.tools.compiled_cost import compiled_cost
 from jstep.tools.on_topology import on_topology, refuse_other_devices
-from jstep.tools.table import WIDTH
 from jstep.topologies.compilers import versions
 from jstep.topologies.names import parsed
 

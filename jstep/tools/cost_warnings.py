@@ -12,14 +12,13 @@ from jax.sharding import NamedSharding
 from jstep.core.activation_annotations import is_annotated
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import sharding_of
-from jstep.core.text import size
+from jstep.core.text import listed, size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.collectives import Exchange, exchanges_of
 from jstep.tools.compiled.program import Array, Instruction, Program
 from jstep.tools.compiled.values import argument_of, instructions_of
 from jstep.tools.device_memory import bytes_of
-from jstep.tools.table import listed
 
 _BY_HAND = "shard_map"
 _PRODUCTS = {"dot", "convolution"}

@@ -7,24 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core.text import count, figure
 from jstep.tools.table import due_text, named_due, number
 
 _INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
 _MARKS = 400
 """More marks than this are drawn as a bar."""
-
-
-def figure() -> Any:
-    """Return an empty figure, created without pyplot, which has global state and may need a display.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install jstep[plot]") from error
-    return Figure(layout="constrained")
 
 
 def draw_plan(plan: Any, file: Any, **options: Any) -> None:
@@ -99,7 +87,7 @@ def _stages(axes: Any, plan: Any) -> None:
     stops = [*firsts[1:], plan.last_step]
     for row, (first, stop, name) in enumerate(zip(firsts, stops, plan.stages.values(), strict=True)):
         axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
-        _labelled(axes, row, f"{name}:  from {first:,}".replace(",", " "))
+        _labelled(axes, row, f"{name}:  from {count(first)}")
     axes.set_title("stages", fontsize=9, loc="left")
     _as_lines(axes, len(plan.stages))
 

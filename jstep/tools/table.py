@@ -1,32 +1,30 @@
 """Formatting of plans as text and HTML, at most 100 columns wide."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.core.text import columns, html_table
+from jstep.core.text import WIDTH, columns, count, cut, cut_path, html_table, wrapped
 from jstep.hooks.hook import name_of
 
-WIDTH = 100
 _ROWS = 11
 
 
 def plan_text(plan: Any) -> str:
     """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
     changing, rows = _changing(plan), _rows_shown(plan.steps)
-    lines = [f"steps {_count(plan.steps[0])} to {_count(plan.last_step - 1)}"]
-    for names in _column_groups(list(changing), max(4, *(len(_count(plan.steps[row])) for row in rows))):
-        heads = [f"{'step':>4}", *(f"{_cut(name):>12}" for name in names)]
-        cells = [[_count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
+    lines = [f"steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"]
+    for names in _column_groups(list(changing), max(4, *(len(count(plan.steps[row])) for row in rows))):
+        heads = [f"{'step':>4}", *(f"{cut_path(name):>12}" for name in names)]
+        cells = [[count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
         lines += ["", *columns([heads, *cells], left=0)]
     constant = _constants(plan, longest=36)
     if constant:
         lines += ["", *wrapped("constant", constant)]
     due = named_due(plan)
     if due:
-        width = min(40, max(len(name) for name, _ in due))
-        lines += ["", *(_cut(f"{_cut(name, 40):<{width}}  {due_text(when)}", WIDTH) for name, when in due)]
+        hooks = columns([(cut_path(name, 40), due_text(when)) for name, when in due], left=2)
+        lines += ["", *(cut(line, WIDTH) for line in hooks)]
     schedule = _schedule(plan)
     return "\n".join([*lines, "", *schedule] if schedule else lines)
 
@@ -40,10 +38,10 @@ def plan_html(plan: Any) -> str:
         *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
     ]
     cells = [
-        (_count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
+        (count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
         for row in (_rows_shown(plan.steps) if changing else [])
     ]
-    title = f"Plan of the steps {_count(plan.steps[0])} to {_count(plan.last_step - 1)}"
+    title = f"Plan of the steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"
     return html_table(title, cells, ("step", *changing) if changing else (), notes)
 
 
@@ -55,7 +53,7 @@ def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
 def _constants(plan: Any, longest: int | None = None) -> list[str]:
     changing = _changing(plan)
     same = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
-    return [f"{_cut(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()]
+    return [f"{cut_path(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()]
 
 
 def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
@@ -64,14 +62,14 @@ def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
 
 def _schedule(plan: Any) -> list[str]:
     """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
-    each = [f"{_count(count)} ({plan.passes[name]:.3g} passes)" for name, count in plan.rows.items()]
+    each = [f"{count(total)} ({plan.passes[name]:.3g} passes)" for name, total in plan.rows.items()]
     is_one = list(plan.rows) == ["rows"]
     words = {
-        "stages    ": [f"{_count(first)}: {name}" for first, name in plan.stages.items()],
-        "batch size": [f"{_count(first)}: {size}" for first, size in plan.batch_size.items()],
+        "stages    ": [f"{count(first)}: {name}" for first, name in plan.stages.items()],
+        "batch size": [f"{count(first)}: {size}" for first, size in plan.batch_size.items()],
         "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(plan.rows, each, strict=True)],
         "weights   ": [
-            (f"{_count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+            (f"{count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
             for first, of in plan._weights.items()
             for i, (name, weight) in enumerate(of.items())
         ],
@@ -90,20 +88,9 @@ def due_text(due: Any) -> str:
         return "not due"
     if isinstance(due, range) and len(due) > 1:
         if due.step == 1:
-            return f"every step, {_count(len(due))} times"
-        return f"every {_count(due.step)} steps, {_count(len(due))} times: {_listed(due)}"
+            return f"every step, {count(len(due))} times"
+        return f"every {count(due.step)} steps, {count(len(due))} times: {_listed(due)}"
     return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
-
-
-def wrapped(title: str, words: Sequence[str]) -> list[str]:
-    """Wrap a list of words after a title."""
-    lines = [f"{title}  "]
-    for i, word in enumerate(words):
-        more = word + ("" if i + 1 == len(words) else ", ")
-        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
-            lines.append(" " * (len(title) + 2))
-        lines[-1] += more
-    return [line.rstrip() for line in lines]
 
 
 def number(value: Any) -> str:
@@ -112,19 +99,14 @@ def number(value: Any) -> str:
     return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return the first word, and the number of the others."""
-    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
-
-
 def _constant(column: np.ndarray[Any, Any]) -> str:
     return number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
 
 
 def _listed(due: Any) -> str:
     if len(due) <= 4:
-        return ", ".join(map(_count, due))
-    return f"{_count(due[0])}, {_count(due[1])}, …, {_count(due[-1])}"
+        return ", ".join(map(count, due))
+    return f"{count(due[0])}, {count(due[1])}, …, {count(due[-1])}"
 
 
 def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
@@ -132,18 +114,10 @@ def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
     groups: list[list[str]] = []
     left = 0
     for name in names:
-        width = max(12, len(_cut(name))) + 2
+        width = max(12, len(cut_path(name))) + 2
         if not groups or width > left:
             groups.append([])
             left = WIDTH - step_width
         groups[-1].append(name)
         left -= width
     return groups
-
-
-def _cut(text: str, longest: int = 36) -> str:
-    return text if len(text) <= longest else "…" + text[1 - longest :] if longest < WIDTH else text[: longest - 1] + "…"
-
-
-def _count(number: Any) -> str:
-    return f"{int(number):,}".replace(",", " ")

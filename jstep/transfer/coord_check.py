@@ -10,10 +10,9 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
-from jstep.core.text import columns
+from jstep.core.text import columns, figure
 from jstep.core.types import Array
 from jstep.state import TrainState
-from jstep.tools.figures import figure
 
 
 @dataclasses.dataclass(frozen=True)

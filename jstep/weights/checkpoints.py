@@ -16,7 +16,7 @@ from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
-from jstep.core.placing import sharding_of
+from jstep.core.placement import target_sharding
 from jstep.distributed import agreement
 from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts
@@ -147,7 +147,7 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
 
 def _sharding(wanted: Wanted) -> Any:
     """Return the sharding to read an array with; None for a NumPy array."""
-    sharding = None if wanted.on_host else sharding_of(wanted.leaf, wanted.path)
+    sharding = None if wanted.on_host else target_sharding(wanted.leaf, wanted.path)
     is_known = jax.dtypes.canonicalize_dtype(wanted.tensor.dtype) == wanted.tensor.dtype
     return sharding if is_known else None
 
@@ -162,7 +162,7 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
     # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
     with internal_transfers():
         parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
-    return from_parts(wanted, sharding_of(wanted.leaf, wanted.path), parts)
+    return from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
 
 
 def open_jstep_checkpoint(path: str) -> Checkpoint:

@@ -12,8 +12,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.exceptions import note
-from jstep.core.matching import as_text, assign, entries, listing
-from jstep.core.selection import ambiguous, names_of
+from jstep.core.selection import ambiguous, assign, entries, names_of
+from jstep.core.text import array_type, listing
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
@@ -128,9 +128,10 @@ class Wanted:
             reverse, hint = self.shape[::-1], ""
             if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.rule.transform is None:
                 hint = f" (transposed: map it to ({self.rule.name!r}, numpy.transpose) in names)"
-            return f"{self._named} is {as_text(shape, dtype)}, and {as_text(np.shape(self.leaf), own)} in target{hint}"
+            here = array_type(np.shape(self.leaf), own)
+            return f"{self._named} is {array_type(shape, dtype)}, and {here} in target{hint}"
         if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
-            return f"{self._named} is {as_text(shape, dtype)}, which JAX supports only with jax_enable_x64"
+            return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
 
     def _is_number_of(self, dtype: Any) -> bool:

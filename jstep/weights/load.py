@@ -18,8 +18,8 @@ from jstep.checkpoint.store.listing import has_data
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.matching import has_value
 from jstep.core.placement import refuse_compile_only
+from jstep.core.selection import has_value
 from jstep.weights.checkpoints import Checkpoint, open_jstep_checkpoint
 from jstep.weights.find import INDEX, SUFFIX, find_weights, local
 from jstep.weights.fit import Fit, Names, Wanted, fit, transformed, with_transform_problems

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.placing import Bounds, bounds, lengths, parts_of, place, place_anywhere, sharding_of, slices
+from jstep.core.placement import Bounds, bounds, lengths, local_parts, place, place_anywhere, slices, target_sharding
 from jstep.core.trees import is_floating
 from jstep.weights.fit import Wanted
 from jstep.weights.header import Tensor, dtype_of
@@ -101,10 +101,10 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
     """
     tensor = wanted.tensor
     assert tensor is not None
-    sharding = None if wanted.on_host else sharding_of(wanted.leaf, wanted.path)
+    sharding = None if wanted.on_host else target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
         return from_host(wanted, read_whole(file, tensor))
-    parts = parts_of(wanted.shape, sharding)
+    parts = local_parts(wanted.shape, sharding)
     values = (_cast(wanted, array) for array in read_parts(file, tensor, parts))
     return place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
@@ -114,10 +114,10 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     array = _cast(wanted, array)
     if wanted.on_host:
         return np.array(array)
-    sharding = sharding_of(wanted.leaf, wanted.path)
+    sharding = target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
         return place_anywhere(array)
-    parts = {part: array[slices(part)] for part in parts_of(wanted.shape, sharding)}
+    parts = {part: array[slices(part)] for part in local_parts(wanted.shape, sharding)}
     return place(wanted.shape, wanted.dtype, sharding, parts)
 
 

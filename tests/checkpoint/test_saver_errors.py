@@ -145,7 +145,7 @@ def test_filters_of_other_loggers_are_removed_after_the_save(tmp_path):
         with failing_saves(tmp_path):
             for step in (2, 3):
                 saver.save(state_at(step))
-                with pytest.raises(checkpoint.CheckpointError):
+                with pytest.raises(CheckpointError):
                     saver.wait()
         assert [list(logger.filters) for logger in loggers] == original
 

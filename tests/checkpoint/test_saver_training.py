@@ -10,7 +10,7 @@ from checkpoint_states import assert_same, state_at
 
 import jstep
 from jstep.checkpoint import Saver
-from jstep.core.placing import place_anywhere
+from jstep.core.placement import place_anywhere
 
 
 class TestTraining:

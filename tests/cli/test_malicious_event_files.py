@@ -7,8 +7,8 @@ import pytest
 from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
+from jstep.cli.command import as_json, printable
 from jstep.cli.main import main
-from jstep.cli.output import as_json, printable
 from jstep.summary.records import frame
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 import jstep
-from jstep import stores
-from jstep.stores import growing, objects
+from jstep.stores import growing, objects, urls
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 from jstep.summary.read import event_files, find_runs, read_scalars
 
@@ -63,7 +62,7 @@ def test_points_are_uploaded_periodically(store, monkeypatch):
     monkeypatch.setattr(growing, "PERIOD", 0.05)
     with SummaryWriter(store.run, flush_secs=0.01) as writer:
         writer.add_summary(scalar("loss", 1.0), 1)
-        directory = stores.Objects(store.run)
+        directory = objects.Objects(store.run)
         for _ in range(200):
             if points(writer.path):
                 break
@@ -148,8 +147,8 @@ def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
 
     path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
     assert path == f"{store.run}/sub/graph.pbtxt"
-    parent, name = stores.split(path)
-    assert b"node" in stores.Objects(parent).read(name).data
+    parent, name = urls.split(path)
+    assert b"node" in objects.Objects(parent).read(name).data
     for run in ("a", "b"):
         with SummaryWriter(f"{store.run}/{run}") as writer:
             writer.add_summary(scalar("loss", 0.5), 3)

@@ -3,7 +3,7 @@
 import pytest
 
 from jstep.timeline import PARTS, Stopwatch
-from jstep.timeline.process import seconds_before_training
+from jstep.timeline.stopwatch import seconds_before_training
 
 
 class Clock:
@@ -71,6 +71,6 @@ def test_a_stopped_watch_stores_no_marks():
 
 
 def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
-    monkeypatch.setattr("jstep.timeline.process._trained", set())
+    monkeypatch.setattr("jstep.timeline.stopwatch._trained", set())
     assert seconds_before_training() >= 0.0
     assert seconds_before_training() == 0.0

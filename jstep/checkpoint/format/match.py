@@ -14,9 +14,9 @@ from jstep.checkpoint.format.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.format.slots import GLOBAL_STEP, Keys, Kind
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.matching import SHOWN, as_text, assign, entries, has_value, listing
-from jstep.core.selection import names_of
+from jstep.core.selection import assign, entries, has_value, names_of
 from jstep.core.slot_roles import roles_in
+from jstep.core.text import SHOWN, array_type, listing
 
 PARAMS = "params"
 _GROUPS = 8  # prefixes listed in a message
@@ -144,7 +144,7 @@ def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int])
     if saved == leaf.kind or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, leaf.kind, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOut) else ""
-    return f"{leaf.id[0]!r} ({left_out}{as_text(*saved)}, and {as_text(*leaf.kind)} in target)"
+    return f"{leaf.id[0]!r} ({left_out}{array_type(*saved)}, and {array_type(*leaf.kind)} in target)"
 
 
 def _is_extra(key: _Id, source: Leaf | LeftOut, averages: str | None) -> bool:

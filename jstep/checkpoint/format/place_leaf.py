@@ -12,15 +12,15 @@ from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Leaf
 from jstep.checkpoint.format.match import Wanted, average_of
 from jstep.core import trees
-from jstep.core.matching import has_value
-from jstep.core.placing import place_anywhere, sharding_of
+from jstep.core.placement import place_anywhere, target_sharding
+from jstep.core.selection import has_value
 
 
 def stored_sharding(wanted: Wanted) -> Any:
     """Return the sharding for reading the stored array of a leaf; None to read it as a NumPy array."""
     if isinstance(wanted.leaf, np.ndarray | np.generic):
         return None
-    sharding = sharding_of(wanted.leaf, wanted.path)
+    sharding = target_sharding(wanted.leaf, wanted.path)
     if wanted.source is not None and wanted.source.dtype != dtype_of(wanted):
         return None  # a count of another width: converted on the host, which supports both
     is_key = wanted.source is not None and wanted.source.key_impl is not None
@@ -50,7 +50,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
         record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
     if isinstance(leaf, np.ndarray | np.generic):
         return np.array(_leaves.from_stored(record, np.asarray(array)), leaf.dtype)
-    sharding = sharding_of(leaf, wanted.path)
+    sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(array, jax.Array):
         value = _on_default_device(wanted, record, np.asarray(array))
         return value if sharding is None else jax.device_put(value, sharding)
@@ -114,7 +114,7 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
         since = np.full(np.shape(leaf), step, dtype_of(wanted))
         if isinstance(leaf, np.ndarray | np.generic):
             return since
-        return jax.device_put(place_anywhere(since), sharding_of(leaf, wanted.path))
+        return jax.device_put(place_anywhere(since), target_sharding(leaf, wanted.path))
     if not has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jstep.core.contexts import internal_transfers
-from jstep.core.placing import Bounds
+from jstep.core.placement import Bounds
 from jstep.stores import Objects, Pending, at_once
 
 Box = tuple[slice, ...]

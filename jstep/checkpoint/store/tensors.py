@@ -16,7 +16,7 @@ import tensorstore as ts
 from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.store.protocol import CorruptedError
-from jstep.core.placing import parts_of, place, slices
+from jstep.core.placement import local_parts, place, slices
 from jstep.stores import Objects, Pending
 from jstep.stores.objects import spec
 
@@ -128,7 +128,7 @@ def _read_ahead(
     under_way: collections.deque[tuple[str, dict[Any, Any]]] = collections.deque()
     ahead = 0
     for name, stored in opened.items():
-        parts = {part: stored[slices(part)].read(order="C") for part in parts_of(stored.shape, shardings[name])}
+        parts = {part: stored[slices(part)].read(order="C") for part in local_parts(stored.shape, shardings[name])}
         under_way.append((name, parts))
         ahead += _nbytes(stored)
         while ahead > _IN_FLIGHT and len(under_way) > 1:

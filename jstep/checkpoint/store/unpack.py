@@ -20,7 +20,7 @@ from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.checksums import is_below
 from jstep.checkpoint.store.packs import Stored, overlap
 from jstep.checkpoint.store.protocol import CorruptedError
-from jstep.core.placing import lengths, parts_of, place
+from jstep.core.placement import lengths, local_parts, place
 from jstep.stores import ABSENT, ReadResult, TruncatedError, at_once
 
 _AT_ONCE = 8
@@ -179,7 +179,7 @@ def _arrays(
     """
     kinds = _check(manifest, blocks, list(shardings))
     parts = {
-        name: {part: np.empty(lengths(part), kinds[name][1]) for part in parts_of(kinds[name][0], sharding)}
+        name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
         for name, sharding in shardings.items()
     }
     needed = [

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.core.placing import parts_of, place, place_anywhere, slices
+from jstep.core.placement import local_parts, place, place_anywhere, slices
 
 
 def aligned(shape, dtype):
@@ -25,7 +25,7 @@ def test_arrays_are_placed_by_parts_and_own_their_memory(spec, memory_kind):
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     whole = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
     parts = {}
-    for part in parts_of(whole.shape, sharding):
+    for part in local_parts(whole.shape, sharding):
         values = whole[slices(part)]
         parts[part] = aligned(values.shape, values.dtype)
         parts[part][...] = values
@@ -39,10 +39,10 @@ def test_arrays_are_placed_by_parts_and_own_their_memory(spec, memory_kind):
 
 def test_parts_are_distinct_and_cover_the_array():
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    assert parts_of((8, 2), None) == [((0, 8), (0, 2))]
-    assert parts_of((), NamedSharding(mesh, P())) == [()]
-    assert parts_of((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
-    assert parts_of((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
+    assert local_parts((8, 2), None) == [((0, 8), (0, 2))]
+    assert local_parts((), NamedSharding(mesh, P())) == [()]
+    assert local_parts((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
+    assert local_parts((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn, bool])
