@@ -97,7 +97,7 @@ class HookRunner:
         if run.pending:
             watch.switch(HOOKS)
             for hook, look in tuple(run.pending):
-                run.pending.remove((hook, look))  # one that raises is not asked again
+                run.pending.remove((hook, look))  # one that raises is not called again
                 run.calling = (hook, "after_step")
                 if not look():
                     run.pending.append((hook, look))
