@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 from jstep.core.types import Array
 
 
@@ -213,7 +213,7 @@ def is_like(params: Any, tree: Any) -> bool:
     return True
 
 
-def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> list[Any]:
+def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None.
 
     Args:
@@ -221,21 +221,22 @@ def flatten_like(params: Any, tree: Any, what: str, *, is_leaf: Any = None) -> l
         tree: The tree to flatten; leaves may be None.
         what: The name of `tree`, for the error.
         is_leaf: Which nodes of `tree`, other than arrays, count as leaves.
+        may_leave_out: Whether the caller accepts None at a leaf, for the error.
 
     Raises:
         ValueError: The structures differ; names the paths that differ.
     """
     treedef = structure(params)
+    remedy = f"Give {what} the structure of params{', with None for a leaf to leave out' if may_leave_out else ''}."
     try:
         found = treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise ValueError(_mismatch(params, tree, what, is_leaf)) from error
+        raise ValueError(f"{_mismatch(params, tree, what, is_leaf)}. {remedy}") from error
     for i, sub in enumerate(found):
         if not (sub is None or is_array(sub) or (is_leaf and is_leaf(sub)) or jax.tree_util.all_leaves([sub])):
             raise ValueError(
                 f"{what}: at {quoted(paths_of(params)[i])}: must be an array, as in params, got a {type(sub).__name__} "
-                f"with {len(jax.tree.leaves(sub))} leaves. Give {what} the structure of params, "
-                "with None for a leaf to leave out."
+                f"with {len(jax.tree.leaves(sub))} leaves. {remedy}"
             )
     return found
 
@@ -251,6 +252,9 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
     missing = [p for p in want if p not in set(have)]
     extra = [p for p in have if p not in set(want)]
     lines = [f"{what} does not have the structure of params"]
+    if have == [""]:
+        lines.append(f"got {kind(tree)}")
+        extra = []
     if missing:
         lines.append("missing: " + ", ".join(map(repr, missing[:20])))
     if extra:
@@ -258,7 +262,10 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
     if not missing and not extra:
         lines.append(f"same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or ")
         lines[-1] += f"{structure(tree)} instead of {structure(params)}"
-    return "; ".join(lines) + f". Give {what} the structure of params, with None for a leaf to leave out."
+    for i, part in enumerate(tree if isinstance(tree, tuple) else ()):
+        if paths(part) == want:  # (loss, gradients), (gradients, norm)
+            lines.append(f"element {i} of this tuple has it: unpack the tuple")
+    return "; ".join(lines)
 
 
 def stack_trees(trees: Sequence[Any], what: str) -> Any:

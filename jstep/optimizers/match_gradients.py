@@ -84,9 +84,11 @@ def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
+            by_example = gradient.shape[1:] == np.shape(leaf)
             raise ValueError(
                 f"gradients: the gradient at {trees.quoted(path())} has shape {gradient.shape}, its parameter has "
                 f"shape {np.shape(leaf)}"
+                + ("; take the mean of gradients per example over axis 0" if by_example else "")
             )
     if not trees.is_floating(dtype):
         raise TypeError(

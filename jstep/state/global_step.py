@@ -10,6 +10,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
 from jstep.core.checks import kind
+from jstep.core.exceptions import note
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.slot_roles import COUNTS, roles_in
@@ -138,7 +139,11 @@ def global_step(state: Any) -> int:
             "or keep old states alive with minimize(..., donate=False)."
         )
     refuse_shapes(step, "state")
-    return int(step)
+    try:
+        return int(step)
+    except jax.errors.ConcretizationTypeError as error:
+        note(error, "jstep.global_step is a number on the host; inside a compiled step use state.global_step")
+        raise
 
 
 def _scalar_step(state: Any) -> Array:

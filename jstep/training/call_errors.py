@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.exceptions import explain_jax, note
-from jstep.state import require_alive
+from jstep.state import TrainState, require_alive
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
@@ -42,6 +42,27 @@ def explain_a_list(error: BaseException, args: Sequence[Any]) -> None:
         note(error, _A_LIST)
 
 
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
+_PASSED_WITH = {
+    "rng": "rng=key",
+    "averages": "use_averages=True",
+    "model_state": "has_model_state=True",
+}
+"""Arguments of a loss → what `minimize` passes them with."""
+
+
+def _explain_missing_arguments(error: BaseException, state: Any) -> None:
+    """Add a note to the error of a loss that lacks an argument which `minimize` passes only on request."""
+    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    if found is None:
+        return
+    options = {name: option for name, option in _PASSED_WITH.items() if f"'{name}'" in found[1]}
+    if not options and isinstance(state, TrainState) and state.model_state is not None:
+        options["model_state"] = _PASSED_WITH["model_state"]
+    for name, option in options.items():
+        note(error, f"jstep: if this is the loss, minimize(..., {option}) passes {name} to it")
+
+
 def is_spent(state: Any) -> bool:
     """Return whether a state was donated to an earlier step."""
     step = getattr(state, "global_step", None)
@@ -66,6 +87,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     if not isinstance(error, RuntimeError | ValueError):
         if type(error).__name__ == "ShardingTypeError" and _is_on_one_device((state, args)):
             note(error, _CAPTURED)
+        _explain_missing_arguments(error, state)
         explain_jax(error)
         return
     if was_spent or not is_spent(state):

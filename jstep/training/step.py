@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function
+from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import Attempts, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
@@ -79,7 +79,10 @@ def pure(step: Callable[..., Any]) -> PureStep:
         def one(state: Any, args: tuple[Any, ...]) -> Any:
             result = step(state, *args)
             if not isinstance(result, tuple | list) or len(result) != 2:
-                raise TypeError(f"the step returned a {type(result).__name__}; it must return (state, metrics)")
+                raise TypeError(f"the step returned {kind(result)}; it must return (state, metrics)")
+            if isinstance(state, TrainState) and not isinstance(result[0], TrainState):
+                kinds = " and ".join(map(kind, result))
+                raise TypeError(f"the step returned {kinds}; it must return (state, metrics)")
             return keep_roles(state, result[0]), result[1]
 
         new, metrics = attempts(one, state, args, place=sharded_like((state,)))

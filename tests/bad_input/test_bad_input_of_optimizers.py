@@ -161,6 +161,21 @@ CASES: dict[str, Case] = {
         ValueError,
         ("'mg'", "TrainState.create"),
     ),
+    "gradients per example": (
+        lambda: apply(jax.tree.map(lambda g: jnp.stack([g] * 8), GRADS), jstep.gradient_descent(0.1)),
+        ValueError,
+        ("(8,", "take the mean of gradients per example over axis 0"),
+    ),
+    "a loss with its gradients": (
+        lambda: apply((jnp.float32(0), GRADS), jstep.gradient_descent(0.1)),
+        ValueError,
+        ("element 1 of this tuple has it: unpack the tuple",),
+    ),
+    "no gradients": (
+        lambda: apply(None, jstep.gradient_descent(0.1)),
+        ValueError,
+        ("the structure of params; got None; missing", "None for a leaf to leave out"),
+    ),
     "an optimizer with an average": (
         lambda: apply(GRADS, jstep.with_moving_average(adam, jstep.ExponentialMovingAverage(0.9)), adam),
         ValueError,

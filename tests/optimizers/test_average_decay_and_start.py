@@ -104,6 +104,8 @@ def test_initial_values_of_some_leaves():
         slot = jstep.TrainState.create(PARAMS, optimizer).slots[AVERAGES]
         assert slot["w"].tolist() == [2.0, 3.0]
         assert slot["half"] is None
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema, ["w"], {**initial, "half": None})
+    assert jstep.TrainState.create(PARAMS, optimizer).slots[AVERAGES]["w"].tolist() == [2.0, 3.0]
 
 
 def test_invalid_initial_values():
@@ -116,7 +118,7 @@ def test_invalid_initial_values():
         ({**PARAMS, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),
         (lambda p: {**p, "w": None}, r"initial: must have shape \(2,\) at 'w', got nothing"),
         ({"w": jnp.ones(2)}, "initial does not have the structure of params; missing: 'half'"),
-        (3, "initial does not have the structure of params"),
+        (3, "initial does not have the structure of params; got an int"),
     ):
         optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
         with pytest.raises(ValueError, match=message):

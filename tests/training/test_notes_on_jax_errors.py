@@ -62,3 +62,32 @@ def test_other_errors_have_no_note():
     with pytest.raises(NameError) as error:
         jstep.minimize(lambda params: missing, OPTIMIZER)(state())  # type: ignore[name-defined]  # noqa: F821
     assert not any("pmap" in note for note in getattr(error.value, "__notes__", ()))
+
+
+LACKING = {
+    "rng": lambda params, x, rng: jnp.sum(params["w"] * x),
+    "averages": lambda params, x, *, averages: jnp.sum(params["w"] * x),
+    "model_state": lambda params, model_state, x: (jnp.sum(params["w"] * x), model_state),
+}
+PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_an_argument_that_minimize_passes_on_request(name):
+    with_model_state = jstep.TrainState.create({"w": jnp.ones(3)}, OPTIMIZER, model_state=jnp.zeros(3))
+    with pytest.raises(TypeError, match="missing 1 required") as error:
+        jstep.minimize(LACKING[name], OPTIMIZER)(with_model_state, jnp.ones(3))
+    notes = [note for note in error.value.__notes__ if "minimize(" in note]
+    assert notes == [f"jstep: if this is the loss, minimize(..., {PASSED_WITH[name]}) passes {name} to it"]
+
+
+def test_a_missing_part_of_the_batch_has_no_note():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'") as error:
+        jstep.minimize(lambda params, x, y: jnp.sum(params["w"] * x * y), OPTIMIZER)(state(), jnp.ones(3))
+    assert not [note for note in getattr(error.value, "__notes__", ()) if "minimize(" in note]
+
+
+def test_the_step_as_a_number_inside_a_step():
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        jstep.TrainStep(lambda s: (s, {"step": jstep.global_step(s)}))(state())
+    assert any("inside a compiled step use state.global_step" in note for note in error.value.__notes__)

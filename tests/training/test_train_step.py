@@ -99,3 +99,19 @@ def test_other_errors_of_a_loss_have_no_note_on_devices() -> None:
     with pytest.raises(TypeError, match="incompatible shapes") as caught:
         jstep.minimize(lambda params, x: jnp.sum(params["w"] + x), optimizer)(state, np.ones(3, np.float32))
     assert not any("closes over" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda state: state, "the step returned a TrainState; it must return"),
+        (lambda state: jnp.ones(2), r"the step returned an array of float32 and shape \(2,\); it must return"),
+        (lambda state: ({}, state), "the step returned a dict and a TrainState; it must return"),
+        (lambda state: (state.params, {}), "the step returned a dict and a dict; it must return"),
+    ],
+)
+def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message: str) -> None:
+    state = fresh(jstep.adam(0.1))
+    with pytest.raises(TypeError, match=message):
+        jstep.TrainStep(result)(state)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -1,7 +1,7 @@
 """Exponential moving averages of parameters, and the wrapper that keeps them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -233,7 +233,8 @@ def with_moving_average(
         var_list: The leaves to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for
             all.
         initial: The values from which the averages start, such as another initialization of a teacher: a function
-            `(params) -> params`, or a tree like params; None for copies of the parameters.
+            `(params) -> params`, or a tree like params, in which leaves that are not averaged may be None; None for
+            copies of the parameters.
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. With zero_debias, the age of the averages comes from the
@@ -281,11 +282,10 @@ def with_moving_average(
 
     def fresh(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
+        chosen = averaged(params)
         if initial is not None:
-            leaves = _initial(initial, params)
-        return ema.init(
-            treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, averaged(params), strict=True)])
-        )
+            leaves = _initial(initial, params, chosen)
+        return ema.init(treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, chosen, strict=True)]))
 
     def update(
         updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
@@ -302,18 +302,20 @@ def with_moving_average(
     )
 
 
-def _initial(initial: Any, params: Params) -> list[Any]:
-    """Return the initial values at the leaves of params, and the leaves themselves where none is trainable."""
+def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:
+    """Return the initial values at the leaves to average, and the other leaves of params."""
     found = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
-    values = trees.flatten_like(params, found, "initial")
-    pairs = list(zip(trees.leaves_with_paths(params), values, strict=True))
-    for (path, leaf), value in pairs:
-        if trees.is_trainable(leaf) and (value is None or np.shape(value) != np.shape(leaf)):
+    values = trees.flatten_like(params, found, "initial", may_leave_out=not all(averaged))
+    leaves = jax.tree.leaves(params)
+    wanted = [is_one and trees.is_trainable(leaf) for is_one, leaf in zip(averaged, leaves, strict=True)]
+    pairs = list(zip(trees.leaves_with_paths(params), values, wanted, strict=True))
+    for (path, leaf), value, is_wanted in pairs:
+        if is_wanted and (value is None or np.shape(value) != np.shape(leaf)):
             have = "nothing" if value is None else f"shape {np.shape(value)}"
             raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quoted(path)}, got {have}")
     return [
-        jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))) if trees.is_trainable(leaf) else leaf
-        for (_, leaf), value in pairs
+        jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))) if is_wanted else leaf
+        for (_, leaf), value, is_wanted in pairs
     ]
 
 

@@ -72,7 +72,7 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
 def _checked(params: Params, projected: Any) -> list[Any]:
     """Return the leaves of projected parameters; those that are not trainable are ignored later."""
-    found = trees.flatten_like(params, projected, "the result of fn")
+    found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
     leaves = jax.tree.leaves(params)
     for (path, leaf), new in zip(trees.leaves_with_paths(params), found, strict=True):
         if not trees.is_trainable(leaf):
