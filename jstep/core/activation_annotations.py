@@ -5,7 +5,7 @@ from typing import Any
 from jax.sharding import Sharding
 
 from jstep.core.meshes import dims_of
-from jstep.core.operations import all_equations, is_differentiated
+from jstep.core.programs import all_equations, is_differentiated
 
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jstep.core.operations import MOVES, Operation, Subprogram, body_of, counts_of, programs_in
+from jstep.core.programs import MOVES, Operation, Subprogram, body_of, counts_of, programs_in
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.flops import work_of
-from jstep.core.operations import body_of
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
+from jstep.core.programs import body_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program

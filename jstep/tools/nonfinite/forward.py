@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.operations import Operation, Subprogram, apply, counts_of, shard_counts, walk
+from jstep.core.programs import Operation, Subprogram, apply, counts_of, shard_counts, walk
 from jstep.tools.nonfinite.numbers import on_current_mesh, on_mesh_of
 
 
