@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import Sharding
+
+from jstep.core.meshes import dims_of
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which call operations store their program."""
@@ -33,6 +36,9 @@ HARMLESS = MOVES.union([
 ])
 # fmt: on
 """Operations whose results are finite if their operands are finite."""
+
+_PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
+"""Operations that place an array."""
 
 # fmt: off
 _ELEMENTWISE = frozenset([
@@ -223,19 +229,24 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
 
 
 def evaluate(
-    body: Subprogram, values: Sequence[Any], by: Callable[[Operation, list[Any]], Sequence[Any]] = apply
+    body: Subprogram,
+    values: Sequence[Any],
+    by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
+    constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluate a program on values, traced or not.
+    """Evaluate a program on values, traced or not, or on whatever else is known about its arguments.
 
     Args:
         body: The program.
         values: Its arguments.
         by: Evaluates an operation.
+        constant: Maps a constant to what `by` gets for it.
     """
-    env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*body.consts, *values], strict=True))
+    consts = map(constant, body.consts)
+    env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+        return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
     for operation in body.operations:
         results = by(operation, [read(atom) for atom in operation.eqn.invars])
@@ -272,3 +283,40 @@ def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]
         return apply(dataclasses.replace(operation, eqn=eqn), values)
 
     return evaluate(body, values, on_slice)
+
+
+def is_annotated(traced: Any) -> bool:
+    """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    return any(
+        (eqns[-1].primitive.name in _PLACING or any(map(_is_explicit, eqns[-1].outvars)))
+        and any(map(is_differentiated, eqns))
+        for eqns in all_equations(traced)
+    )
+
+
+def shards_arrays(traced: Any) -> bool:
+    """Whether a step shards any array that it computes: by a constraint, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    return any(
+        eqn.primitive.name == "shard_map"
+        or (eqn.primitive.name in _PLACING and any(map(_splits, eqn.params.values())))
+        or any(map(_is_explicit, eqn.outvars))
+        for *_, eqn in all_equations(traced)
+    )
+
+
+def _splits(value: Any) -> bool:
+    return isinstance(value, Sharding) and not value.is_fully_replicated
+
+
+def _is_explicit(var: Any) -> bool:
+    """Whether the type of an array has a sharding, as only types on Explicit axes do."""
+    spec = getattr(getattr(var.aval, "sharding", None), "spec", None)
+    return spec is not None and any(axis is not None for axis in dims_of(spec))

@@ -196,15 +196,11 @@ def leafwise(
             floats, arrays = _split(h)
 
             def of_leaf(i: int) -> tuple[Any, LeafSlots]:
-                static, own = (*floats, *statics[i]), {name: values[i] for name, values in mine.items()}
-                return per_leaf(
-                    lambda slots, g, p, arrays: fn(g, p, slots, arrays, static),
-                    paths[i],
-                    own,
-                    gradients[i],
-                    leaves[i],
-                    arrays,
-                )
+                def on_slots(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> tuple[Any, LeafSlots]:
+                    return fn(g, p, slots, arrays, (*floats, *statics[i]))
+
+                own = {name: values[i] for name, values in mine.items()}
+                return per_leaf(on_slots, paths[i], own, gradients[i], leaves[i], arrays)
 
             return list(map(of_leaf, updated))
 

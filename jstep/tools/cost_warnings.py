@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.activation_annotations import is_annotated
+from jstep.core.programs import is_annotated
 from jstep.core.text import size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core.activation_annotations import is_annotated
+from jstep.core.programs import is_annotated
 from jstep.tools.cost_warnings import warnings_of
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
