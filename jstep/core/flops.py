@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jstep.core.operations import MOVES, Operation, Subprogram, shard_counts
+from jstep.core.programs import MOVES, Operation, Subprogram, shard_counts
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """Operations that move data without arithmetic."""

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import dims_of
-from jstep.core.operations import all_equations
+from jstep.core.programs import all_equations
 
 Unroll = int | bool | None
 

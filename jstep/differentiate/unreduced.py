@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, mesh_axes_of, spec_of
-from jstep.core.operations import counts_of
+from jstep.core.programs import counts_of
 from jstep.core.types import Array
 from jstep.differentiate.microbatches import microbatch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.activation_annotations import shards_arrays
+from jstep.core.programs import shards_arrays
 from jstep.sharding.batches import mesh_without_batch
 
 _logger = logging.getLogger("jstep")

@@ -10,6 +10,7 @@ from jstep.core import trees
 from jstep.core.execution_order import in_order
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import is_on_host, on_devices
 from jstep.core.types import Array, Params, Slots, Updates
 from jstep.optimizers.projected import is_projected, is_update
 
@@ -32,9 +33,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """
     leaves, treedef = trees.flatten(params)
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    return treedef.unflatten(
-        [leaf if trees.is_none(update) else _add(leaf, update) for leaf, update in zip(leaves, found, strict=True)]
-    )
+    pairs = zip(on_devices(leaves), found, strict=True)
+    return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
 
 
 def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Params, Slots]:
@@ -65,24 +65,27 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Para
 
 
 def _is_alike(slot: Any, leaf: Any) -> bool:
-    return trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype)
+    return (
+        trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
+    )
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
 def _add_in_order(leaf: Array, update: Any, slots: list[Array]) -> tuple[Array, list[Array]]:
-    new = _add(leaf, update)
+    new = add(leaf, update)
     return new, in_order(new, *slots)
 
 
 @jax.jit
-def _add(leaf: Array, update: Any) -> Array:
+def add(leaf: Array, update: Any) -> Array:
+    """Add an update, of any kind, to a parameter."""
     if is_projected(update):
         return update.value
     dtype = trees.compute_dtype(leaf.dtype)
     if not isinstance(update, IndexedSlices):
         return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
     if isinstance(update, RowsInOrder):
-        return jnp.where(update.named, _add(leaf, update.values), leaf)
+        return jnp.where(update.named, add(leaf, update.values), leaf)
     if leaf.dtype == dtype:
         return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
     rows = combined(update)

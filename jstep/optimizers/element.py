@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices
+from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.types import Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.match_gradients import missing_slot
+from jstep.optimizers.offloading import loads_slots
 
 
 def element(
@@ -27,11 +29,14 @@ def element(
     """
     held = held_names(hyper)
 
+    @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         for name in held:
             if name not in slots:
                 raise missing_slot(name, slots)
-        return fn(updates, params, step, values_at(hyper, step, slots)), {name: slots[name] for name in held}
+        return fn(updates, on_devices(params), step, values_at(hyper, step, slots)), {
+            name: slots[name] for name in held
+        }
 
     def init(params: Params, step: Step) -> Slots:
         return held_slots(hyper)

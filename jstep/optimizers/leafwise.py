@@ -49,6 +49,7 @@ from jstep.optimizers.hyper import Hyper as Hyper
 from jstep.optimizers.hyper import checked, report, value_at, values_at
 from jstep.optimizers.masks import Flag, own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot, slot_leaves
+from jstep.optimizers.offloading import loads_slots, per_leaf
 from jstep.state import START_STEP
 
 LeafSlots: TypeAlias = dict[str, Any]
@@ -170,8 +171,9 @@ def leafwise(
         return fresh | held_slots(hyper)
 
     on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
-    measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(measure, sparse=False)
+    measure_leaf = None if measure is None else _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False)
 
+    @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         treedef, specs = trees.structure(params), specs_for(params)
@@ -186,27 +188,31 @@ def leafwise(
             h["age"] = age_of(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
         statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
-        leaves = [
-            (i, gradient, leaf)
-            for i, (gradient, leaf) in enumerate(zip(gradients, jax.tree.leaves(params), strict=True))
-            if gradient is not None
-        ]
+        leaves, paths = jax.tree.leaves(params), trees.paths_of(params)
+        updated = [i for i, gradient in enumerate(gradients) if gradient is not None]
 
-        def slots_at(i: int) -> LeafSlots:
-            return {name: values[i] for name, values in mine.items()}
+        def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[tuple[Any, LeafSlots]]:
+            floats, arrays = _split(h)
+
+            def of_leaf(i: int) -> tuple[Any, LeafSlots]:
+                def on_slots(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> tuple[Any, LeafSlots]:
+                    return fn(g, p, slots, arrays, (*floats, *statics[i]))
+
+                own = {name: values[i] for name, values in mine.items()}
+                return per_leaf(on_slots, paths[i], own, gradients[i], leaves[i], arrays)
+
+            return list(map(of_leaf, updated))
 
         if prepare is not None:
             h |= prepare(h)
         if measure_leaf is not None:
-            floats, arrays = _split(h)
-            parts = [measure_leaf(g, p, slots_at(i), arrays, (*floats, *statics[i])) for i, g, p in leaves]
+            parts = [part for part, _ in of_leaves(measure_leaf)]
             h |= {name: sum(jnp.asarray(part[name], trees.default_float()) for part in parts) for name in parts[0]}
         if conclude is not None:
             h |= conclude(h)
-        floats, arrays = _split(h)
         new_updates: list[Any] = [None] * len(gradients)
-        for i, gradient, leaf in leaves:
-            new_updates[i], new_slots = on_leaf(gradient, leaf, slots_at(i), arrays, (*floats, *statics[i]))
+        for i, (new_update, new_slots) in zip(updated, of_leaves(on_leaf), strict=True):
+            new_updates[i] = new_update
             for name, value in new_slots.items():
                 mine[name][i] = value
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
@@ -218,6 +224,16 @@ def leafwise(
         return Roles(own | ({START_STEP: Role.AGE} if aged else {}))
 
     return Optimizer(Init(init, roles, is_finished), update, report(hyper))
+
+
+def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
+    """A rule that changes no slot, from `measure`."""
+
+    @functools.wraps(measure)
+    def rule(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> tuple[Any, LeafSlots]:
+        return measure(g, p, slots, h), {}
+
+    return rule
 
 
 def _scalar(name: str, value: Any, global_step: Step) -> Array:
@@ -277,10 +293,8 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):
-            result = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
-            if not isinstance(result, tuple):
-                return result
-            return result[0], {name: narrow(name, value) for name, value in result[1].items()}
+            result, new = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
+            return result, {name: narrow(name, value) for name, value in new.items()}
         rows = combined(gradient)
         if isinstance(rows, RowsInOrder):
             update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)

@@ -32,6 +32,7 @@ from jstep.optimizers.newton_schulz import (
     orthogonalized,
     triples_and_safety,
 )
+from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.wrappers.chain import chain
 
 Scale = Literal["rms", "original"]
@@ -191,6 +192,7 @@ def orthogonalize(
         matrix_axes(params)
         return held_slots(hyper)
 
+    @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients, treedef = match_gradients(updates, params), trees.structure(params)
         for name in held_names(hyper):

@@ -6,6 +6,7 @@ from typing import Any
 from jstep.core.slot_roles import Init, Roles, abstractly, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import shown_name
+from jstep.optimizers.offloading import can_load_slots, with_slots_loaded
 from jstep.optimizers.projected import moves
 
 EMPTY_CONTEXT = Context()
@@ -34,8 +35,12 @@ def call_update(
             `Projected` leaves.
     """
     further = (context,) if optimizer.takes_context else ()
-    updates, slots = optimizer.update(updates, slots, params, step, *further)
-    return updates if exact else moves(params, updates), slots
+
+    def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
+        return optimizer.update(updates, slots, params, step, *further)
+
+    new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)
+    return new if exact else moves(params, new), slots
 
 
 def inner_context(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices
+from jstep.core.placement import on_devices
 from jstep.core.types import Array, Params, Updates
 
 
@@ -40,7 +41,7 @@ def moves(params: Params, updates: Updates) -> Updates:
     if not any(map(is_projected, jax.tree.leaves(updates, is_leaf=is_update))):
         return updates
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    leaves, treedef = trees.flatten(params)
+    leaves, treedef = trees.flatten(on_devices(params))
     return treedef.unflatten(
         [_difference(p, u.value) if is_projected(u) else u for p, u in zip(leaves, found, strict=True)]
     )

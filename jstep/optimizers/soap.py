@@ -16,6 +16,7 @@ from jstep.optimizers.age import age_of, bias_correction
 from jstep.optimizers.directions import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases
 from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.offloading import loads_slots, with_slots_loaded
 from jstep.state import START_STEP
 
 
@@ -93,15 +94,21 @@ def soap(
     flags = decay_mask(weight_decay_mask)
     moments = from_update("soap", soap_update, slots, hyper, flags=flags, prepare=sizes_and_shares)
 
+    @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         new_updates, new = moments.update(updates, given, params, step)
         k = age_of(step, given[START_STEP]) - 1
         turn = jnp.where(k == 0, FIRST, jnp.where(k % frequency == 0, NEXT, SAME))
-        of_leaves = {name: trees.flatten_like(params, new[name], name) for name in slots(params)}
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
-        turned = with_turned_bases(of_leaves, turn, has_update)
-        return new_updates, new | {name: treedef.unflatten(values) for name, values in turned.items()}
+
+        def turned(own: Slots, _: Any) -> tuple[None, Slots]:
+            of_leaves = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
+            values = with_turned_bases(of_leaves, turn, has_update)
+            return None, {name: treedef.unflatten(values[name]) for name in own if not name.startswith("gg")}
+
+        # All matrices of one size are processed by one loop, so they are on the devices at once.
+        return new_updates, new | with_slots_loaded(turned, {n: new[n] for n in slots(params) if n != "m"}, None)[1]
 
     return moments._replace(update=update)
 

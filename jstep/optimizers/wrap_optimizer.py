@@ -10,6 +10,7 @@ from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.masks import partial_params
 from jstep.optimizers.match_gradients import missing_slot
+from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.parts import (
     EMPTY_CONTEXT,
     check_names,
@@ -88,6 +89,7 @@ def wrap_optimizer(
         age = Roles({age_slot(inner): Role.AGE} if aged else {})
         return inner_roles(inner).joined(own_roles).joined(age)
 
+    @loads_slots
     def whole(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:

@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import core
-
-from jstep.core.operations import MOVES, Operation, Subprogram, body_of, counts_of, programs_in
+from jstep.core.programs import MOVES, Operation, Subprogram, body_of, counts_of, evaluate, programs_in
 
 _PARTS = MOVES | {"convert_element_type", "bitcast_convert_type", "sharding_constraint", "reshard", "mesh_cast", "name"}
 """Operations that return a copy or a part of an operand; uses of the result are uses of the operand."""
@@ -45,20 +43,14 @@ class _Counter:
 
     def run(self, body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
         """Count uses in a program, given the sources of its arguments; return the sources of its results."""
-        env: dict[Any, _Sources] = dict(zip(body.jaxpr.invars, given, strict=True))
-
-        def sources(atom: Any) -> _Sources:
-            return frozenset() if isinstance(atom, core.Literal) else env.get(atom, frozenset())
-
-        for operation in body.operations:
-            taken = [sources(atom) for atom in operation.eqn.invars]
-            if any(taken):
-                results = self._site(operation, taken, times)
-                env.update(zip(operation.eqn.outvars, results, strict=True))
-        return [sources(atom) for atom in body.jaxpr.outvars]
+        return evaluate(
+            body, given, lambda operation, taken: self._site(operation, taken, times), lambda constant: frozenset()
+        )
 
     def _site(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
+        if not any(taken):
+            return nothing
         if operation.kind in _LOOPS:
             return self._loop(operation, taken, times)
         if operation.kind == "cond":

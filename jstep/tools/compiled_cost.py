@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jstep.core.flops import work_of
-from jstep.core.operations import body_of
 from jstep.core.placement import device_count, device_of
+from jstep.core.programs import body_of
 from jstep.state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.compiled.program import parse_program, recomputes

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core.activation_annotations import is_annotated
 from jstep.core.meshes import dims_of, mesh_axes_of
 from jstep.core.placement import sharding_of
+from jstep.core.programs import is_annotated
 from jstep.core.text import listed, size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of

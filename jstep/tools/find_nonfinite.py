@@ -10,7 +10,7 @@ import jax
 from jstep.core import contexts, trees
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.operations import body_of, is_differentiated, path_to
+from jstep.core.programs import body_of, is_differentiated, path_to
 from jstep.core.ranges import Range
 from jstep.state import TrainState, global_step
 from jstep.tools.nonfinite.numbers import is_inexact, range_of

@@ -4,7 +4,6 @@ This is the only place that increments the global step.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.contexts import internal_transfers
-from jstep.core.host_loops import Placed, is_worth_a_sequence, whole_on_first_axis
-from jstep.core.host_offload import compute_offloaded
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.placement import (
     Layouts,
     back,
-    is_on_host,
     on_devices,
     parts_of,
     refuse_shapes,
@@ -30,9 +26,10 @@ from jstep.core.placement import (
 )
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
-from jstep.optimizers.apply_updates import apply_in_order, apply_updates
+from jstep.optimizers.apply_updates import apply_in_order
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
 from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips
+from jstep.optimizers.offloading import Transfers, is_worth_loops, using_transfers, with_small_ones_loaded
 from jstep.optimizers.parts import EMPTY_CONTEXT, call_update, is_guarded
 from jstep.optimizers.projected import moves
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
@@ -109,55 +106,28 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     require_alive(require_state(state))
     refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
-    by_leaf = is_worth_a_sequence(state)
+    slots: Slots
+    limit: int | None
+    if is_worth_loops(state):
+        slots, limit = with_small_ones_loaded(state.params, state.slots)
+    else:
+        slots, limit = on_devices(state.slots), None
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
-        found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        # Always 1, which XLA cannot know.
+        transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
+        with using_transfers(transfers):
+            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
         shown = moves(state.params, found.updates)  # as added to the parameters
-        if by_leaf:
-            params = apply_updates(state.params, found.updates)
-            return found._replace(state=found.state.replace(params=params), updates=shown)
         params, slots = apply_in_order(state.params, found.updates, found.slots)
         new = found.state.replace(params=params, slots={**state.slots, **slots})
         return found._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    if by_leaf:
-        run, here = functools.partial(_leaf_by_leaf, run), state
-    else:
-        here = state.replace(slots=on_devices(state.slots))
     with using_layouts(_layouts_of(state)):
+        here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
-
-
-def _leaf_by_leaf(run: Callable[..., Applied], state: TrainState, grads: Updates, known: Context) -> Applied:
-    """Return the result of `run`, transferring host-offloaded slots to the device and back a few at a time."""
-    leaves, treedef = trees.flatten(state)
-    indices = treedef.unflatten(range(len(leaves)))
-
-    def replaced(done: Applied) -> list[int | None]:
-        slots = {name: indices.slots[name] for name in done.slots}
-        new: list[int | None] = [*jax.tree.leaves(indices), *[None] * len(jax.tree.leaves(done.updates))]
-        return [*new, *jax.tree.leaves(slots), *[None] * len(jax.tree.leaves((done.roles, done.left_out)))]
-
-    once = jnp.where(step_of(state) >= 0, 1, 0)
-    placed = Placed(leaves, _groups(state, indices), whole_on_first_axis(state), once)
-    return compute_offloaded(lambda leaves: run(treedef.unflatten(leaves), grads, known), placed, replaced)
-
-
-def _groups(state: TrainState, indices: TrainState) -> dict[int, int]:
-    """Map the index of each slot leaf on the host to that of its parameter, or to itself if it has none."""
-    found: dict[int, int] = {}
-    for name, tree in state.slots.items():
-        if trees.is_like(state.params, tree):
-            own = trees.flatten_like(state.params, indices.slots[name], f"slot {name!r}")
-            pairs = list(zip(own, jax.tree.leaves(indices.params), strict=True))
-        else:
-            pairs = [(i, i) for i in jax.tree.leaves(indices.slots[name])]
-        found |= dict(pairs)
-    leaves = jax.tree.leaves(state)
-    return {i: group for i, group in found.items() if i is not None and is_on_host(leaves[i])}
 
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:

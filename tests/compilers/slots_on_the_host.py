@@ -79,6 +79,8 @@ OPTIMIZERS = {
     "guarded": lambda: jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3))),
     "muon": lambda: jstep.muon(1e-3),
     "lamb": lambda: jstep.lamb(1e-3),
+    "masters": lambda: jstep.master_weights(jstep.adamw(1e-3)),
+    "averages": lambda: jstep.with_moving_average(jstep.adamw(1e-3), jstep.ExponentialMovingAverage(0.99)),
 }
 
 

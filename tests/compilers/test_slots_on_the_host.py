@@ -40,6 +40,6 @@ def test_peak_memory_falls_by_most_of_the_slots(model, layout):
     assert saved_fraction(model, "adamw", layout) >= 0.7
 
 
-@pytest.mark.parametrize("optimizer", ["guarded", "muon", "lamb"])
-def test_updates_with_norms_or_matrix_products(optimizer):
+@pytest.mark.parametrize("optimizer", ["guarded", "muon", "lamb", "masters", "averages"])
+def test_updates_with_norms_or_matrix_products_and_wrappers(optimizer):
     assert saved_fraction("matrices", optimizer, "replicated") >= 0.7

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.core.activation_annotations import is_annotated
+from jstep.core.programs import is_annotated
 from jstep.tools.compiled.program import parse_program
 from jstep.tools.cost_warnings import warnings_of
 

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas
 
 from jstep.core.flops import Product, work_of
-from jstep.core.operations import body_of
+from jstep.core.programs import body_of
 from jstep.topologies.devices import GPUS, TPUS
 from jstep.topologies.peaks import GPU_PEAKS, TPU_PEAKS, has_peaks, peak_of
 

@@ -6,6 +6,7 @@ from jstep.core.checks import as_text
 from jstep.core.slot_roles import Init, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
+from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.parts import (
     EMPTY_CONTEXT,
     call_update,
@@ -66,6 +67,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=2)
 
+    @loads_slots
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
@@ -113,6 +115,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
     def roles(params: Params) -> Roles:
         return roles_of(optimizer, params).prefixed(name)
 
+    @loads_slots
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:

@@ -25,12 +25,14 @@ from jstep.core.types import (
     Updates,
     require_optimizer,
 )
-from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.apply_updates import add
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import Hyper, checked, value_at
 from jstep.optimizers.masks import mask
 from jstep.optimizers.match_gradients import find_slot
+from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
+from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.state import START_STEP, TrainState
 
@@ -132,6 +134,15 @@ class ExponentialMovingAverage:
             TypeError: `decay` is held.
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
+        rate = self.rate(num_updates, age)
+        old = trees.flatten_like(params, averages, "averages")
+        leaves, treedef = trees.flatten(params)
+        return treedef.unflatten(
+            [avg if avg is None else _moved(avg, p, rate) for avg, p in zip(old, leaves, strict=True)]
+        )
+
+    def rate(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
+        """The weight of new values of the parameters: `apply` adds rate · (p − avg); see there for the arguments."""
         waits = self.start_step > 0 or self.every > 1
         needed = self.num_updates or waits or callable(self.decay) or (self.zero_debias and age is None)
         if num_updates is None and needed:
@@ -152,11 +163,7 @@ class ExponentialMovingAverage:
             since = jnp.asarray(num_updates) - self.start_step
             still = jnp.where(since % self.every == 0, jnp.asarray(rate, trees.default_float()), 0.0)
             rate = jnp.where(since <= 0, 1.0, still)
-        old = trees.flatten_like(params, averages, "averages")
-        leaves, treedef = trees.flatten(params)
-        return treedef.unflatten(
-            [avg if avg is None else _moved(avg, p, rate) for avg, p in zip(old, leaves, strict=True)]
-        )
+        return rate
 
     def age_at(self, num_updates: Step | None, start_step: Step = 0) -> Step:
         """The number of values in the averages after an update, including the value from that update.
@@ -216,6 +223,11 @@ def _moved(average: Array, p: Array, rate: Array) -> Array:
     moved = average - rate * (average - p)
     # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
+
+
+def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
+    """The average after an update of its parameter, None for no update."""
+    return None, {NAME: _moved(own[NAME], p if u is None else add(p, u), rate)}
 
 
 def with_moving_average(
@@ -294,8 +306,12 @@ def with_moving_average(
         after = jnp.asarray(step) + 1
         now = dataclasses.replace(ema, decay=h[f"{ema.name}/{DECAY}"]) if hyper else ema
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
-        moved = apply_updates(params, updates)
-        return updates, inner, {ema.name: now.apply(own[ema.name], moved, after, age=age)}
+        rate, averages = now.rate(after, age), trees.flatten_like(params, own[ema.name], "averages")
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
+            if averages[i] is not None:
+                averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
 
     return wrap_optimizer(
         optimizer, "with_moving_average", update, added={ema.name: fresh}, hyper=hyper, aged=ema.zero_debias

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 
 from jstep.core import trees
@@ -23,6 +24,7 @@ from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
+from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
@@ -70,10 +72,14 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(h["slow_step_size"], trees.default_float())
-        for i, (u, p) in enumerate(zip(found, jax.tree.leaves(params), strict=True)):
+
+        def rule(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+            return _synchronised(u.to_dense() if is_slices(u) else u, p, own[SLOW], rate, due)
+
+        for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
             if u is not None:
-                dense = u.to_dense() if is_slices(u) else u
-                found[i], slows[i] = _synchronised(dense, p, slows[i], rate, due)
+                found[i], new = per_leaf(rule, path, {SLOW: slows[i]}, u, p, rate, due)
+                slows[i] = new[SLOW]
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
     return wrap_optimizer(
@@ -86,14 +92,14 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     )
 
 
-def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Array]:
+def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
     """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
     nearer = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
-    return update, jnp.where(due, nearer, slow)
+    return update, {SLOW: jnp.where(due, nearer, slow)}
 
 
 def slow_params(state: TrainState, name: str = SLOW) -> Params:

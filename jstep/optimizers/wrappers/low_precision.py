@@ -10,9 +10,10 @@ from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.apply_updates import apply_updates
+from jstep.optimizers.apply_updates import add, apply_updates
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.masks import leaf_numbers, partial_params
+from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update, inner_context
 from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
@@ -71,12 +72,11 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         with partial_params(params):
             updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding, exact=True)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        moved = trees.flatten(apply_updates(whole, updates))[0]
-        rounded: list[Any] = [
-            None if u is None else _to_rounding(p, m) for u, m, p in zip(found, moved, leaves, strict=True)
-        ]
-        new = treedef.unflatten([None if m is None else n for m, n in zip(kept, moved, strict=True)])
-        return treedef.unflatten(rounded), inner, {MASTER: new}
+        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
+            if not trees.is_none(found[i]):
+                found[i], new = per_leaf(_moved_master, path, {MASTER: kept[i]}, found[i], p)
+                kept[i] = new[MASTER]
+        return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
     return wrap_optimizer(
         optimizer, "master_weights", update, added={MASTER: fresh}, init_on=lambda params: jax.tree.map(widened, params)
@@ -85,6 +85,12 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
 
 def _rounded(p: Any, master: Any) -> Any:
     return master.astype(p.dtype) if trees.is_trainable(p) else master
+
+
+def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
+    """The update of a parameter to its master, and the master."""
+    master = add(own[MASTER], u)
+    return _to_rounding(p, master), {MASTER: master}
 
 
 def _to_rounding(p: Any, master: Any) -> Any:

@@ -13,6 +13,7 @@ from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, r
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, partial_params
 from jstep.optimizers.match_gradients import NoGradientsError
+from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.parts import (
     EMPTY_CONTEXT,
     call_update,
@@ -98,6 +99,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
                 found = found.joined(roles_of(part.optimizer, part.params))
         return found.beside_others()
 
+    @loads_slots
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:

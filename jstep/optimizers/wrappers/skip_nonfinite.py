@@ -8,11 +8,13 @@ import jax.numpy as jnp
 
 from jstep.clipping import global_norm
 from jstep.core import trees
+from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.match_gradients import match_gradients
+from jstep.optimizers.offloading import only_if
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import Projected, is_projected, is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
@@ -123,7 +125,8 @@ def conditional_update(
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
     roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
-    updates, new_slots = call_update(optimizer, updates, slots, params, step, context, exact=True)
+    with only_if(condition):
+        updates, new_slots = call_update(optimizer, updates, slots, params, step, context, exact=True)
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     leaves, treedef = trees.flatten(params)
     updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
@@ -134,7 +137,9 @@ def conditional_update(
             return slot_rules[role](old, new)
         if role in AGES:
             return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
-        return jax.tree.map(lambda before, after: _select(condition, before, after), old, new)
+        return jax.tree.map(
+            lambda before, after: after if is_on_host(after) else _select(condition, before, after), old, new
+        )
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 
@@ -147,7 +152,7 @@ def _select(condition: Array, before: Array, after: Array) -> Array:
 def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
     """The update if `condition`, else one that leaves the parameter as it is."""
     if is_projected(update):
-        return Projected(_select(condition, leaf, update.value))
+        return Projected(_select(condition, on_devices(leaf), update.value))
     return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
 

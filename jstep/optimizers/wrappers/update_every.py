@@ -12,6 +12,7 @@ from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Upd
 from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
+from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import conditional_update
 
@@ -78,21 +79,19 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     ) -> tuple[Updates, Slots, Slots]:
         due, treedef = due_at(step), trees.structure(params)
         gradients = match_gradients(updates, params)
-        sums = slot_leaves(own, GRADIENT_SUM, params)
-        counts = slot_leaves(own, GRADIENT_COUNT, params, _scalar)
+        mine = {
+            GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
+            GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, _scalar),
+        }
         means: list[Any] = [None] * len(gradients)
-        for i, g in enumerate(gradients):
+        for i, (path, g) in enumerate(zip(trees.paths_of(params), gradients, strict=True)):
             if g is not None:
-                sums[i], counts[i] = _added(sums[i], g), counts[i] + 1
-                means[i] = sums[i] * (1 / counts[i])  # XLA would store a quotient in memory
-                if isinstance(g, IndexedSlices):
-                    means[i] = rows_in_order(means[i], _named(sums[i]))
+                of_leaf = {name: leaves[i] for name, leaves in mine.items()}
+                means[i], new = per_leaf(_mean_and_rest, path, of_leaf, g, due)
+                for name, leaf in new.items():
+                    mine[name][i] = leaf
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
-        for i, g in enumerate(gradients):
-            if g is not None:
-                sums[i] = jnp.where(due, jnp.full_like(sums[i], NOTHING), sums[i])
-                counts[i] = jnp.where(due, jnp.zeros_like(counts[i]), counts[i])
-        return updates, inner, {GRADIENT_SUM: treedef.unflatten(sums), GRADIENT_COUNT: treedef.unflatten(counts)}
+        return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
     added = {
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
@@ -110,6 +109,16 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
     return ()
+
+
+def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
+    """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
+    total, count = _added(own[GRADIENT_SUM], gradient), own[GRADIENT_COUNT] + 1
+    mean: Any = total * (1 / count)  # XLA would store a quotient in memory
+    if isinstance(gradient, IndexedSlices):
+        mean = rows_in_order(mean, _named(total))
+    rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
+    return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
 
 
 def _named(total: Array) -> Array:

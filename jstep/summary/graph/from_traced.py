@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core
 
-from jstep.core.operations import counts_of, name_stack
+from jstep.core.programs import counts_of, name_stack
 from jstep.core.trees import path_str
 from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
 

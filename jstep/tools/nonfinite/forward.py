@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.operations import Operation, Subprogram, apply, counts_of, shard_counts, walk
+from jstep.core.programs import Operation, Subprogram, apply, counts_of, evaluate, shard_counts, walk
 from jstep.tools.nonfinite.numbers import on_current_mesh, on_mesh_of
 
 
@@ -135,16 +134,8 @@ class Pass:
         return level.varying(self._record(dataclasses.replace(level, parts=_on_current_mesh(level.parts))))
 
     def _run(self, body: Subprogram, args: list[Value], level: Level) -> list[Value]:
-        constants = [Value(const, self._constant(const), False) for const in body.consts]
-        env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*constants, *args], strict=True))
-
-        def read(atom: Any) -> Value:
-            if isinstance(atom, core.Literal):
-                return Value(atom.val, self._constant(atom.val), False)
-            return env[atom]
-
-        for operation in body.operations:
-            ins, eqn = [read(atom) for atom in operation.eqn.invars], operation.eqn
+        def by(operation: Operation, ins: list[Value]) -> list[Value]:
+            eqn = operation.eqn
             with on_mesh_of(eqn.outvars[0].aval) if eqn.outvars else contextlib.nullcontext():
                 if self._enters(operation):
                     ins = [one._replace(mark=_on_current_mesh(one.mark)) for one in ins]
@@ -153,8 +144,9 @@ class Pass:
                     outs, marks = apply(operation, [one.value for one in ins]), None
             if marks is None:
                 marks = self._note(operation, ins, outs, level)
-            env.update(zip(eqn.outvars, _values(outs, _on_current_mesh(marks), _depends(ins)), strict=True))
-        return [read(atom) for atom in body.jaxpr.outvars]
+            return _values(outs, _on_current_mesh(marks), _depends(ins))
+
+        return evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
 
     def _call(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         return _columns(self._run(operation.bodies[0], ins, level))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.operations import Operation, Subprogram, shard_counts
+from jstep.core.programs import Operation, Subprogram, shard_counts
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = str(_ROOT) + os.sep

@@ -1,11 +1,14 @@
-"""The operations of a traced program, including nested ones, numbered in execution order."""
+"""Traced programs: their operations, including nested ones, numbered in execution order, and their evaluation."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import Sharding
+
+from jstep.core.meshes import dims_of
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which call operations store their program."""
@@ -33,6 +36,20 @@ HARMLESS = MOVES.union([
 ])
 # fmt: on
 """Operations whose results are finite if their operands are finite."""
+
+_PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
+"""Operations that place an array."""
+
+# fmt: off
+_ELEMENTWISE = frozenset([
+    "abs", "add", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf",
+    "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
+    "tanh", "xor",
+])
+# fmt: on
+"""Operations that compute each element of the result from the corresponding elements, or from scalars."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +217,7 @@ def _shapes(atoms: Any) -> list[Any]:
     return [getattr(atom.aval, "shape", None) for atom in atoms]
 
 
-def apply(operation: Operation, values: list[Any]) -> list[Any]:
+def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     """Evaluate an operation on values, traced or not."""
     eqn = operation.eqn
     needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
@@ -209,3 +226,97 @@ def apply(operation: Operation, values: list[Any]) -> list[Any]:
     alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
     results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
     return [results.get(var) for var in eqn.outvars]
+
+
+def evaluate(
+    body: Subprogram,
+    values: Sequence[Any],
+    by: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
+    constant: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Evaluate a program on values, traced or not, or on whatever else is known about its arguments.
+
+    Args:
+        body: The program.
+        values: Its arguments.
+        by: Evaluates an operation.
+        constant: Maps a constant to what `by` gets for it.
+    """
+    consts = map(constant, body.consts)
+    env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
+
+    def read(atom: Any) -> Any:
+        return constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+    for operation in body.operations:
+        results = by(operation, [read(atom) for atom in operation.eqn.invars])
+        env.update(zip(operation.eqn.outvars, results, strict=True))
+    return [read(atom) for atom in body.jaxpr.outvars]
+
+
+def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
+    """Whether a program computes arrays of this shape, element by element, from arrays of this shape and scalars."""
+
+    def fits(atom: Any) -> bool:
+        return getattr(atom.aval, "shape", None) in ((), shape)
+
+    def is_one(operation: Operation) -> bool:
+        if operation.kind == "call":
+            return is_elementwise(operation.bodies[0], shape)
+        name, atoms = operation.eqn.primitive.name, (*operation.eqn.invars, *operation.eqn.outvars)
+        if name == "broadcast_in_dim":
+            return fits(atoms[-1]) and atoms[0].aval.shape == ()
+        return name in _ELEMENTWISE and all(map(fits, atoms))
+
+    return all(map(fits, [*body.jaxpr.constvars, *body.jaxpr.invars])) and all(map(is_one, body.operations))
+
+
+def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]:
+    """Evaluate an elementwise program on slices of its arrays, of a length along the first axis."""
+
+    def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
+        if operation.kind == "call":
+            return on_slices(operation.bodies[0], values, length)
+        eqn = operation.eqn
+        if eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"]:
+            eqn = eqn.replace(params={**eqn.params, "shape": (length, *eqn.params["shape"][1:])})
+        return apply(dataclasses.replace(operation, eqn=eqn), values)
+
+    return evaluate(body, values, on_slice)
+
+
+def is_annotated(traced: Any) -> bool:
+    """Whether the loss of a step places its activations: by constraints, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    return any(
+        (eqns[-1].primitive.name in _PLACING or any(map(_is_explicit, eqns[-1].outvars)))
+        and any(map(is_differentiated, eqns))
+        for eqns in all_equations(traced)
+    )
+
+
+def shards_arrays(traced: Any) -> bool:
+    """Whether a step shards any array that it computes: by a constraint, in `shard_map`, or on Explicit axes.
+
+    Args:
+        traced: The jaxpr of the step.
+    """
+    return any(
+        eqn.primitive.name == "shard_map"
+        or (eqn.primitive.name in _PLACING and any(map(_splits, eqn.params.values())))
+        or any(map(_is_explicit, eqn.outvars))
+        for *_, eqn in all_equations(traced)
+    )
+
+
+def _splits(value: Any) -> bool:
+    return isinstance(value, Sharding) and not value.is_fully_replicated
+
+
+def _is_explicit(var: Any) -> bool:
+    """Whether the type of an array has a sharding, as only types on Explicit axes do."""
+    spec = getattr(getattr(var.aval, "sharding", None), "spec", None)
+    return spec is not None and any(axis is not None for axis in dims_of(spec))
