@@ -70,7 +70,7 @@ Command line
     python -m jstep --help
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def _exports() -> dict[str, str]:
