@@ -87,11 +87,11 @@ def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, li
     except_for=[
         "scope-floats",
         "dynamic_loss_scale-integers",
-        "master_weights-trees",
-        "averages-of-lookahead-floats",
-        "chain-beside-floats",
+        "master_weights-floats",
+        "averages-of-lookahead-trees",
+        "chain-beside-trees",
         "labels-turned-trees",
-        "guarded-labels-integers",
+        "guarded-labels-trees",
     ]
 )
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
