@@ -191,6 +191,47 @@ def test_underscore_modules_are_private_to_their_package() -> None:
     ]
 
 
+NAMESPACES = {"distributed", "metrics", "summary"}
+"""Packages whose names users type: `jstep.summary.scalar`."""
+
+
+def test_packages_export_nothing() -> None:
+    """A name has one home, the module that defines it, and one list, the stub."""
+    packages = {name: path for name, path in MODULES.items() if path.name == "__init__.py"}
+    more = {name: len(tree_of(path).body) for name, path in packages.items() if name not in NAMESPACES}
+    assert not {name: count for name, count in more.items() if count != 1}, "more than a docstring"
+
+
+def test_names_are_imported_from_where_they_are_defined() -> None:
+    """Tests may use the namespaces as users do."""
+    namespaces = {f"jstep.{name}" for name in NAMESPACES}
+    found = [
+        f"{name_of(path)}: {alias.name} of {node.module}"
+        for path in [PACKAGE / "__init__.pyi", *MODULES.values(), *TESTS]
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jstep.")
+        for alias in node.names
+        if not (path in TESTS and node.module in namespaces) and not is_defined_in(str(node.module), alias.name)
+    ]
+    assert not found
+
+
+def is_defined_in(module: str, name: str) -> bool:
+    inner = module.removeprefix("jstep.")
+    return f"{inner}.{name}" in MODULES or name in names_defined_in(inner)
+
+
+@functools.cache
+def names_defined_in(module: str) -> set[str]:
+    found = set()
+    for node in tree_of(MODULES[module]).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {one.id for target in targets if target for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return found
+
+
 def test_no_export_shadows_a_module() -> None:
     for name in jstep.__all__:
         if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():

@@ -20,7 +20,7 @@ from jstep.core.exceptions import note
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class Saver:

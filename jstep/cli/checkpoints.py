@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint import CheckpointError, open_store
-from jstep.checkpoint.format.manifest import Leaf, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store.listing import misnamed
-from jstep.stores import absolute, is_directory, is_url, names_in, split
+from jstep.stores.files import is_directory, names_in
+from jstep.stores.urls import absolute, is_url, split
 
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _AT_ONCE = 2**28

@@ -13,7 +13,7 @@ from jstep.cli.command import OK, Command, as_json
 from jstep.core.checks import kind
 
 if TYPE_CHECKING:
-    from jstep.tools import Cost
+    from jstep.tools.cost import Cost
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # These import JAX, which --help and the errors above do not need.
     from jstep.core.meshes import mesh_of
     from jstep.core.placement import compiles_only
-    from jstep.tools import cost
+    from jstep.tools.cost import cost
     from jstep.topologies.compilers import name_of, prepare
     from jstep.topologies.names import parsed
 

@@ -12,7 +12,8 @@ from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable
 from jstep.cli.compare import LeafDifference, difference
 from jstep.core.text import columns
-from jstep.stores import is_directory, is_url, join, location, names_in, split
+from jstep.stores.files import is_directory, names_in
+from jstep.stores.urls import is_url, join, location, split
 
 
 def absent_from(one: Checkpoint) -> dict[str, LeftOut]:

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jstep.cli.command import OK, TROUBLE, Command, as_json, complain, printable
-from jstep.stores import location, opened
-from jstep.summary import DataLossError, summary_iterator
-from jstep.summary.read import event_files, is_event_file
-from jstep.summary.records import decode_error, proto
+from jstep.stores.files import opened
+from jstep.stores.urls import location
+from jstep.summary.read import event_files, is_event_file, summary_iterator
+from jstep.summary.records import DataLossError, decode_error, proto
 
 
 def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:

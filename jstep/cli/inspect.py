@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint import CheckpointError
+from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
 from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table
 from jstep.core.ranges import is_inexact, range_of
 from jstep.core.text import size
-from jstep.stores import is_directory, location
+from jstep.stores.files import is_directory
+from jstep.stores.urls import location
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain
-from jstep.summary import DataLossError
+from jstep.summary.records import DataLossError
 
 COMMANDS = {
     "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",

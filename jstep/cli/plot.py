@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain, printable
 from jstep.core.text import figure
-from jstep.stores import absolute, is_directory, is_url, location
-from jstep.summary import DataLossError
+from jstep.stores.files import is_directory
+from jstep.stores.urls import absolute, is_url, location
 from jstep.summary.read import Point, find_runs, read_scalars
+from jstep.summary.records import DataLossError
 
 
 def plot_scalars(

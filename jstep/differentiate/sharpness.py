@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jstep.clipping import global_norm
+from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
 from jstep.core.checks import shown

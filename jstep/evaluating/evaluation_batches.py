@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.contexts import internal_transfers
-from jstep.data import Batches, BatchSequence
+from jstep.data.batches import Batches
 from jstep.data.placement import copied, placement
+from jstep.data.sequence import BatchSequence
 from jstep.distributed import agreement
 from jstep.queues.errors import until_end
 from jstep.sharding.batches import as_shardings, fitting, place_rows

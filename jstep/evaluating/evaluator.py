@@ -12,14 +12,14 @@ from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import internal_transfers
 from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
-from jstep.data import BatchSequence
+from jstep.data.sequence import BatchSequence
 from jstep.distributed import agreement
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.interruption import raise_if_stop_requested
-from jstep.optimizers import averaged_params, schedule_free_params
-from jstep.optimizers.wrappers.exponential_moving_average import NAME
-from jstep.state import MODEL_STATE, TrainState, require_alive, require_state
+from jstep.optimizers.schedule_free import schedule_free_params
+from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
+from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
 from jstep.training.call_errors import explain_a_list
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import CheckpointError, Saver, checkpoint_name
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.evaluating.metric_callbacks import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.state_contents import StateContents, listed
-from jstep.state import TrainState, global_step
-from jstep.stores import is_url, location
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+from jstep.stores.urls import is_url, location
 
 _logger = logging.getLogger("jstep")
 

@@ -12,8 +12,8 @@ from jstep.core.checks import as_bool, as_int, as_number, as_text, one_of
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook_state import key_of
 from jstep.hooks.values import is_number, read
-from jstep.optimizers import get_hyperparameter, set_hyperparameter
-from jstep.state import TrainState
+from jstep.optimizers.held import get_hyperparameter, set_hyperparameter
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.core.checks import shown
-from jstep.stores import opened
+from jstep.stores.files import opened
 
 NAME = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")

@@ -18,7 +18,7 @@ from jstep.distributed import agreement
 from jstep.fingerprints.fingerprint import ByDevice, by_device, named_leaves
 from jstep.fingerprints.log import Difference
 from jstep.hooks.run_hook import RunHook
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

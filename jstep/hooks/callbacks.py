@@ -7,7 +7,7 @@ from jstep.core.checks import kind, shown
 from jstep.hooks import hook_state
 from jstep.hooks.hook import name_of
 from jstep.hooks.hook_results import StopWith, check_hook_result
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 

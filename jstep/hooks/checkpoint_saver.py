@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, kind
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import cadence_or_never
 from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.hooks.run_hook import RunHook
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class CheckpointSaverHook(RunHook):

@@ -22,7 +22,7 @@ from jstep.hooks.interruption import EvaluationAbandoned, interruptible
 from jstep.hooks.run_hook import OwnRun, RunHook
 from jstep.hooks.summaries import check_writer, scalar
 from jstep.hooks.values import numbers_of, read, text
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 from jstep.timeline.stopwatch import STEPPING
 
 _logger = logging.getLogger("jstep")

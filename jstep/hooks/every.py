@@ -5,7 +5,7 @@ from typing import Any
 
 from jstep.core.checks import as_function, as_int
 from jstep.hooks.hook import Hook, Metrics
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:

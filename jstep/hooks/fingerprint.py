@@ -17,8 +17,10 @@ from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.cadence import every
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
-from jstep.state import TrainState
-from jstep.stores import LocalLines, ObjectLines, is_directory, join, location, open_lines
+from jstep.state.train_state import TrainState
+from jstep.stores.files import is_directory
+from jstep.stores.growing import LocalLines, ObjectLines, open_lines
+from jstep.stores.urls import join, location
 
 _logger = logging.getLogger("jstep")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jstep.core.contexts import internal_transfers
-from jstep.state import TrainState, global_step
-from jstep.timeline import Stopwatch
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+from jstep.timeline.stopwatch import Stopwatch
 
 NEVER = 2**63
 """A step that is never reached."""

@@ -10,7 +10,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.contexts import internal_transfers
 from jstep.core.slot_roles import roles_in
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.hooks.values import is_number, is_numeric
 from jstep.optimizers import metrics
-from jstep.training import TracedStep
+from jstep.training.looped import TracedStep
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
 SEEN, BAD, VALUE, GRADIENT, SKIPS = range(5)

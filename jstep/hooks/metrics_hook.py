@@ -13,7 +13,7 @@ from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.values import names_of_arrays
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

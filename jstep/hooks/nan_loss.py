@@ -11,7 +11,8 @@ from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.state_contents import NAN, StateContents, listed
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

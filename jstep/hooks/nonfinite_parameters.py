@@ -2,10 +2,10 @@
 
 import logging
 
-from jstep.checkpoint import checkpoint_name
+from jstep.checkpoint.names import checkpoint_name
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.state_contents import StateContents, listed
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

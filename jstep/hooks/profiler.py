@@ -8,8 +8,9 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.hook import NEVER, Metrics
 from jstep.hooks.run_hook import RunHook
-from jstep.state import TrainState, global_step
-from jstep.stores import is_url, location
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+from jstep.stores.urls import is_url, location
 
 
 class ProfilerHook(RunHook):

@@ -13,7 +13,8 @@ from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import NewResults, is_ready, scalars, start_transfer, text
 from jstep.optimizers.held import held_values
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 
 class ProgressHook(RunHook):

@@ -10,7 +10,7 @@ from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.metric_sums import PendingMeans
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.values import scalars
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class ReportingHook(RunHook):

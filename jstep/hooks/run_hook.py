@@ -6,7 +6,7 @@ from jstep.hooks.async_transfer import TransferQueue
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics, RunInfo
 from jstep.hooks.metric_sums import MetricSums
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class RunHook(Hook):

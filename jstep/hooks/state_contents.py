@@ -10,7 +10,7 @@ from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.placement import compute_on, on_devices, placements_of
 from jstep.hooks.values import host
-from jstep.state import MODEL_STATE
+from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
 """The contents of an array: only finite numbers; infinity but no NaN; NaN."""

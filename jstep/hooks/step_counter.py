@@ -13,7 +13,8 @@ from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.summaries import check_writer
 from jstep.hooks.utilization import Utilization, UtilizationMeter
-from jstep.state import TrainState, get_global_step
+from jstep.state.global_step import get_global_step
+from jstep.state.train_state import TrainState
 
 TAG = "global_step/sec"
 _HISTORY = 1000

@@ -3,7 +3,8 @@
 from jstep.core.contexts import internal_transfers
 from jstep.hooks.cadence import positive
 from jstep.hooks.hook import Hook, Metrics
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 
 class StopAtStepHook(Hook):

@@ -8,7 +8,7 @@ from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.hooks.hook import Metrics
 from jstep.hooks.values import scalars
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 Selection = str | Sequence[str]
 

@@ -9,7 +9,7 @@ from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.reporting_hook import ReportingHook
 from jstep.hooks.summaries import Selection, check_writer, histograms_of, made_in, of_metrics, scalars_summary
 from jstep.hooks.values import LeaveOut, nothing
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class SummarySaverHook(ReportingHook):

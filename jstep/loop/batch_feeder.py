@@ -17,7 +17,7 @@ from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
 from jstep.sharding.batches import as_shardings
-from jstep.timeline import Stopwatch
+from jstep.timeline.stopwatch import Stopwatch
 
 
 class Plan(NamedTuple):

@@ -8,19 +8,16 @@ from typing import Any
 
 import jax
 
-from jstep.hooks import (
-    CheckpointSaverHook,
-    EvaluationHook,
-    Hook,
-    LoggingHook,
-    NanLossHook,
-    ProgressHook,
-    StepCounterHook,
-    SummarySaverHook,
-)
-from jstep.hooks.hook import name_of
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.logging_hook import LoggingHook
+from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.nonfinite_parameters import NonfiniteParametersHook
+from jstep.hooks.progress import ProgressHook
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.step_counter import StepCounterHook
+from jstep.hooks.summary_saver import SummarySaverHook
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import RunSaverHook
 
@@ -100,7 +97,7 @@ def _reporting(run: Run) -> list[Hook]:
 def _open_writer(run: Run) -> Any:
     if run.logdir is None:
         return None
-    from jstep.summary import SummaryWriter
+    from jstep.summary.write.writer import SummaryWriter
 
     writer = run.closing.enter_context(SummaryWriter(run.logdir))
     # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.

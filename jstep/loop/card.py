@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.meshes import mesh_of
 from jstep.core.program_hash import (
@@ -27,8 +27,10 @@ from jstep.core.program_hash import (
     sharding_text,
     without_addresses,
 )
-from jstep.data import BatchSequence, ReplayedBatches, StateBatches
 from jstep.data.definition import definition_of
+from jstep.data.from_state import StateBatches
+from jstep.data.replayed import ReplayedBatches
+from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook_state import key_of
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options

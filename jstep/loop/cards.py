@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from jstep.checkpoint import checkpoint_name
+from jstep.checkpoint.names import checkpoint_name
 from jstep.core.contexts import in_background
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.card import card, program_card
 from jstep.loop.past import PAST, RestoredPast, past_of, warn_if_past_changed
 from jstep.loop.programs import trace_step
 from jstep.loop.run import Run
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

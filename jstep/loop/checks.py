@@ -9,7 +9,8 @@ from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.placement import refuse_compile_only
 from jstep.hooks.step_counter import StepCounterHook
-from jstep.state import TrainState, get_global_step, require_state
+from jstep.state.global_step import get_global_step
+from jstep.state.train_state import TrainState, require_state
 
 _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core.checks import kind, shown
 from jstep.core.exceptions import scoped
-from jstep.stores import is_url
+from jstep.stores.urls import is_url
 
 _logger = logging.getLogger("jstep")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core.exceptions import note
-from jstep.hooks import CheckpointSaverHook, EvaluationHook
 from jstep.hooks.cadence import Due, next_end
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.hook import NEVER, Hook, check_step, name_of
 from jstep.hooks.hook_results import check_hook_result
 from jstep.hooks.run_hook import RunHook

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint import Saver, checkpoint_name
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
-from jstep.data import StateBatches
+from jstep.data.from_state import StateBatches
 from jstep.data.placement import placement
 from jstep.hooks.cadence import cadence_or_never
 from jstep.loop.auto_steps import AUTO

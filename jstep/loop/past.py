@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jstep.data import BatchSequence
 from jstep.data.definition import definition_of, rows_hash
+from jstep.data.sequence import BatchSequence
 from jstep.loop.card import short
 from jstep.loop.card_difference import differences
 

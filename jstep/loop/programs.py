@@ -22,11 +22,12 @@ from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
 from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
-from jstep.state import keep_roles
-from jstep.timeline import Stopwatch
-from jstep.timeline.stopwatch import STARTING
-from jstep.training import Constants, LoopedStep, TracedStep, TrainStep, looped_step
+from jstep.state.train_state import keep_roles
+from jstep.timeline.stopwatch import STARTING, Stopwatch
 from jstep.training.call_errors import explain_a_list
+from jstep.training.constants import Constants
+from jstep.training.looped import LoopedStep, TracedStep, looped_step
+from jstep.training.step import TrainStep
 
 _logger = logging.getLogger("jstep")
 

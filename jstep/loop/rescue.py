@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jstep.checkpoint import checkpoint_name
+from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.checkpoint import Saver, checkpoint_name
 from jstep.checkpoint.format import left_out
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
@@ -18,7 +19,8 @@ from jstep.loop.checks import check_alive
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import HELD
 from jstep.optimizers.held import held_values
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

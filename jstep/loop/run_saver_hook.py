@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
-from jstep.hooks import CheckpointSaverHook, hook_state
+from jstep.hooks import hook_state
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.past import PAST
 from jstep.loop.positions import POSITION, POSITIONS, gather_positions
 from jstep.loop.run import Run
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 from jstep.timeline.stopwatch import SAVING
 
 HOOKS, STOPPED, HELD = "hooks", "stopped", "held"

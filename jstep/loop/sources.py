@@ -12,7 +12,8 @@ import numpy as np
 
 from jstep.core.checks import can_take, shown
 from jstep.core.exceptions import note
-from jstep.data import BatchIterator, BatchSequence, StateBatches
+from jstep.data.from_state import StateBatches
+from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, decode_position, encode_position
 from jstep.queues.errors import until_end
 

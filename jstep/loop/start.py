@@ -5,7 +5,8 @@ import functools
 import logging
 from typing import Any
 
-from jstep.data import BatchSequence, StateBatches
+from jstep.data.from_state import StateBatches
+from jstep.data.sequence import BatchSequence
 from jstep.hooks import hook_state
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
 from jstep.loop.build_hooks import build_hooks

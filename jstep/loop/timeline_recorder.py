@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.loop.run import Run
-from jstep.stores import location
-from jstep.timeline import Stopwatch, Timeline
+from jstep.stores.urls import location
 from jstep.timeline.lines import START, TIMES, VERSION
-from jstep.timeline.stopwatch import seconds_before_training
+from jstep.timeline.stopwatch import Stopwatch, seconds_before_training
+from jstep.timeline.timeline import Timeline
 
 _logger = logging.getLogger("jstep")
 

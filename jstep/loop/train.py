@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step
@@ -28,7 +28,7 @@ from jstep.loop.stages import stages_of
 from jstep.loop.start import begin
 from jstep.loop.start_times import StartTimes
 from jstep.loop.timeline_recorder import TimelineRecorder, new_watch
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 from jstep.timeline.stopwatch import HOOKS, SAVING
 
 

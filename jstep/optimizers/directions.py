@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, Params
-from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import RULE, Hyper, LeafSlots, leafwise
+from jstep.optimizers.hyper import Hyper, checked
+from jstep.optimizers.leafwise import RULE, LeafSlots, leafwise
 from jstep.optimizers.masks import Flag, mask
 
 RATE: dict[str, Any] = {"low": 0}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping import global_norm
+from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool

@@ -50,7 +50,7 @@ from jstep.optimizers.hyper import checked, report, value_at, values_at
 from jstep.optimizers.masks import Flag, own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot, slot_leaves
 from jstep.optimizers.offloading import loads_slots, per_leaf
-from jstep.state import START_STEP
+from jstep.state.train_state import START_STEP
 
 LeafSlots: TypeAlias = dict[str, Any]
 Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSlots]]

@@ -14,7 +14,7 @@ from jstep.core.exceptions import note
 from jstep.core.indexed_slices import IndexedSlices, check, is_slices
 from jstep.core.types import Params, Slots, Updates
 from jstep.optimizers.masks import own_leaves
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 class NoGradientsError(ValueError):

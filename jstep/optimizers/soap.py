@@ -17,7 +17,7 @@ from jstep.optimizers.directions import Result, Values, decay_mask, decays, from
 from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases
 from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.offloading import loads_slots, with_slots_loaded
-from jstep.state import START_STEP
+from jstep.state.train_state import START_STEP
 
 
 def soap(

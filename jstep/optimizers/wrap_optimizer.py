@@ -20,7 +20,7 @@ from jstep.optimizers.parts import (
     merged_hyperparameters,
     own_slots,
 )
-from jstep.state import START_STEP
+from jstep.state.train_state import START_STEP
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
 """`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, with separate slots."""

@@ -31,7 +31,7 @@ def location(where: Any, name: str) -> str:
         ValueError: It is empty, a URL with another scheme or without a bucket, or a URL that pathlib has mangled.
 
     Example:
-        >>> from jstep.stores import location
+        >>> from jstep.stores.urls import location
         >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
         ('gs://bucket/run', '/tmp/run')
     """

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.stores import is_directory, is_url, join, location, names_in, opened, walked
+from jstep.stores.files import is_directory, names_in, opened, walked
+from jstep.stores.urls import is_url, join, location
 from jstep.summary.records import FOOTER, HEADER, DataLossError, decode_error, proto, read_records
 
 

@@ -10,10 +10,3 @@ and `"prefix"` (of the run's checkpoints):
 start; `seconds` are the seconds of all its parts so far. `time` minus their sum is the time of the start. A start line
 also has these three fields. Readers skip lines of other kinds.
 """
-
-from jstep.timeline.goodput import Goodput, goodput
-from jstep.timeline.lines import NAME, VERSION, read
-from jstep.timeline.stopwatch import PARTS, Stopwatch
-from jstep.timeline.timeline import Timeline
-
-__all__ = ["NAME", "PARTS", "VERSION", "Goodput", "Stopwatch", "Timeline", "goodput", "read"]

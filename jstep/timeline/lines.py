@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jstep.core.checks import as_text, shown
-from jstep.stores import Directory, absolute, is_directory, is_url, join, location, names_in, opened
+from jstep.stores.files import is_directory, names_in, opened
+from jstep.stores.objects import Directory
+from jstep.stores.urls import absolute, is_url, join, location
 from jstep.timeline.stopwatch import PARTS
 
 NAME = "timeline.jsonl"

@@ -30,7 +30,7 @@ class Stopwatch:
         waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
 
     Example:
-        >>> from jstep.timeline import Stopwatch
+        >>> from jstep.timeline.stopwatch import Stopwatch
         >>> times = iter([0.0, 2.0, 5.0, 6.0])
         >>> watch = Stopwatch(clock=lambda: next(times))
         >>> with watch.part("saving"):

@@ -7,7 +7,8 @@ import threading
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.stores import LocalLines, ObjectLines, is_url, join
+from jstep.stores.growing import LocalLines, ObjectLines
+from jstep.stores.urls import is_url, join
 from jstep.timeline.lines import NAME, OBJECTS, TIMES
 
 _logger = logging.getLogger("jstep")
@@ -21,7 +22,7 @@ class Timeline:
     every ten seconds and before each checkpoint.
 
     Args:
-        where: The directory or URL, as returned by `jstep.stores.location`.
+        where: The directory or URL, as returned by `jstep.stores.urls.location`.
         prefix: The prefix of the run's checkpoints.
 
     Raises:

@@ -12,7 +12,7 @@ import jax
 from jstep.core.flops import work_of
 from jstep.core.placement import device_count, device_of
 from jstep.core.programs import body_of
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.compiled.program import parse_program, recomputes
 from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program

@@ -10,7 +10,7 @@ import jax
 from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.text import WIDTH, html_table, scaled, size
-from jstep.state import require_state
+from jstep.state.train_state import require_state
 from jstep.tools.collectives import Collective
 from jstep.tools.compiled_cost import compiled_cost
 from jstep.tools.on_topology import on_topology, refuse_other_devices

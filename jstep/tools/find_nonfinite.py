@@ -12,11 +12,12 @@ from jstep.core.checks import as_function
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.programs import body_of, is_differentiated, path_to
 from jstep.core.ranges import Range
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 from jstep.tools.nonfinite.numbers import is_inexact, range_of
 from jstep.tools.nonfinite.passes import FirstMade, Origins, Ranges, number_of
 from jstep.tools.nonfinite.source import enclosing, line_of
-from jstep.training import TrainStep
+from jstep.training.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,9 @@ from jstep.core.checks import as_int, kind, shown
 from jstep.core.contexts import internal_transfers
 from jstep.core.text import html_picture
 from jstep.core.types import Optimizer, Schedule
-from jstep.data import Batches, BatchSequence
+from jstep.data.batches import Batches
 from jstep.data.definition import weights_of
+from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook import name_of
 from jstep.loop.checks import list_of_hooks
 from jstep.loop.sources import check_batches

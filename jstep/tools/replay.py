@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jstep.checkpoint import Saver, checkpoint_name
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_int, shown
 from jstep.core.contexts import internal_transfers
@@ -19,7 +20,8 @@ from jstep.loop.programs import Programs
 from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import StageBoundaries, stages_of
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
 from jstep.core.contexts import internal_transfers
@@ -22,7 +22,8 @@ from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.loop.train import train
-from jstep.state import TrainState, global_step
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,8 @@ from jstep.optimizers.projected import moves
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
 from jstep.optimizers.wrappers.noise_scale import noise_slots
 from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED, all_finite
-from jstep.state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.state.global_step import later_step
+from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 
 
 def apply_gradients(

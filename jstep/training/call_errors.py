@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.exceptions import explain_jax, note
-from jstep.state import TrainState, require_alive
+from jstep.state.train_state import TrainState, require_alive
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jstep.clipping import global_norm
+from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool, as_function, as_text, kind, shown
@@ -16,8 +16,8 @@ from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
-from jstep.differentiate import GATE_OP, AggregationMethod
-from jstep.differentiate.engine import Differentiation, Inputs
+from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
+from jstep.differentiate.microbatches import AggregationMethod
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.hyper import value_at
@@ -26,7 +26,7 @@ from jstep.optimizers.parts import EMPTY_CONTEXT
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
-from jstep.state import MODEL_STATE, TrainState, require_state, step_of
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import applied, skip_metrics, unless_skipped
 from jstep.training.constants import Constants, split_constants
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses

@@ -12,8 +12,7 @@ from jstep.core.checks import as_function, as_text, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.types import Array, Params
-from jstep.differentiate import GATE_NONE
-from jstep.differentiate.engine import Differentiation, Inputs, gated
+from jstep.differentiate.engine import GATE_NONE, Differentiation, Inputs, gated
 from jstep.differentiate.loss_outputs import join_returned, merge_summaries
 from jstep.differentiate.microbatches import Part
 from jstep.differentiate.noise import together_squared

@@ -16,7 +16,7 @@ from jstep.core.meshes import Attempts, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.trees import is_traced
 from jstep.optimizers.metrics import SKIPPED
-from jstep.state import TrainState, keep_roles, require_alive
+from jstep.state.train_state import TrainState, keep_roles, require_alive
 from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
 from jstep.training.constants import Constants, split_constants
 

@@ -12,7 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.text import columns, figure
 from jstep.core.types import Array
-from jstep.state import TrainState
+from jstep.state.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

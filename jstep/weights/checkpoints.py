@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import CheckpointError, open_store
 from jstep.checkpoint.format.leaves import from_stored, stored_kind, unique, zeros_of
-from jstep.checkpoint.format.manifest import Leaf, Manifest
+from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees

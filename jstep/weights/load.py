@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint import CheckpointError
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
+from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store.listing import has_data
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.store import claim as owner
-from jstep.stores import new_file, sync_folder
+from jstep.stores.files import new_file, sync_folder
 from jstep.weights.find import INDEX
 from jstep.weights.header import LARGEST, METADATA, confirm
 

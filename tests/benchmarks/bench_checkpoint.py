@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from _timing import report_ratio
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 7
 BYTES = int(float(sys.argv[2]) * 1e6) if len(sys.argv) > 2 else 256_000_000

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from checkpoint_states import edit_manifest, flip, save_all, state_at
 
-from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.reading import VERIFIED, Reader
+from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store.directory import Directory
 
 

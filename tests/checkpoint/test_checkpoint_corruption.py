@@ -9,8 +9,10 @@ import pytest
 from checkpoint_states import NO_SLOTS, files_of, flip, save_all, state_at
 
 import jstep
-from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
 from jstep.checkpoint.format import manifest as _manifest
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.saver import Saver
 
 
 class TestCorruption:

@@ -16,7 +16,9 @@ import pytest
 from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 
-from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.saver import Saver
 
 
 def test_resume_after_ten_sigkills_is_bitwise(tmp_path):

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from processes import free_address
 
 import jstep
-from jstep.checkpoint import Saver, latest_checkpoint
+from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.saver import Saver
 
 
 def shapes_and_shardings(tree, specs, shape, names):

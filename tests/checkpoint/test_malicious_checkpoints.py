@@ -13,8 +13,10 @@ from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_
 from file_operations import before
 
 import jstep
-from jstep.checkpoint import CheckpointError, Saver, latest_checkpoint
-from jstep.cli import main
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.saver import Saver
+from jstep.cli.main import main
 
 
 @pytest.fixture

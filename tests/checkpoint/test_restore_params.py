@@ -7,7 +7,7 @@ import pytest
 from checkpoint_states import assert_same
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 EMA = jstep.ExponentialMovingAverage(0.5)
 

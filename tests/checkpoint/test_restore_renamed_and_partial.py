@@ -6,7 +6,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, assert_same, state_at
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, as_bits, assert_same, save_all, state_at
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 class TestRestore:

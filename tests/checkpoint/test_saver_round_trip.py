@@ -13,7 +13,7 @@ from checkpoint_states import NO_SLOTS, as_bits, assert_same, files_of, state_at
 from flax import nnx
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 class Point(NamedTuple):

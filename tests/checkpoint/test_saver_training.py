@@ -9,7 +9,7 @@ import pytest
 from checkpoint_states import assert_same, state_at
 
 import jstep
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 from jstep.core.placement import place_anywhere
 
 

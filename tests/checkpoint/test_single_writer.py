@@ -11,7 +11,8 @@ from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 from file_operations import before, failing
 
-from jstep.checkpoint import CheckpointError, Saver
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.saver import Saver
 
 
 def no_locks(directory):

@@ -7,7 +7,7 @@ import threading
 from checkpoint_states import save_all, state_at
 from file_operations import before, disk_is_full, until
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 def test_an_unreferenced_saver_releases_its_claim(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import jstep
 from jstep.core import checks
 from jstep.core.array_checks import as_scalar
-from jstep.state import require_alive, require_state, step_of
+from jstep.state.train_state import require_alive, require_state, step_of
 
 
 def test_bools() -> None:

@@ -12,7 +12,7 @@ from batch_rows import rows, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.data import batches
+from jstep.data.batches import batches
 
 FIRST = [[98, 768, 275, 819], [433, 574, 591, 814], [716, 127, 255, 481]]
 

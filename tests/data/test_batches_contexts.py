@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.data import batches, prefetch_to_device
+from jstep.data.batches import batches
+from jstep.data.prefetch import prefetch_to_device
 
 MESHES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 

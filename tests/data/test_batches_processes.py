@@ -9,7 +9,7 @@ import pytest
 from batch_rows import Items, rows, same
 from processes import run_program
 
-from jstep.data import batches
+from jstep.data.batches import batches
 
 
 class TestProcesses:
@@ -121,7 +121,7 @@ class TestMisuse:
 def test_creating_batches_does_not_initialize_a_backend():
     program = """
         import numpy as np, jax
-        from jstep.data import batches
+        from jstep.data.batches import batches
         batches(np.arange(9), 3)
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()

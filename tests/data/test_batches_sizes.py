@@ -9,7 +9,7 @@ from batch_rows import rows, same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jstep.data import batches
+from jstep.data.batches import batches
 
 
 def simulate(n, sizes, drop, num_epochs=None, steps=60):

@@ -6,7 +6,7 @@ from batch_rows import same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jstep.data import batches
+from jstep.data.batches import batches
 
 SIZES = {0: 2, 9: 5, 17: 3, 40: 4}
 

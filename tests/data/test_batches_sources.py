@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from batch_rows import Items, rows, same
 
-from jstep.data import batches
+from jstep.data.batches import batches
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -11,7 +11,7 @@ import pytest
 from prefetch_source import Source, check_no_leftover_threads, threads
 from waiting import wait_until
 
-from jstep.data import batches
+from jstep.data.batches import batches
 from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)

@@ -11,7 +11,7 @@ from prefetch_source import Source, check_no_leftover_threads
 from processes import run
 from waiting import wait_until
 
-from jstep.data import batches
+from jstep.data.batches import batches
 from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
@@ -106,7 +106,7 @@ class TestPlacement:
     @pytest.mark.thorough
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
-            from jstep.data import batches
+            from jstep.data.batches import batches
             from jstep.data.prefetch import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)

@@ -10,7 +10,7 @@ import pytest
 from jstep.hooks import metric_sums_program
 from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import columns_of
-from jstep.training import Constants
+from jstep.training.constants import Constants
 
 
 def add(sums, first, rows, **kwargs):

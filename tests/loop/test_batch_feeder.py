@@ -15,7 +15,7 @@ import jstep
 from jstep.loop.batch_feeder import BatchFeeder, Plan, copied_batches, make_calls
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source, source_of
-from jstep.timeline import Stopwatch
+from jstep.timeline.stopwatch import Stopwatch
 
 # From batches to the arguments of calls
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from children import IMPORTS, MODEL, end, start
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ import signal
 import pytest
 from children import end, read_until, release, start
 
-from jstep.checkpoint import Saver
+from jstep.checkpoint.saver import Saver
 
 
 @pytest.mark.thorough(except_for=["15"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.cli import main
+from jstep.cli.main import main
 from jstep.stores import objects
 
 optimizer = jstep.momentum(0.1, 0.9)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
 
 import jstep
-from jstep.checkpoint import CheckpointError
-from jstep.cli import main
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from jstep.stores import Objects, open_lines
+from jstep.stores.growing import open_lines
+from jstep.stores.objects import Objects
 
 
 @pytest.fixture(params=["a disk", "a bucket"])

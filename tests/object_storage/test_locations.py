@@ -6,7 +6,9 @@ import pathlib
 import pytest
 from etils import epath
 
-from jstep.stores import Objects, aws, is_url, join, location, split
+from jstep.stores import aws
+from jstep.stores.objects import Objects
+from jstep.stores.urls import is_url, join, location, split
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from object_states import state_at
 import jstep
 from jstep.checkpoint.store import claim as owner
 from jstep.checkpoint.store import object_claim, object_save
-from jstep.stores import Directory
+from jstep.stores.objects import Directory
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

@@ -11,7 +11,7 @@ from etils import epath
 
 import jstep
 from jstep.fingerprints import log
-from jstep.stores import Objects
+from jstep.stores.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

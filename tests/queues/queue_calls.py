@@ -5,8 +5,9 @@ import threading
 import pytest
 from waiting import TIMEOUT, wait_until
 
-from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
+from jstep.queues import _bounded_queue
 from jstep.queues.errors import OutOfRangeError
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 
 class Call:

@@ -7,8 +7,9 @@ import pytest
 from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
-from jstep.queues import FIFOQueue, RandomShuffleQueue, _bounded_queue
+from jstep.queues import _bounded_queue
 from jstep.queues.errors import CancelledError, OutOfRangeError
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
@@ -122,7 +123,7 @@ class TestInterrupts:
     def test_ctrl_c(self):
         program = """
             import numpy as np
-            from jstep.queues import FIFOQueue
+            from jstep.queues.queues import FIFOQueue
             calls = [(0, lambda q: q.dequeue()), (1, lambda q: q.dequeue_many(3)), (2, lambda q: q.enqueue(9))]
             calls.append((1, lambda q: q.enqueue_many(np.zeros(2))))
             for left, call in calls:

@@ -6,7 +6,8 @@ from processes import run_program
 from queue_calls import drain
 from runner_ops import counting_op, join_all
 
-from jstep.queues import FIFOQueue, QueueRunner
+from jstep.queues.queue_runner import QueueRunner
+from jstep.queues.queues import FIFOQueue
 
 
 def test_threads_do_not_keep_the_process_alive():
@@ -15,7 +16,7 @@ def test_threads_do_not_keep_the_process_alive():
         import itertools
         from jstep.queues.coordinator import Coordinator
         from jstep.queues.queue_runner import QueueRunner
-        from jstep.queues import FIFOQueue
+        from jstep.queues.queues import FIFOQueue
         numbers = itertools.count()
         def start(coord, daemon):
             full, empty, out = FIFOQueue(2), FIFOQueue(2), FIFOQueue(2)
@@ -35,7 +36,7 @@ def test_other_threads_keep_waiting_after_the_main_thread():
     """Only threads of a QueueRunner give up, since a program may continue in other threads."""
     program = """
         import threading, time
-        from jstep.queues import FIFOQueue
+        from jstep.queues.queues import FIFOQueue
         queue = FIFOQueue(1)
         def consume():
             print(queue.dequeue(), queue.dequeue(), flush=True)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jstep.timeline import PARTS, Stopwatch
-from jstep.timeline.stopwatch import seconds_before_training
+from jstep.timeline.stopwatch import PARTS, Stopwatch, seconds_before_training
 
 
 class Clock:

@@ -11,7 +11,7 @@ from regression import X, Y, fresh, loss_fn
 
 import jstep
 from jstep.hooks.metric_sums_program import Accumulate, Sums, columns_of
-from jstep.training import looped_step
+from jstep.training.looped import looped_step
 
 
 def by_shape(state: Any, x: jax.Array) -> Any:

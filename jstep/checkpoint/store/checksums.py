@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
-from jstep.stores import Objects, Pending, TruncatedError, at_once
+from jstep.stores.errors import TruncatedError
+from jstep.stores.objects import Objects, Pending, at_once
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
 _PIECE = 2**20  # bytes that fit the cache of a core

@@ -20,7 +20,7 @@ from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
 from jstep.checkpoint.store.protocol import Commit
 from jstep.core.text import size
-from jstep.stores import sync_folder
+from jstep.stores.files import sync_folder
 
 
 def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> None:

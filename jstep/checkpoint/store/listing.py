@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, decode, encode
-from jstep.stores import new_file
+from jstep.stores.files import new_file
 
 
 def read_manifest(checkpoint: str) -> Manifest:

@@ -22,7 +22,7 @@ from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.object_claim import BEAT, claimant, key_of
 from jstep.checkpoint.store.packs import Block
 from jstep.core.contexts import Thread
-from jstep.stores import Directory
+from jstep.stores.objects import Directory
 
 OUTCOME = "outcome.json"
 """The object in which the first process reports the outcome of a save to the others."""

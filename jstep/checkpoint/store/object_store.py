@@ -18,7 +18,7 @@ from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.packs import own_blocks
 from jstep.checkpoint.store.protocol import Commit, CorruptedError
 from jstep.distributed import agreement
-from jstep.stores import Directory, at_once
+from jstep.stores.objects import Directory, at_once
 
 HURRIED = 5.0
 """Seconds for optional requests."""

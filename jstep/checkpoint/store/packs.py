@@ -23,7 +23,7 @@ import numpy as np
 
 from jstep.core.contexts import internal_transfers
 from jstep.core.placement import Bounds
-from jstep.stores import Objects, Pending, at_once
+from jstep.stores.objects import Objects, Pending, at_once
 
 Box = tuple[slice, ...]
 

@@ -17,8 +17,7 @@ from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.placement import local_parts, place, slices
-from jstep.stores import Objects, Pending
-from jstep.stores.objects import spec
+from jstep.stores.objects import Objects, Pending, spec
 
 _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
 

@@ -21,14 +21,15 @@ from jstep.checkpoint.store.checksums import is_below
 from jstep.checkpoint.store.packs import Stored, overlap
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.placement import lengths, local_parts, place
-from jstep.stores import ABSENT, ReadResult, TruncatedError, at_once
+from jstep.stores.errors import TruncatedError
+from jstep.stores.objects import ABSENT, ReadResult, at_once
 
 _AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
 
 
 class ReadableObjects(Protocol):
-    """Objects by key: those below a URL (`jstep.stores.Objects`), or files."""
+    """Objects by key: those below a URL (`jstep.stores.objects.Objects`), or files."""
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Any:
         """Start to read an object, or a range of its bytes. The result has `url` and `give_up()`."""
@@ -62,11 +63,11 @@ class LocalObjects:
         self._folder = folder
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> LocalRead:
-        """See `jstep.stores.Objects.start_read`."""
+        """See `jstep.stores.objects.Objects.start_read`."""
         return LocalRead(os.path.join(self._folder, key), start, stop)
 
     def read_result(self, pending: LocalRead) -> ReadResult:
-        """See `jstep.stores.Objects.read_result`."""
+        """See `jstep.stores.objects.Objects.read_result`."""
         if not is_below(os.path.realpath(self._folder), os.path.relpath(pending.url, self._folder)):
             raise ValueError(f"{pending.url}: a link out of the checkpoint")
         try:

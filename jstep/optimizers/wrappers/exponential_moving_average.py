@@ -34,7 +34,7 @@ from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
-from jstep.state import START_STEP, TrainState
+from jstep.state.train_state import START_STEP, TrainState
 
 NAME = "ExponentialMovingAverage"
 DECAY = "decay"

@@ -28,7 +28,7 @@ from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
-from jstep.state import START_STEP, TrainState
+from jstep.state.train_state import START_STEP, TrainState
 
 SLOW = "slow"
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping import global_norm
+from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, roles_of

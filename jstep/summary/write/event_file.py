@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from jstep.stores import ObjectAppender, Objects, is_url
+from jstep.stores.growing import ObjectAppender
+from jstep.stores.objects import Objects
+from jstep.stores.urls import is_url
 from jstep.summary.read import is_event_file
 from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes

@@ -16,7 +16,7 @@ from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.exceptions import note
 from jstep.core.trees import is_traced
 from jstep.core.types import Step
-from jstep.stores import location
+from jstep.stores.urls import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.records import crc32c, decode_error, hparams_protos, is_message, proto
 from jstep.summary.values import Scalars, Summary, has_tracers, keep

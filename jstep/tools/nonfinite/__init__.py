@@ -1,3 +1,1 @@
 """Implementation of `find_nonfinite`."""
-
-__all__: list[str] = []
