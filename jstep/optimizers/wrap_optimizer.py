@@ -1,5 +1,6 @@
 """Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -26,15 +27,43 @@ WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper,
 """`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, with separate slots."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What a wrapper keeps in the state besides the slots of the inner optimizer.
+
+    Attributes:
+        slots: The names of its slots → `make(params, global_step)`.
+        roles: The roles of some of them.
+        hyper: Its hyperparameters, as returned by `checked`; those that are held are slots, too.
+        aged: Whether it needs an age. It is that of the inner optimizer's `start_step` if there is one, otherwise of a
+            separate slot. In both cases the update gets it as `start_step`, and need not return it.
+    """
+
+    slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
+    hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aged: bool = False
+
+    def init(self, params: Params, global_step: Step = 0) -> Slots:
+        """Create the slots, but for the age."""
+        made = {name: make(params, global_step) for name, make in self.slots.items()}
+        return made | held_slots(self.hyper)
+
+    def all_roles(self) -> Roles:
+        """The roles of the slots, but for the age."""
+        held = dict.fromkeys(held_names(self.hyper), Role.HELD)
+        return Roles({**dict.fromkeys(self.slots), **self.roles, **held})
+
+
+_NOTHING = Own()
+
+
 def wrap_optimizer(
     optimizer: Optimizer,
     by: str,
     update: WrappedUpdate,
+    own: Own = _NOTHING,
     *,
-    added: Mapping[str, Callable[[Params, Step], Any]] | None = None,
-    hyper: Mapping[str, Any] | None = None,
-    roles: Mapping[str, Role] | None = None,
-    aged: bool = False,
     guarded: bool | None = None,
     inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
     init_on: Callable[[Params], Params] = lambda params: params,
@@ -46,12 +75,7 @@ def wrap_optimizer(
         optimizer: The inner optimizer.
         by: The wrapper's name, for errors.
         update: The wrapper's update.
-        added: The names of the wrapper's slots → `make(params, global_step)`.
-        hyper: The wrapper's hyperparameters, as returned by `checked`.
-        roles: The roles of some of the wrapper's slots.
-        aged: Whether the wrapper needs an age. It is that of the inner optimizer's `start_step` if there is one,
-            otherwise of a separate slot. In both cases `own` contains it as `start_step`, and `update` need not
-            return it.
+        own: What the wrapper keeps in the state.
         guarded: Whether gradients that are not finite reach neither parameters nor slots; by default as for the inner
             optimizer.
         inner_roles: Maps the roles of the inner optimizer's slots to those that outer wrappers see.
@@ -61,17 +85,11 @@ def wrap_optimizer(
     Raises:
         ValueError: Both have a slot or a hyperparameter of the same name.
     """
-    added, hyper = added or {}, hyper or {}
-    held = held_names(hyper)
-
-    def own_init(params: Params, global_step: Step = 0) -> Slots:
-        return {name: make(params, global_step) for name, make in added.items()} | held_slots(hyper)
-
-    own_roles = Roles({**dict.fromkeys(added), **(roles or {}), **dict.fromkeys(held, Role.HELD)})
-    own = Optimizer(
-        Init(own_init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
+    hyper, own_roles, aged = own.hyper, own.all_roles(), own.aged
+    added = Optimizer(
+        Init(own.init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
     )
-    parts = {f"the optimizer in {by}": optimizer, by: own}
+    parts = {f"the optimizer in {by}": optimizer, by: added}
     check_names(parts)
 
     def age_slot(inner: Roles) -> str:
@@ -81,7 +99,7 @@ def wrap_optimizer(
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
             age = age_slot(roles_of(optimizer, params))
-        slots = merge(zip(parts, (inner, own_init(params, global_step)), strict=True), "slot")
+        slots = merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
         return slots | ({age: new_start_step(global_step)} if aged and age not in inner else {})
 
     def all_roles(params: Params) -> Roles:

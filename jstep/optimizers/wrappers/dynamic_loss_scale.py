@@ -13,7 +13,7 @@ from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
@@ -86,8 +86,7 @@ def dynamic_loss_scale(
         optimizer,
         "dynamic_loss_scale",
         update,
-        added=added,
-        roles=roles,
+        Own(added, roles),
         guarded=True,
         inner_roles=Roles.without_scale,
     )

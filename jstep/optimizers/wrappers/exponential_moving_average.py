@@ -33,7 +33,7 @@ from jstep.optimizers.match_gradients import find_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 from jstep.state.train_state import START_STEP, TrainState
 
 NAME = "ExponentialMovingAverage"
@@ -314,7 +314,7 @@ def with_moving_average(
         return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
 
     return wrap_optimizer(
-        optimizer, "with_moving_average", update, added={ema.name: fresh}, hyper=hyper, aged=ema.zero_debias
+        optimizer, "with_moving_average", update, Own({ema.name: fresh}, hyper=hyper, aged=ema.zero_debias)
     )
 
 

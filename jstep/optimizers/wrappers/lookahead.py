@@ -26,7 +26,7 @@ from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
 
@@ -86,9 +86,11 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         optimizer,
         "lookahead",
         update,
-        added={SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), params, step)},
-        hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
-        aged=True,
+        Own(
+            {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), params, step)},
+            hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
+            aged=True,
+        ),
     )
 
 

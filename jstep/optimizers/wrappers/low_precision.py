@@ -16,7 +16,7 @@ from jstep.optimizers.masks import leaf_numbers, partial_params
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update, inner_context
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 
 MASTER = "master"
 
@@ -79,7 +79,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
     return wrap_optimizer(
-        optimizer, "master_weights", update, added={MASTER: fresh}, init_on=lambda params: jax.tree.map(widened, params)
+        optimizer, "master_weights", update, Own({MASTER: fresh}), init_on=lambda params: jax.tree.map(widened, params)
     )
 
 

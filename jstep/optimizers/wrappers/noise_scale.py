@@ -6,7 +6,7 @@ from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Context, GradientNoise, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.hyper import Hyper, constant
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 
 SLOTS = {
     "noise/gradient_noise": Role.NOISE,
@@ -75,8 +75,7 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
         optimizer,
         "with_noise_scale",
         update,
-        added=dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)),
-        roles=SLOTS,
+        Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS),
         inner_roles=Roles.without_scale,
         takes_context=True,
     )

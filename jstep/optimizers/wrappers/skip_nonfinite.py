@@ -17,7 +17,7 @@ from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.offloading import only_if
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import Projected, is_projected, is_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
@@ -69,7 +69,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
     roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
-    return wrap_optimizer(optimizer, "skip_nonfinite", update, added=added, roles=roles, guarded=True)
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, Own(added, roles), guarded=True)
 
 
 def _left_out(last: Array) -> Array:

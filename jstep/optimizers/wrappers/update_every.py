@@ -13,7 +13,7 @@ from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.offloading import per_leaf
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import conditional_update
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
@@ -101,7 +101,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         optimizer,
         "update_every",
         of_the_mean if accumulate else of_one_step,
-        added=added if accumulate else None,
+        Own(added if accumulate else {}),
         guarded=False if accumulate else None,
         inner_roles=Roles.at_some_steps,
     )
