@@ -1,6 +1,6 @@
 """The built site: nothing is loaded from other hosts, equations are typeset, Markdown and llms.txt are generated."""
 
-import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -28,9 +28,16 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def docs():
-    """A function that imports the hooks of docs/ as modules."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    yield importlib.import_module
+    """A function that imports the hooks of docs/ as modules, by their files: tests have modules of the same names."""
+    sys.path.insert(0, str(ROOT / "docs"))  # they import each other
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
     sys.path.remove(str(ROOT / "docs"))
 
 
