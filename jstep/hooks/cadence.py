@@ -34,6 +34,7 @@ class Cadence:
         ends_calls: Whether no call of several steps runs past a multiple; if not, the hook is due after the first call
             that reaches one.
         at_last: Whether the hook is also due at the last step, whatever ended the run.
+        again_at_last: Whether that holds even if it was called at this step already.
     """
 
     steps: int | None = None
@@ -42,6 +43,7 @@ class Cadence:
     together: bool = False
     ends_calls: bool = True
     at_last: bool = False
+    again_at_last: bool = False
 
     def next_multiple(self, step: int) -> int:
         """The next multiple of `steps`, whatever the clock."""
@@ -61,6 +63,7 @@ class Due:
     Args:
         hook: The hook.
         step: The step at which the run begins.
+        by_cadence: Whether only the cadence counts, not `next_due`.
 
     Attributes:
         hook: The hook.
@@ -69,18 +72,18 @@ class Due:
         deadline: The time of its clock at which it is due, whatever the step.
         clock: Its clock.
         called: The last step at which it was called, or that of the start.
-        is_at_last: Whether it is also due at the last step.
     """
 
-    def __init__(self, hook: Any, step: int) -> None:
+    def __init__(self, hook: Any, step: int, *, by_cadence: bool = False) -> None:
         cadence = cadence_of(hook)
         self.hook, self.called = hook, step
-        self.is_at_last = cadence is not None and cadence.at_last
-        self._cadence = cadence if cadence is not None and cadence.secs is not None else None
+        self._at_last = cadence if cadence is not None and cadence.at_last else None
+        self._is_timed = cadence is not None and cadence.secs is not None
+        self._cadence = cadence if by_cadence or self._is_timed else None
         self.clock = time.monotonic if cadence is None else cadence.clock
         self._agreed: agreement.AgreedClock | None = None
-        if self._cadence is not None and self._cadence.together and not agreement.is_single_process():
-            self._agreed = agreement.AgreedClock(self._cadence.secs or 0.0, self.clock)
+        if cadence is not None and self._is_timed and cadence.together and not agreement.is_single_process():
+            self._agreed = agreement.AgreedClock(cadence.secs or 0.0, self.clock)
         self.deadline = math.inf
         self.done(step)
 
@@ -92,12 +95,19 @@ class Due:
             return by_clock or self._cadence.has_multiple(step)
         return step >= self.next or (self.deadline != math.inf and self.clock() >= self.deadline)
 
+    def at_last(self, step: int) -> bool:
+        """Whether the hook is due at the last step, this one, where it may have been called."""
+        if self._at_last is None:
+            return False
+        has_acted = self.called == step and (self._is_timed or self._at_last.has_multiple(step))
+        return self._at_last.again_at_last or not has_acted
+
     def done(self, step: int) -> None:
         """Count steps and seconds from here: the hook was called at this step, or the run begins at it."""
         self.called = step
         if self._agreed is not None:
             self._agreed.done()
-        elif self._cadence is not None:
+        elif self._cadence is not None and self._is_timed:
             self.deadline = self.clock() + (self._cadence.secs or 0.0)
         self.follow(step)
 
@@ -114,7 +124,8 @@ class Due:
 
 def cadence_of(hook: Any) -> Cadence | None:
     """The cadence of a stock hook; None if the hook says by itself when it is due."""
-    cadence = getattr(hook, "cadence", None)
+    # Not the attribute of another hook that an object delegates to: `train` gives that one no run.
+    cadence = getattr(hook, "cadence", None) if hasattr(type(hook), "cadence") else None
     return cadence if isinstance(cadence, Cadence) else None
 
 

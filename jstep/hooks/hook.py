@@ -134,7 +134,10 @@ class RunInfo:
     before_save: Callable[[int], bool] = lambda step: False
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Call a stock hook after a step at which it is due, as the loop has found."""
+        """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""
+        cadence = hook.cadence
+        if cadence.secs is None and cadence.ends_calls and not (self.is_over or cadence.has_multiple(step)):
+            return None
         return hook.when_due(step, state, metrics)
 
     def count_examples(self, steps: int) -> None:

@@ -100,8 +100,7 @@ class NanLossHook(RunHook):
 
     def _look_for_loss(self, *, wait: bool = False) -> bool:
         """Refuse, after the first call, metrics without a loss."""
-        if LOSS not in self.run.metrics:
-            raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(self.run.metrics)}")
+        _check_loss(self.run.metrics)
         return True
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
@@ -110,6 +109,7 @@ class NanLossHook(RunHook):
         Raises:
             NanLossDuringTrainingError: One of its losses is not finite, or too many consecutive updates were skipped.
         """
+        _check_loss(metrics)  # of a later stage, too
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.sums.take(self._number)
         self._look_at(before)
@@ -172,9 +172,9 @@ class NanLossHook(RunHook):
                 prevents_saving=self._bad,
             )
 
-    def _look_at_state(self, step: int, state: TrainState) -> None:
-        """Check the state; the losses up to it were checked."""
-        if self._at_start is None or self._bad or self._over or step == self._began:
+    def _look_at_state(self, step: int, state: TrainState | None) -> None:
+        """Check the state, if it is known; the losses up to it were checked."""
+        if state is None or self._at_start is None or self._bad or self._over or step == self._began:
             return
         nonfinite, infinite_slots = StateContents(state).worse_since(self._at_start)
         if infinite_slots and not self._has_warned_of_slots:
@@ -218,7 +218,13 @@ class NanLossHook(RunHook):
         if self._fail:
             raise NanLossDuringTrainingError(message, step, prevents_saving=prevents_saving)
         _logger.warning("%s Stopping.", message)
-        self.run.stopped_by = self.run.stopped_by or name_of(self)
+        if not self.run.is_over:
+            self.run.stopped_by = self.run.stopped_by or name_of(self)
+
+
+def _check_loss(metrics: Metrics) -> None:
+    if LOSS not in metrics:
+        raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
 
 
 def _loss(bad: BadStep) -> str:

@@ -41,7 +41,9 @@ class ProgressHook(RunHook):
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
         self._tqdm, self._file = tqdm.tqdm, file
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
-        self.cadence = Cadence(secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True)
+        self.cadence = Cadence(
+            secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
+        )
         self._bar: Any = None
         self._held: dict[str, Any] = {}
         self._names: frozenset[str] = frozenset({"loss"})

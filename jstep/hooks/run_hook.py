@@ -50,8 +50,13 @@ class RunHook(Hook):
         """Called when due, with the arguments and the results of `after_step`."""
 
     def next_due(self, step: int) -> int | None:
-        """The next multiple of the steps of the cadence; None if that depends on the clock."""
+        """The next multiple of the steps of the cadence; None if that depends on the clock.
+
+        Also None if a run of the hook's own adds up the metrics, for which it must be called after every step.
+        """
         if self.cadence is None or self.cadence.secs is not None:
+            return None
+        if isinstance(self._run, OwnRun) and self._run.sums.is_wanted:
             return None
         return self.cadence.next_multiple(step)
 
@@ -72,17 +77,17 @@ class OwnRun(RunInfo):
 
     def begin(self, hook: RunHook) -> None:
         """Start to count seconds."""
-        self._due = Due(hook, 0)
+        self._due = Due(hook, 0, by_cadence=True)
 
     def after_step(self, hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Add up the metrics, and call the hook when it is due."""
         if self._due is None:
             self.begin(hook)
         assert self._due is not None
-        if self.metrics is None:
+        if self.metrics is None or step <= self.step:  # the first step, or that of another loop
             self.first = step - 1
             self._due.follow(step - 1)
-        self.step, self.state, self.metrics = step, state, metrics
+        self.step, self.metrics = step, metrics  # not the state, which the next step may use up
         if self.sums.is_wanted:
             self.sums.add(step - 1, metrics)
         self.pending[:] = [(one, look) for one, look in self.pending if not look()]

@@ -192,6 +192,8 @@ class StepCounterHook(RunHook):
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
+        if self._since is None:  # `begin` was not called
+            self._begin_interval()
         if not self._unfinished:
             self.run.pending.append((self, self.look))
         self._unfinished.append(_Unfinished(self._count_at(step), _markers(metrics)))

@@ -95,13 +95,20 @@ class HookRunner:
         run = self._run
         step, watch = run.step, run.watch
         error: Exception | None = None
+        failed: Any = None
         if run.pending:
             watch.switch(HOOKS)
-            for hook, look in tuple(run.pending):
-                run.pending.remove((hook, look))  # one that raises is not called again
-                run.calling = (hook, "after_step")
+        for hook, look in tuple(run.pending):
+            run.pending.remove((hook, look))  # one that raises is not called again
+            run.calling = (hook, "after_step")
+            try:
                 if not look():
                     run.pending.append((hook, look))
+            except Exception as raised:  # call the other hooks as well
+                if error is None:
+                    error, failed = raised, run.calling
+                else:
+                    note(error, f"Additionally, {raised}")
         for due in self._due:
             if not due.now(step):
                 continue
@@ -124,10 +131,11 @@ class HookRunner:
                         run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                 due.done(step)
             except Exception as raised:
-                error = raised
+                error, failed = raised, run.calling
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         if error is not None:
+            run.calling = failed
             raise error
         run.calling = None
         self._next_due = min((due.next for due in self._due), default=NEVER)
@@ -159,9 +167,9 @@ class HookRunner:
         errors: list[Exception] = []
         pending, run.pending = run.pending, []
         calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]
-        for due in self._due:
-            if due.is_at_last and due.called < run.step:
-                calls.append((due.hook, functools.partial(due.hook.after_step, run.step, run.state, run.metrics)))
+        last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
+        for hook in last.values():
+            calls.append((hook, functools.partial(hook.after_step, run.step, run.state, run.metrics)))
         for hook, call in calls:
             run.calling = (hook, "after_step")
             try:
@@ -237,6 +245,7 @@ def _acts(hook: Any) -> bool:
 
 
 def _overrides(hook: Any, method: str) -> bool:
-    """Whether a hook overrides a method of `Hook` or `RunHook`."""
+    """Whether a hook overrides a method of its base class, `Hook` or `RunHook`."""
     own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
-    return own is not None and own not in (getattr(Hook, method), getattr(RunHook, method))
+    does_nothing = getattr(RunHook if isinstance(hook, RunHook) else Hook, method)
+    return own is not None and own is not does_nothing

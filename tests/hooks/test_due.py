@@ -1,6 +1,9 @@
 """The loop decides what is due, from the cadence of a stock hook or the `next_due` of any other; it calls only that."""
 
+import io
 import math
+import weakref
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +33,21 @@ def test_a_subclass_of_a_stock_hook_is_called_when_that_is_due(steps_per_call):
     assert list(hook.results) == [3, 6, 9, 10]
 
 
-def test_a_subclass_may_say_when_it_is_due():
+def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
     class Mine(jstep.MetricsHook):
         def next_due(self, step):
-            return 4 if step < 4 else step + 3
+            return None  # after every call
 
-    rows = []
-    train(12, [Mine(lambda step, values: rows.append(step), every_n_steps=5)])
-    assert rows == [4, 7, 10, 12]
+    class EachStep(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            other.after_step(step, state, metrics)
+
+    rows, others = [], []
+    mine = Mine(lambda step, values: rows.append(step), every_n_steps=5)
+    other = jstep.EvaluationHook(lambda state: others.append(jstep.global_step(state)) or {}, every_n_steps=4)
+    train(12, [mine, other, EachStep()])
+    assert rows == [5, 10, 12]
+    assert set(others) == {4, 8, 12}
 
 
 def test_seconds_count_from_the_end_of_the_last_call():
@@ -87,3 +97,112 @@ def test_metrics_without_a_loss_are_refused_once_after_the_first_call():
         jstep.train(step, state, lambda n: jnp.float32(n), 50, hooks=[jstep.NanLossHook()], progress=False)
     assert jstep.global_step(caught.value.state) == 1
     assert not [note for note in caught.value.__notes__ if "Additionally" in note]
+
+
+def test_a_stage_without_a_loss_is_refused():
+    def step(name):
+        return jstep.TrainStep(lambda state, x: (jstep.increment_global_step(state), {name: x}))
+
+    state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
+    with pytest.raises(ValueError, match="the metrics hold no 'loss'"):
+        jstep.train(
+            {0: step("loss"), 5: step("cost")},
+            state,
+            lambda n: jnp.float32(n),
+            30,
+            hooks=[jstep.NanLossHook()],
+            progress=False,
+        )
+
+
+def test_other_hooks_are_called_when_what_one_waits_for_fails(tmp_path):
+    class Full:
+        def add_summary(self, summary, global_step=None):
+            raise OSError("disk full")
+
+    seen, hooks = [], [jstep.StepCounterHook(every_n_steps=2, summary_writer=Full())]
+    hooks.append(jstep.every(1, lambda step, state, metrics: seen.append(step)))
+    with pytest.raises(OSError, match="disk full") as caught:
+        train(20, hooks, checkpoint_dir=tmp_path)
+    step = jstep.global_step(caught.value.state)
+    assert seen == list(range(1, step + 1))
+    assert any("in StepCounterHook" in note for note in caught.value.__notes__)
+
+
+def test_objects_that_delegate_to_stock_hooks():
+    class Wrapped(jstep.Hook):
+        def __init__(self, hook):
+            self.hook = hook
+
+        def begin(self, state):
+            return self.hook.begin(state)
+
+        def after_step(self, step, state, metrics):
+            return self.hook.after_step(step, state, metrics)
+
+        def next_due(self, step):
+            return self.hook.next_due(step)
+
+    rows, results = [], jstep.EvaluationHook(lambda state: {}, every_n_steps=3)
+    means = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=4, mean=True)
+    train(8, [Wrapped(means), SimpleNamespace(begin=results.begin, after_step=results.after_step)])
+    means.end(8, None)
+    assert rows == [(4, 2.5), (8, 6.5)]
+    assert list(results.results) == [3, 6]
+    with pytest.raises(jstep.NanLossDuringTrainingError):
+        train(40, [Wrapped(jstep.NanLossHook())], batches=nan_at(6))
+
+
+def test_a_hook_outside_of_train_keeps_no_state_and_may_start_again():
+    hook = jstep.EvaluationHook(lambda state: {}, every_n_steps=4)
+    counter = jstep.StepCounterHook(every_n_steps=2)
+    evaluated = []
+    for _ in range(2):
+        state = jstep.TrainState.create({"w": jnp.ones(3)}, jstep.gradient_descent(0.1))
+        for step in range(1, 9):
+            hook.after_step(step, state, {})
+            counter.after_step(step, state, {"loss": jnp.float32(1)})
+        evaluated.append(list(hook.results))
+        hook.results = {}
+        alive = weakref.ref(state)
+        del state
+        assert alive() is None
+    assert evaluated == [[4, 8], [4, 8]]
+    assert counter.steps_per_sec is not None
+
+
+def test_one_hook_twice_reports_the_last_step_once():
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=4)
+    train(6, [hook, hook])
+    assert rows == [4, 4, 6]
+
+
+def test_a_guard_that_stops_at_the_last_step_has_not_stopped_the_run(tmp_path, caplog):
+    caplog.set_level("INFO", "jstep")
+    optimizer = jstep.skip_nonfinite(jstep.gradient_descent(0.1))
+    step = jstep.minimize(lambda params, x: params["w"] * x, optimizer)
+
+    def run(last_step):
+        hook = jstep.NanLossHook(fail_on_nan_loss=False, max_skipped_steps=3)
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        bad = [math.nan if n >= 5 else 1.0 for n in range(20)]
+        jstep.train(step, state, lambda n: jnp.float32(bad[n]), last_step, hooks=[hook], checkpoint_dir=tmp_path)
+
+    run(8)
+    run(9)
+    assert "NanLossHook stopped this run" not in caplog.text
+
+
+def test_the_progress_line_ends_with_the_last_step():
+    pytest.importorskip("tqdm")
+    file = io.StringIO()
+
+    class Fails(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            if step == 5:
+                raise OSError("stop")
+
+    with pytest.raises(OSError, match="stop"):
+        train(9, [jstep.ProgressHook(last_step=9, every_n_secs=0, file=file), Fails()])
+    assert "loss 5" in file.getvalue().rsplit("\r", 1)[-1]
