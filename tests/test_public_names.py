@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import typing
 
 import pytest
 from source_files import PACKAGE, ROOT, text_of, tree_of
@@ -175,3 +176,14 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert jstep.__version__ == version
     assert f"version: {version}" in text_of(ROOT / "CITATION.cff")
     assert f"## [{version}]" in text_of(ROOT / "CHANGELOG.md")
+
+
+def test_type_hints_of_public_classes_can_be_evaluated() -> None:
+    for name in ("Batches", "Mixture", "Saver", "TrainState", "EvaluationHook"):
+        typing.get_type_hints(getattr(jstep, name))
+
+
+def test_states_of_hooks_are_stored_by_public_names() -> None:
+    from jstep.hooks.hook_state import get_states
+
+    assert get_states([jstep.EarlyStopping("loss", patience=1)])[0]["class"] == "jstep.EarlyStopping"

@@ -164,6 +164,8 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
 
 def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     """Return whether a function can be called with so many positional arguments; true if its signature is not known."""
+    if hasattr(fn, "__wrapped__"):  # a decorator may supply arguments, and has the signature of what it decorates
+        return True
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in without one

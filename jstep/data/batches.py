@@ -120,8 +120,6 @@ class Batches(BatchSequence):
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
 
-    _plan: "_Plan"
-
     def _definition(self) -> dict[str, Any]:
         plan = self._plan
         return {

@@ -162,8 +162,6 @@ class Mixture(BatchSequence):
     lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
-    _plan: "_Mix"
-
     def _definition(self) -> dict[str, Any]:
         return {"rows": self.num_rows, "seed": self._plan.seed, "shuffle": self._plan.streams[0].shuffle}
 

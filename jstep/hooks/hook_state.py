@@ -7,6 +7,7 @@ settings, and by order if these are equal too.
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,9 @@ def key_of(hook: Any) -> str:
 def _class_names(hook: Any) -> tuple[str, str]:
     """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
     named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
-    made_by = f"{named.__module__}.{named.__qualname__}"
+    # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
+    is_public = getattr(sys.modules["jstep"], named.__qualname__, None) is named
+    made_by = f"{'jstep' if is_public else named.__module__}.{named.__qualname__}"
     watches = getattr(hook, "watches", None)
     return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
 

@@ -29,7 +29,7 @@ WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper,
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What a wrapper keeps in the state besides the slots of the inner optimizer.
+    """The slots and hyperparameters of a wrapper, besides those of the inner optimizer.
 
     Attributes:
         slots: The names of its slots → `make(params, global_step)`.

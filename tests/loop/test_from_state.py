@@ -1,5 +1,6 @@
 """Batches that are made with the state (`from_state`), and those that a restart reads again (`replayed`)."""
 
+import functools
 import itertools
 import logging
 import threading
@@ -198,3 +199,38 @@ def test_the_card_of_a_run_names_what_makes_the_batches(tmp_path: Path) -> None:
     for name, batches in (("zeros", jstep.from_state(zeros)), ("stream", jstep.replayed(stream))):
         trained(2, batches, checkpoint_dir=tmp_path / name)
         assert f'.{name}"' in (tmp_path / name / "timeline.jsonl").read_text().partition('"batches"')[2][:200]
+
+
+def test_decorated_functions_are_taken() -> None:
+    """A decorator may supply arguments itself, while `inspect` reports the signature of what it decorates."""
+
+    def with_scale(fn):
+        @functools.wraps(fn)
+        def call(*args):
+            return fn(*args, 2.0)
+
+        return call
+
+    @with_scale
+    def by_step(step, scale):
+        return jnp.float32(step * scale)
+
+    @with_scale
+    def by_state(step, state, scale):
+        return jnp.float32(step * scale)
+
+    @with_scale
+    def made(scale):
+        return [jnp.float32(step * scale) for step in range(5)]
+
+    @with_scale
+    def projected(params, scale):
+        return params
+
+    optimizer = jstep.with_projection(jstep.gradient_descent(0.1), projected)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    ends = []
+    for batches in (by_step, jstep.from_state(by_state), jstep.replayed(made)):
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        ends.append(float(jstep.train(step, state, batches, 5, progress=False).params["w"]))
+    assert len(set(ends)) == 1
