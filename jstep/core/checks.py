@@ -157,15 +157,18 @@ def as_function(value: Any, argument: str, form: str = "", *, optional: bool = F
     wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
     if not callable(value):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got {kind(value)}")
-    if takes is not None and not can_take(value, takes):
+    if takes is not None and not may_take(value, takes):
         raise TypeError(f"{argument}={shown(value)}: {wanted}, got one that takes {inspect.signature(value)}")
     return value
 
 
+def may_take(fn: Callable[..., Any], arguments: int) -> bool:
+    """Like `can_take`; true for decorated functions: a decorator may supply arguments, and hides its own signature."""
+    return hasattr(fn, "__wrapped__") or can_take(fn, arguments)
+
+
 def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     """Return whether a function can be called with so many positional arguments; true if its signature is not known."""
-    if hasattr(fn, "__wrapped__"):  # a decorator may supply arguments, and has the signature of what it decorates
-        return True
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in without one

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jstep.core.checks import can_take, shown
+from jstep.core.checks import can_take, may_take, shown
 from jstep.core.exceptions import note
 from jstep.data.from_state import StateBatches
 from jstep.data.sequence import BatchIterator, BatchSequence
@@ -188,7 +188,7 @@ def check_batches(batches: Any) -> None:
         )
     if isinstance(batches, StateBatches):
         return
-    if callable(batches) and not hasattr(batches, "__iter__") and not can_take(batches, 1):
+    if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         ways_out = {2: "jstep.from_state(fn)", 0: "jstep.replayed(fn), or what fn() returns"}
         found = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
         raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {found}")

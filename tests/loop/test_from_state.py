@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.loop.sources import keeps_position
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
@@ -234,3 +235,29 @@ def test_decorated_functions_are_taken() -> None:
         state = jstep.TrainState.create({"w": 1.0}, optimizer)
         ends.append(float(jstep.train(step, state, batches, 5, progress=False).params["w"]))
     assert len(set(ends)) == 1
+
+
+def test_a_decorated_state_dict_that_needs_arguments_is_left_alone() -> None:
+    """Some data sets require the number of examples that were read, also where a decorator logs the call."""
+
+    def logged(fn):
+        @functools.wraps(fn)
+        def call(*args):
+            return fn(*args)
+
+        return call
+
+    class Loader:
+        @logged
+        def state_dict(self, num_examples):
+            raise AssertionError
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+        def __iter__(self):
+            return iter([jnp.float32(step) for step in range(3)])
+
+    assert not keeps_position(Loader())
+    state = jstep.train(STEP, make_state(), Loader(), 3, progress=False)
+    assert state.global_step == 3
