@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -326,8 +327,38 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    for path, checkpointer in list(IN_FLIGHT.items()):
+    with _submitted_work_done_here():
+        for path, checkpointer in list(IN_FLIGHT.items()):
+            try:
+                checkpointer.wait()
+            except Exception:
+                _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))
+
+
+@contextlib.contextmanager
+def _submitted_work_done_here() -> Iterator[None]:
+    """A context whose thread pools work in the calling thread if no thread can be started.
+
+    Python 3.12.0 and 3.12.1 start no threads once the interpreter exits; to end a write, Orbax and `checksums` use
+    pools, and asyncio's pool.
+    """
+    try:
+        threading.Thread(target=int).start()
+    except RuntimeError:
+        submit = ThreadPoolExecutor.submit
+        ThreadPoolExecutor.submit = _done_here  # type: ignore[assignment, method-assign]
         try:
-            checkpointer.wait()
-        except Exception:
-            _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    else:
+        yield
+
+
+def _done_here(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*args, **kwargs))
+    except BaseException as error:
+        future.set_exception(error)
+    return future
