@@ -11,7 +11,7 @@ venv=.launchers
 if [ ! -x "$venv/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-# Not the extra `test`: what moto and Kubernetes need cannot be installed together.
+# Only what these tests need: the extra `test` and Kubernetes' client have had requirements that contradict each other.
 "$venv/bin/pip" install -q -e . pytest pytest-xdist hypothesis 'ray[train]' kubernetes pyyaml
 
 exec "$venv/bin/python" -m pytest tests/examples/test_launchers.py -m "" -rs "$@"

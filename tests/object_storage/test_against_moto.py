@@ -18,7 +18,7 @@ from jstep.summary.read import read_scalars
 
 pytestmark = pytest.mark.thorough
 
-pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
 
 SERVE = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
