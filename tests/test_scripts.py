@@ -28,6 +28,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/launchers.sh": f'[ launchers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
+        "chromium": "",  # installed: the script would install it, on the machine that runs the tests
         "python": f'[ "$1" = tests/soak.py ] && step=soak || step=optimized; [ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():
