@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,24 @@ def test_a_renamed_checkpoint_is_an_error(save, capsys):
     assert main(["inspect", path[:-1] + "9"]) == 2
     assert "its name says step 9, and it holds step 1" in capsys.readouterr().err
     assert main(["inspect", directory]) == 2
+
+
+def test_a_checkpoint_of_another_name_is_read(save, tmp_path, capsys):
+    """`load_weights` reads it, too."""
+    run, path = save("run", state(7), extra={"epoch": 3})
+    renamed = str(tmp_path / "pre trained")
+    os.rename(shutil.copytree(run, tmp_path / "copy") / "model-7", renamed)
+    assert main(["diff", renamed, path]) == 0
+    assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
+    assert main(["inspect", renamed + "/", "--verify", "--json"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert (found["path"], found["step"], found["extra"], found["verified"]) == (renamed, 7, {"epoch": 3}, True)
+    flip(renamed, 100)
+    assert main(["inspect", renamed, "--verify"]) == 2
+    assert "pre trained is corrupted: " in capsys.readouterr().err
+    shutil.rmtree(os.path.join(renamed, "d"))
+    assert main(["inspect", renamed]) == 2
+    assert "is missing: the checkpoint is corrupted" in capsys.readouterr().err
 
 
 def test_diff_of_checkpoints(save, capsys):
