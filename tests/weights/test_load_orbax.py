@@ -336,6 +336,30 @@ def test_averages_and_keys_in_a_checkpoint_of_jstep(tmp_path):
         jstep.load_weights(path, shapes, {"w": "slots/model_state/key"})
 
 
+def test_parameters_that_are_a_single_array(tmp_path):
+    state = jstep.TrainState.create(jnp.arange(4.0), jstep.momentum(0.1, 0.9))
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(state)
+    for target in (jnp.zeros(4), jax.ShapeDtypeStruct((4,), np.float32)):
+        assert same(jstep.load_weights(path, target), state.params)
+        assert same(jstep.load_weights(path, target, lambda path: "slots/momentum"), jnp.zeros(4))
+        assert same(jstep.load_weights(path, target, {"": ("params", np.negative)}), -state.params)
+    assert same(jstep.load_weights(path, {"a": jnp.zeros(4)}, {"a": "params"})["a"], state.params)
+    with pytest.raises(ValueError, match=r"mismatched \(1\): '' \(tensor 'params'\) is float32\[4\]"):
+        jstep.load_weights(path, jnp.zeros(3))
+
+
+def test_parameters_with_a_group_params(tmp_path):
+    params = {"params": {"w": jnp.arange(3.0)}, "w": jnp.ones(3), "other": {"params": jnp.zeros(2)}}
+    with jstep.Saver(tmp_path) as saver:
+        path = saver.save(jstep.TrainState.create(params, jstep.adam()))
+    for names in (None, lambda path: f"params/{path}"):
+        loaded = jstep.load_weights(path, params, names)
+        assert jax.tree.all(jax.tree.map(same, loaded, params))
+    moments = jstep.load_weights(path, params, lambda path: f"slots/m/{path}")
+    assert jax.tree.all(jax.tree.map(lambda leaf: not leaf.any(), moments))
+
+
 class TestBadInput:
     """Errors name the path, and nothing is loaded."""
 
