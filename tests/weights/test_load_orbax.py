@@ -360,6 +360,16 @@ def test_parameters_with_a_group_params(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda leaf: not leaf.any(), moments))
 
 
+def test_arrays_that_orbax_stored_in_one_place(tmp_path):
+    params = {"a.b": jnp.arange(3.0), "a": {"b": jnp.ones(3), "c": jnp.arange(2.0)}, "a.c/d": jnp.ones(1)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", params)
+    with pytest.raises(ValueError, match=r"stored 'a/b' and 'a\.b' in the same place, so that only one is there"):
+        jstep.load_weights(tmp_path / "x", params)
+    loaded = jstep.load_weights(tmp_path / "x", params, {"a.b": None, "a/b": None}, partial=True)
+    assert loaded["a"]["c"].tolist() == [0, 1]
+
+
 class TestBadInput:
     """Errors name the path, and nothing is loaded."""
 
