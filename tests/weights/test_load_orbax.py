@@ -19,6 +19,7 @@ from processes import run
 from safetensors_files import same
 
 import jstep
+from jstep.cli.main import main
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -80,6 +81,17 @@ def test_every_writer_round_trips_bitwise(tmp_path, writer):
         assert jax.tree.structure(loaded) == jax.tree.structure(PARAMS)
         jax.tree.map(lambda x, y: same(x, y) or pytest.fail(f"{x} {y}"), loaded, PARAMS)
         assert all(isinstance(leaf, np.ndarray) is (target is PARAMS) for leaf in jax.tree.leaves(loaded))
+
+
+@pytest.mark.parametrize("writer", ["StandardCheckpointer", "CheckpointManager", "jstep, renamed"])
+def test_relative_paths(tmp_path, monkeypatch, capsys, writer):
+    WRITERS[writer](tmp_path / "a checkpoint")
+    monkeypatch.chdir(tmp_path)
+    name = {"StandardCheckpointer": "", "CheckpointManager": "7", "jstep, renamed": "pretrained"}[writer]
+    for path in (os.path.join("a checkpoint", name), os.path.join(".", "a checkpoint", name, "")):
+        assert same(jstep.load_weights(path, SHAPES)["count"], PARAMS["count"])
+        assert main(["inspect", path]) == 0
+        assert "dense/kernel" in capsys.readouterr().out
 
 
 @pytest.fixture(params=["StandardCheckpointer", "jstep"])
