@@ -142,7 +142,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     for path in found:
         try:
             one = at(path)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
         if one is not None:
