@@ -218,6 +218,9 @@ def test_incomplete_and_invalid_logs(tmp_path, capsys):
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
     assert main(["diff", str(a), str(b)]) == 2
     assert "line 1 is not a fingerprint" in capsys.readouterr().err
+    b.write_text("notes")
+    assert main(["diff", str(a), str(b)]) == 2
+    assert "has no complete line. A log of fingerprints" in capsys.readouterr().err
     b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # the run is still writing, or was killed
     assert main(["diff", str(a), str(b)]) == 0
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")
