@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
         complain(arguments.command, error)
+        return TROUBLE
+    except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
+        traceback.print_exc()
         return TROUBLE
     return code
 
