@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.store.listing import misnamed
+from jstep.checkpoint.store.listing import has_data, misnamed, missing
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, split
 
@@ -26,8 +27,8 @@ class Checkpoint:
 
     Attributes:
         path: The path of the checkpoint.
-        prefix: The prefix of its name.
-        step: The step of its name.
+        prefix: The prefix of its name; the whole name if that has no step.
+        step: The step of its name; that of its content if the name has none.
         manifest: Its manifest.
         store: The store that reads it.
     """
@@ -98,7 +99,7 @@ def at(path: str) -> Checkpoint | None:
     above, last = split(path.rstrip("/"))
     match = _NAME.fullmatch(last)
     if match is None:
-        return None
+        return None if is_url(path) else _renamed(path)
     store, step = open_store(above), int(match[2])
     found = store.at(match[1], step)
     if found is None:
@@ -115,6 +116,18 @@ def at(path: str) -> Checkpoint | None:
     return Checkpoint(found, match[1], step, manifest, store)
 
 
+def _renamed(path: str) -> Checkpoint | None:
+    """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"; or None."""
+    if not os.path.lexists(os.path.join(path, MANIFEST)) or not has_data(path):
+        return None
+    above, last = split(path)
+    store = open_store(above)
+    manifest = store.manifest(path)
+    if lacks := missing(path):
+        raise CheckpointError(f"{path}: {lacks} is missing: the checkpoint is corrupted")
+    return Checkpoint(path, last, manifest.step, manifest, store)
+
+
 def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
     directory = absolute(directory) if is_url(directory) else os.path.abspath(directory)
@@ -129,7 +142,7 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     for path in found:
         try:
             one = at(path)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
         if one is not None:

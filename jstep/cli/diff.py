@@ -130,7 +130,7 @@ def _log_at(path: str, in_directory: bool) -> _Side:
     found = log.read(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
     if not found.entries:
-        why = problems[0] if problems else f"{path} is empty"
+        why = problems[0] if problems else f"{path} has no complete line"
         raise ValueError(
             f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
         )

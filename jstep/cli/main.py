@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain
@@ -41,16 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if `diff` found a difference, or 2 after an error, which is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what the encoding of the locale lacks, as on stderr
     arguments = _parser(given).parse_args(given)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
         complain(arguments.command, error)
+        return TROUBLE
+    except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
+        traceback.print_exc()
         return TROUBLE
     return code
 

@@ -1,9 +1,11 @@
 """Reading of local files and objects, for logs and the command line, and atomic writing of files."""
 
 import contextlib
+import errno
 import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -34,6 +36,24 @@ def is_directory(path: str) -> bool:
         OSError: The store cannot be listed.
     """
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
+
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+def is_absent(error: OSError) -> bool:
+    """Return whether an error of opening a file means that it does not exist, and not that it cannot be read."""
+    return error.errno in _ABSENT
+
+
+def may_be_file(path: str) -> bool:
+    """Return whether a local file exists, or may exist but cannot be read, such as without permission."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError as error:
+        return not is_absent(error)
+    except ValueError:
+        return False  # such as a null character
 
 
 def names_in(path: str) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from jstep.core.checks import as_text, shown
@@ -40,7 +39,8 @@ def read(path: Any, prefix: str = "model") -> list[list[dict[str, Any]]]:
     starts: dict[str, list[dict[str, Any]]] = {}
     others: dict[str, None] = {}
     known: set[str] = set()
-    for place in _places(where):
+    places = _places(where)
+    for place in places:
         with opened(place) as file:
             data = file.read()
         for number, raw in enumerate(data.splitlines(keepends=True), 1):
@@ -63,11 +63,12 @@ def read(path: Any, prefix: str = "model") -> list[list[dict[str, Any]]]:
             f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
-    return [lines for start, lines in starts.items() if start in known]
+    found = [lines for start, lines in starts.items() if start in known]
+    return sorted(found, key=lambda lines: lines[0]["time"]) if len(places) > 1 else found
 
 
-def fields_with(where: str, *words: str) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each line that has one of these words, of all runs, in the order of their starts.
+def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
+    """Return the fields of each line that has one of these words, of all runs, in the order of their starts.
 
     The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
 
@@ -78,12 +79,21 @@ def fields_with(where: str, *words: str) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: The directory or a timeline cannot be read.
     """
-    marks = [f'"{word}"'.encode() for word in words]
-    for name in filter(_is_timeline, names_in(where)):  # the names of objects begin with the time
+    marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
+    found: list[dict[str, Any]] = []
+    began: dict[str, float] = {}
+    places = list(filter(_is_timeline, names_in(where)))
+    for name in places:
         with opened(join(where, name)) as file:
             for raw in file:
-                if any(mark in raw for mark in marks) and isinstance(found := _parsed(raw), dict):
-                    yield found
+                is_wanted = any(mark in raw for mark in marks)
+                if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
+                    continue
+                if line.get("kind") == START and _is_seconds(line.get("time")):
+                    began.setdefault(str(line.get("start")), line["time"])
+                if is_wanted:
+                    found.append(line)
+    return sorted(found, key=lambda line: began.get(str(line.get("start")), 0.0)) if len(places) > 1 else found
 
 
 def _parsed(raw: bytes) -> Any:
@@ -97,18 +107,17 @@ def _places(where: str) -> list[str]:
     missing = f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
     if where.endswith(".jsonl"):
         return [where]
-    if not is_url(where):
-        place = join(where, NAME)
-        try:
-            open(place, "rb").close()
-        except (FileNotFoundError, NotADirectoryError):
-            what = "no such directory" if not is_directory(where) else missing.partition(": ")[2]
-            raise FileNotFoundError(f"{where}: {what}") from None
-        return [place]
-    names = [name for name in Directory(where).listing(OBJECTS) if _is_timeline(name)]
-    if not names:
+    if is_url(where):
+        names = sorted(Directory(where).listing(OBJECTS))
+    elif is_directory(where):
+        names = names_in(where)
+    else:
+        raise FileNotFoundError(f"{where}: no such directory")
+    # A run that was copied between a disk and a bucket, and resumed there, has the file and objects.
+    places = [join(where, name) for name in names if _is_timeline(name)]
+    if not places:
         raise FileNotFoundError(missing)
-    return [join(where, name) for name in sorted(names)]  # their names begin with the time
+    return places
 
 
 def _is_timeline(name: str) -> bool:

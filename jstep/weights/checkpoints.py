@@ -72,7 +72,7 @@ class Checkpoint:
         if names only adds a group to all paths, nothing outside of that group does.
         """
         given, paths = rules(names, target, "target"), trees.paths_of(target)
-        found = fit(target, self.arrays, dict(zip(paths, map(self._entry, given), strict=True)), float_dtype)
+        found = fit(target, self.arrays, dict(zip(paths, self._entries(given), strict=True)), float_dtype)
         wanted = {one.path: one.rule.name for one in found.wanted if one.rule.name is not None}
         used = {path: name for path, name in wanted.items() if name in self.arrays}
         if groups := _groups(used):
@@ -82,11 +82,17 @@ class Checkpoint:
         hint = _names_hint(missing, self.arrays.keys()) if missing and names is None else ""
         return dataclasses.replace(found, hint=hint or found.hint)
 
-    def _entry(self, rule: Rule) -> Any:
-        name = rule.name
-        if name is not None and name not in self.arrays and f"{PARAMS}/{name}" in self.arrays:
-            name = f"{PARAMS}/{name}"
-        return name if name is None or rule.transform is None else (name, rule.transform)
+    def _entries(self, given: Sequence[Rule]) -> list[Any]:
+        """Return the entries of `names` in which `params/` is not omitted."""
+        names = [rule.name for rule in given if rule.name is not None]
+        # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
+        everywhere = not all(name in self.arrays for name in names) and all(_in_params(n) in self.arrays for n in names)
+        entries: list[Any] = []
+        for name, transform in given:
+            if name is not None and (everywhere or name not in self.arrays) and _in_params(name) in self.arrays:
+                name = _in_params(name)
+            entries.append(name if name is None or transform is None else (name, transform))
+        return entries
 
     def whole(self, tensor: Array) -> np.ndarray[Any, Any]:
         """Read a whole array into new memory."""
@@ -100,12 +106,18 @@ class Checkpoint:
                 yield _leaf(one, arrays.pop(one.tensor.name))
 
 
+def _in_params(name: str) -> str:
+    return f"{PARAMS}/{name}" if name else PARAMS  # the parameters may be a single array
+
+
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
     """Return what the names begin with that are to be loaded completely; nothing for all.
 
     Args:
         used: Path of a leaf → name of its array.
     """
+    if "" in used:
+        return (used[""],)  # the target is a single array
     roots = {name.partition("/")[0] for name in used.values()}
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)

@@ -44,6 +44,8 @@ def opened(folder: str) -> Checkpoint:
             f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
         )
     arrays = [_array(name, found) for name, (_, found) in zip(names, flat, strict=True)]
+    places = [".".join(trees.path_str((key,)) for key in keys) for keys, _ in flat]
+    sharing = _sharing(dict(zip(names, places, strict=True)))
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:
         item = [0 if name in wanted else ocp.PLACEHOLDER for name in names]
@@ -55,6 +57,12 @@ def opened(folder: str) -> Checkpoint:
             return {name: trees.key_data(one) for name, one in zip(names, restored, strict=True) if name in wanted}
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
+        if lost := [others for name, others in sharing.items() if name in shardings]:
+            raise ValueError(
+                f"{folder}: Orbax stored {' and '.join(map(repr, lost[0]))} in the same place, so that only one is "
+                "there, and which one is not known; save the checkpoint again without dots in these names, or load the "
+                "other leaves with names= and partial=True"
+            )
         try:
             return values(shardings)
         except Exception as error:
@@ -63,6 +71,20 @@ def opened(folder: str) -> Checkpoint:
             raise _unreadable(folder, "; ".join(found[:_SHOWN]) or _short(error)) from error
 
     return Checkpoint(folder, {array.name: array for array in arrays if array}, read, f"Orbax {ocp.__version__}")
+
+
+def _sharing(places: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return each array that is stored in the place of another one → all arrays of that place.
+
+    Orbax joins keys with dots, so that {"a": {"b": x}, "a.b": y} has one place.
+
+    Args:
+        places: Name of an array → its name in the checkpoint.
+    """
+    names: dict[str, list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(place, []).append(name)
+    return {name: names[place] for name, place in places.items() if len(names[place]) > 1}
 
 
 def _problem(values: Any, name: str, sharding: Any) -> str:

@@ -1,6 +1,8 @@
 """The error of a checkpoint that cannot be restored: quick, and never advice to delete what is intact."""
 
+import builtins
 import dataclasses
+import os
 
 import pytest
 from checkpoint_states import edit_manifest, flip, save_all, state_at
@@ -9,6 +11,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.reading import VERIFIED, Reader
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store.directory import Directory
+from jstep.cli.main import main
 
 
 @pytest.fixture
@@ -90,3 +93,24 @@ def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
     with pytest.raises(CheckpointError) as error:
         Reader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
     assert f"delete {saved}/model-3 and move {saved}/model-2 and {saved}/model-1 to another" in str(error.value)
+
+
+@pytest.mark.parametrize("unreadable", ["manifest.json", "_METADATA"])
+def test_files_without_permission_are_not_called_missing(saved, monkeypatch, capsys, unreadable):
+    def failing(function):
+        def call(path, *args, **kwargs):
+            if str(path).endswith(f"model-3/{unreadable}"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    for module, name in ((builtins, "open"), (os, "stat"), (os.path, "getsize")):
+        monkeypatch.setattr(module, name, failing(getattr(module, name)))
+    assert Saver(saved).all_steps() == [1, 2, 3]
+    with pytest.raises((PermissionError, CheckpointError), match=f"Permission denied: .*{unreadable}") as error:
+        Saver(saved).restore(state_at(1))
+    assert not any(word in str(error.value) for word in ("corrupted", "missing", "delete"))
+    assert Saver(saved).restore(state_at(1), step=2).global_step == 2
+    assert main(["inspect", saved, "--verify"]) == 2
+    assert "Permission denied" in capsys.readouterr().err

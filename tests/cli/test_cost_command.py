@@ -76,6 +76,16 @@ def test_errors(program, capsys, target, message):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("line", ["raise KeyError('of the user')", "of the user"])
+def test_an_exception_of_the_program_is_shown_with_its_traceback(program, capsys, line):
+    """Exit code 1, Python's own, would mean that `diff` found a difference."""
+    program.with_name("failing.py").write_text(f"def make():\n    {line}\n")
+    assert main(["cost", "failing.py:make"]) == 2
+    error = capsys.readouterr().err
+    assert 'failing.py", line 2' in error
+    assert "of the user" in error
+
+
 def test_a_bad_topology_fails_before_the_program_runs(tmp_path, capsys):
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
     assert main(["cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32"]) == 2

@@ -44,6 +44,16 @@ def test_cards_of_the_last_starts_are_compared_first(run, capsys):
     assert json.loads(capsys.readouterr().out)["cards"] == ["batches: seed: 0 in A, 1 in B"]
 
 
+def test_the_last_start_of_a_copied_run_is_known_by_its_time(run, tmp_path, capsys):
+    a, b = run("a", card(7)), run("b", card(0))
+    for time, (start, file, seed) in enumerate([("0", "timeline.jsonl", 7), ("1", "timeline.20261122T1-1.jsonl", 0)]):
+        began = json.dumps({"kind": "start", "start": start, "prefix": "model", "version": 1, "time": time})
+        own = card(seed).replace('"start": "0"', f'"start": "{start}"')
+        (tmp_path / "a" / file).write_text(f"{began}\n{own}")
+    assert main(["diff", a, b]) == 0
+    assert "the cards of the last starts do not differ" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("seed", "message"), [(1, "differ:"), (0, "do not differ")])
 def test_the_exit_code_depends_only_on_the_leaves(run, capsys, seed, message):
     a, b = run("a", card(0)), run("b", card(seed))

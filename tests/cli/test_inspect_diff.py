@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,24 @@ def test_a_renamed_checkpoint_is_an_error(save, capsys):
     assert main(["inspect", directory]) == 2
 
 
+def test_a_checkpoint_of_another_name_is_read(save, tmp_path, capsys):
+    """`load_weights` reads it, too."""
+    run, path = save("run", state(7), extra={"epoch": 3})
+    renamed = str(tmp_path / "pre trained")
+    os.rename(shutil.copytree(run, tmp_path / "copy") / "model-7", renamed)
+    assert main(["diff", renamed, path]) == 0
+    assert "identical (6 leaves, bitwise)" in capsys.readouterr().out
+    assert main(["inspect", renamed + "/", "--verify", "--json"]) == 0
+    found = strict(capsys.readouterr().out)
+    assert (found["path"], found["step"], found["extra"], found["verified"]) == (renamed, 7, {"epoch": 3}, True)
+    flip(renamed, 100)
+    assert main(["inspect", renamed, "--verify"]) == 2
+    assert "pre trained is corrupted: " in capsys.readouterr().err
+    shutil.rmtree(os.path.join(renamed, "d"))
+    assert main(["inspect", renamed]) == 2
+    assert "is missing: the checkpoint is corrupted" in capsys.readouterr().err
+
+
 def test_diff_of_checkpoints(save, capsys):
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
     other = w.copy()
@@ -199,6 +218,9 @@ def test_incomplete_and_invalid_logs(tmp_path, capsys):
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
     assert main(["diff", str(a), str(b)]) == 2
     assert "line 1 is not a fingerprint" in capsys.readouterr().err
+    b.write_text("notes")
+    assert main(["diff", str(a), str(b)]) == 2
+    assert "has no complete line. A log of fingerprints" in capsys.readouterr().err
     b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # the run is still writing, or was killed
     assert main(["diff", str(a), str(b)]) == 0
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")

@@ -1,5 +1,6 @@
 """The commands `plot` and `events`, and the scalars that they read."""
 
+import io
 import json
 import os
 import subprocess
@@ -198,6 +199,20 @@ def test_a_closed_pipe_is_not_an_error(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 0
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the locale C
+def test_characters_that_the_locale_lacks_are_escaped(tmp_path, monkeypatch, errors):
+    path = write(tmp_path, {1: 1.0}, tag="precisión/日")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1", errors))
+    assert main(["events", path]) == 0
+    assert "precisión/\\u65e5 = 1" in sys.stdout.buffer.getvalue().decode("latin-1")
+
+
+def test_a_closed_stdout_is_not_an_error(tmp_path, monkeypatch):
+    path = write(tmp_path, {1: 1.0})
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["events", path]) == 0
 
 
 def test_a_resumed_session_supersedes_later_points(tmp_path):

@@ -1,6 +1,7 @@
 """`goodput`: timelines with several starts and lost steps, and invalid files."""
 
 import json
+import os
 
 import pytest
 
@@ -58,6 +59,29 @@ def test_a_timeline_of_several_starts(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out) == {**found.parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
+
+
+# As after copies from a bucket to a disk and back: "timeline.jsonl" sorts after the names of objects.
+COPIES = {
+    "the objects of all starts": {"20261122T1": "ab", "20261122T2": "c", "20261122T3": "d"},
+    "a file, and later starts in a bucket": {"jsonl": "ab", "20261122T2": "c", "20261122T3": "d"},
+    "starts in a bucket, and later ones on a disk": {"20261122T1": "a", "20261122T2": "b", "jsonl": "cd"},
+    "a file that was resumed in a bucket and on a disk": {"jsonl": "abd", "20261122T2": "c"},
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_copied_timelines_are_read_in_the_order_of_their_starts(tmp_path, copy):
+    for name in ("copy", "original"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "original", *TIMELINE)
+    for name, starts in COPIES[copy].items():
+        write(tmp_path / "copy", *[line for line in TIMELINE if line[0] in starts])
+        os.rename(tmp_path / "copy" / "timeline.jsonl", tmp_path / "copy" / f"part.{name}")
+    for name in COPIES[copy]:
+        to = "timeline.jsonl" if name == "jsonl" else f"timeline.{name}-0.jsonl"
+        os.rename(tmp_path / "copy" / f"part.{name}", tmp_path / "copy" / to)
+    assert jstep.goodput(tmp_path / "copy") == jstep.goodput(tmp_path / "original")
 
 
 def test_a_step_between_two_lines_is_interpolated(tmp_path):

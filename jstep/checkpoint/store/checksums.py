@@ -14,6 +14,7 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
 from jstep.stores.errors import TruncatedError
+from jstep.stores.files import may_be_file
 from jstep.stores.objects import Objects, Pending, at_once
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
@@ -71,7 +72,7 @@ def find_corruption(
     expected = {path: record for path, record in manifest.files.items() if path not in others}
     root = os.path.realpath(checkpoint)
     outside = {path for path in expected if not is_below(root, path)}
-    there = [path for path in expected.keys() - outside if os.path.isfile(os.path.join(checkpoint, path))]
+    there = [path for path in expected.keys() - outside if may_be_file(os.path.join(checkpoint, path))]
     actual = records(checkpoint, there, threads)
     return [
         f"{os.path.join(checkpoint, path)}: {problem}"

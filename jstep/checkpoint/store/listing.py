@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest, decode, encode
-from jstep.stores.files import new_file
+from jstep.stores.files import is_absent, may_be_file, new_file
 
 
 def read_manifest(checkpoint: str) -> Manifest:
@@ -156,15 +156,18 @@ def _warn(path: str, lacks: str | None) -> None:
 
 
 def missing(path: str) -> str | None:
-    """Return the first missing file of a checkpoint; None if it is complete."""
+    """Return the first missing file of a checkpoint; None if it is complete.
+
+    What cannot be read, such as without permission, counts as present: it may be intact, and reading it raises why.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         # An unreadable manifest without any other file of ours belongs to another program.
         return None if has_data(path) else NAME
-    except OSError:
-        return NAME
-    return next((file for file in manifest.files if not os.path.isfile(os.path.join(path, file))), None)
+    except OSError as error:
+        return NAME if is_absent(error) else None
+    return next((file for file in manifest.files if not may_be_file(os.path.join(path, file))), None)
 
 
 def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
