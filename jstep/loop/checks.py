@@ -75,10 +75,14 @@ def check_alive(state: TrainState) -> None:
 
 def check_result(result: Any) -> tuple[TrainState, Any]:
     """Return the result of a step; refuse anything but a state and metrics."""
-    what = "train_step must return (state, metrics), a TrainState and a mapping of names to values; it returned"
+    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
+    what = f"{expected}it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
     state, metrics = result
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
         raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
+    odd = next((name for name in metrics if not isinstance(name, str)), None)
+    if odd is not None:
+        raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
     return state, metrics
