@@ -286,7 +286,14 @@ class MetricSums:
 
     # Calls of one step.
 
-    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NONE) -> None:
+    def add(
+        self,
+        first: int,
+        metrics: Metrics,
+        skip: str | None = SKIPPED,
+        constants: Constants = NONE,
+        kinds: tuple[Any, ...] = (),
+    ) -> None:
         """Add the metrics of the step after `first`; must be called before a hook can change the mapping.
 
         Args:
@@ -294,8 +301,9 @@ class MetricSums:
             metrics: The metrics that the step computed.
             skip: The name of the metric that is 1 if the whole update was skipped.
             constants: Its constant metrics.
+            kinds: Their kinds, as from `kinds_of`, if these may change from step to step.
         """
-        key = (*metrics, skip)
+        key = (*metrics, skip, kinds)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._layout_of(metrics, skip)
@@ -402,6 +410,14 @@ class MetricSums:
             with internal_transfers():
                 skips = _put(host(skips), sharding)
         return empty._replace(skips=skips)
+
+
+def kinds_of(metrics: Metrics) -> tuple[Any, ...]:
+    """The kinds of the metrics of a function that is not compiled: a number of one step may be None in the next one.
+
+    The shape of a JAX array is not part of its kind, because the compiled sums know it.
+    """
+    return tuple([value.ndim if type(value) is np.ndarray else type(value) for value in metrics.values()])
 
 
 def _halves(values: list[Any], dtype: str) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.hooks.dispatched_steps import DispatchedSteps
-from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.metric_sums import MetricSums, kinds_of
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
@@ -301,7 +301,7 @@ class Programs:
             return result
         self._constants = Constants({}, skip_metric_of(stage.single))
         if self.sums.is_wanted and isinstance(result[1], Mapping):
-            self.sums.add(call.first, result[1], self._constants.skipped)
+            self.sums.add(call.first, result[1], self._constants.skipped, kinds=kinds_of(result[1]))
         return keep_roles(state, result[0]), result[1]
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:
