@@ -224,3 +224,17 @@ def test_values_that_are_not_real_numbers_are_not_metrics():
     assert list(found) == ["a", "b"]
     assert is_number(np.bool_(True))
     assert is_number(math.pi)
+
+
+@pytest.mark.parametrize("other", [None, "no episode ended", np.ones(3)])
+@pytest.mark.parametrize("number", [2.0, np.full((), 2.0), jnp.float32(2)])
+def test_a_metric_that_is_a_number_at_some_steps_only(number, other):
+    def step(state, batch):
+        value = other if int(state.global_step) % 2 else number
+        return jstep.increment_global_step(state), {"loss": jnp.float32(1), "return": value}
+
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps=4, mean=True)
+    state = jstep.TrainState.create({"w": jnp.zeros(1)}, jstep.gradient_descent(0.5))
+    jstep.train(step, state, batches, 8, hooks=[hook, jstep.NanLossHook()], log_steps=3, progress=False)
+    assert rows == [(4, {"loss": 1.0, "return": 2.0}), (8, {"loss": 1.0, "return": 2.0})]

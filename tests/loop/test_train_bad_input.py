@@ -62,6 +62,7 @@ def test_bad_input_is_named_and_creates_no_files(wrong, error, words, tmp_path):
         (lambda state: (state, {}, 3), "it returned tuple of 3"),
         (lambda state: (state, jnp.float32(1)), r"it returned \(TrainState, ArrayImpl\)"),
         (lambda state: ({}, {}), r"it returned \(dict, dict\)"),
+        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
     ],
 )
 def test_a_step_that_returns_a_wrong_result(result, words):
