@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
@@ -209,12 +210,7 @@ class ExponentialMovingAverage:
 
 
 def _count(name: str, value: Any) -> Array:
-    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-        raise TypeError(f"{name}={value!r}: must be an integer")
-    number = trees.concrete(value)
-    if number is not None and number < 0:
-        raise ValueError(f"{name}={number}: must be ≥ 0")
-    return jnp.asarray(value).astype(trees.default_float())
+    return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
