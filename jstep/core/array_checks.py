@@ -1,7 +1,8 @@
 """Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values."""
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, Unpack
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_number, kind, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 from jstep.core.meshes import on_host
 
 
@@ -121,15 +122,10 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
         waiting[path, check, args] = None
 
 
-@scoped
-def collecting_checks() -> Iterator[Waiting]:
+def collecting_checks() -> contextlib.AbstractContextManager[Waiting]:
     """Context manager in which `when_concrete` collects checks for `run_checks`."""
     waiting: Waiting = {}
-    token = _WAITING.set(waiting)
-    try:
-        yield waiting
-    finally:
-        _WAITING.reset(token)
+    return setting(_WAITING, waiting)
 
 
 def run_checks(waiting: Waiting, params: Any) -> None:
