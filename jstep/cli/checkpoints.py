@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -155,11 +154,3 @@ def _prefixes(directory: str, store: Any) -> list[str]:
     if not is_url(directory) and is_directory(directory):
         names += names_in(directory)
     return sorted({match[1] for name in names if (match := _NAME.fullmatch(name))})
-
-
-def time_of(seconds: float) -> str:
-    """Format a time in UTC, to the second."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").replace("+00:00", " UTC")
-    except (OverflowError, ValueError, OSError):  # outside the range of datetime
-        return f"{seconds:g} s"

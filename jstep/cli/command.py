@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from jstep.core.text import columns
@@ -52,6 +53,14 @@ def cell(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return printable(value)
+
+
+def time_text(seconds: float, separator: str, precision: str) -> str:
+    """Format a time in UTC, as `datetime.isoformat` does."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(separator, precision)
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
+        return f"{seconds:g} s"
 
 
 def table(heads: Any, rows: list[list[str]], left: int) -> None:

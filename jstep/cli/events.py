@@ -4,10 +4,9 @@ import argparse
 import fnmatch
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from jstep.cli.command import OK, TROUBLE, Command, as_json, complain, printable
+from jstep.cli.command import OK, TROUBLE, Command, as_json, complain, printable, time_text
 from jstep.stores.files import opened
 from jstep.stores.urls import location
 from jstep.summary.read import event_files, is_event_file, summary_iterator
@@ -124,18 +123,11 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    head = f"{_time(entry.pop('wall_time'))}  step {entry.pop('step')}"
+    head = f"{time_text(entry.pop('wall_time'), 'T', 'milliseconds')}  step {entry.pop('step')}"
     values = entry.pop("values", None)
     if values is None:
         return "  ".join([head, *(f"{key} {_short(x)}" for key, x in entry.items())])
     return "  ".join([head, "; ".join(map(_value_text, values))])
-
-
-def _time(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-    except (OverflowError, ValueError, OSError):  # outside the range of datetime
-        return f"{seconds:g} s"
 
 
 def _value_text(value: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.cli import weights
-from jstep.cli.checkpoints import Checkpoint, at, below, names_of, time_of
-from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table
+from jstep.cli.checkpoints import Checkpoint, at, below, names_of
+from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table, time_text
 from jstep.core.ranges import is_inexact, range_of
 from jstep.core.text import size
 from jstep.stores.files import is_directory
@@ -133,7 +133,7 @@ def _about(one: Checkpoint) -> dict[str, Any]:
         "path": one.path,
         "step": one.step,
         "saved_at": one.manifest.saved_at,
-        "time": time_of(one.manifest.saved_at),
+        "time": time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
         "jstep": one.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
     }

@@ -1,7 +1,8 @@
 """Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values."""
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, Unpack
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, kind, out_of_range, shown
+from jstep.core.checks import Bounds, as_number, kind, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 from jstep.core.meshes import on_host
 
 
@@ -43,29 +44,25 @@ def as_scalar(
         ValueError: The value is not a scalar, or out of range.
     """
     hint = f"; {meaning}" if meaning else ""
-    wanted = f"must be {expected or ('an integer' if integer else 'a number')}"
+    wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
     if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
-        raise TypeError(f"{argument}={shown(value)}: {wanted}, got {kind(value)}{hint}")
+        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got {kind(value)}{hint}")
     if np.ndim(value):
         raise ValueError(
             f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
         )
     if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
-        raise TypeError(f"{argument}={shown(value)}: {wanted}, got dtype {value.dtype}{hint}")
+        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
     on_mesh = on_host(value)
     with internal_transfers():
         known = trees.concrete(value) if on_mesh is None else on_mesh
     if known is None:
         return value
-    try:
-        number = plain(known)
-    except OverflowError:
-        raise ValueError(f"{argument}={shown(value)}: {wanted} that fits in a float{hint}") from None
-    problem = out_of_range(number, **bounds)
-    if problem:
-        raise ValueError(f"{argument}={known.item()}: {problem}{hint}")
-    return value if isinstance(value, jax.Array) and on_mesh is None else number
+    number = as_number(known.item(), argument, expected=wanted, meaning=meaning, **bounds)
+    if isinstance(value, jax.Array) and on_mesh is None:
+        return value
+    return int(known) if integer else number
 
 
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
@@ -125,15 +122,10 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
         waiting[path, check, args] = None
 
 
-@scoped
-def collecting_checks() -> Iterator[Waiting]:
+def collecting_checks() -> contextlib.AbstractContextManager[Waiting]:
     """Context manager in which `when_concrete` collects checks for `run_checks`."""
     waiting: Waiting = {}
-    token = _WAITING.set(waiting)
-    try:
-        yield waiting
-    finally:
-        _WAITING.reset(token)
+    return setting(_WAITING, waiting)
 
 
 def run_checks(waiting: Waiting, params: Any) -> None:

@@ -195,7 +195,7 @@ def as_text(value: Any, argument: str, meaning: str = "") -> str:
     return value
 
 
-def one_of(value: Any, argument: str, choices: Any, spelled: Callable[[Any], str] = repr) -> Any:
+def one_of(value: Any, argument: str, choices: Any) -> Any:
     """Return the value, which must be one of `choices`.
 
     Raises:
@@ -203,5 +203,5 @@ def one_of(value: Any, argument: str, choices: Any, spelled: Callable[[Any], str
     """
     # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(spelled, choices))}")
+        raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(repr, choices))}")
     return value

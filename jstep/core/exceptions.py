@@ -1,6 +1,7 @@
 """The user's exceptions: notes on them, and context managers that let them pass as they are."""
 
 import contextlib
+import contextvars
 import functools
 import re
 from collections.abc import Callable, Generator, Iterator
@@ -39,6 +40,16 @@ class _Scope(contextlib.AbstractContextManager[_T], Generic[_T]):
             next(self._body, None)
         else:
             self._body.close()
+
+
+@scoped
+def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
+    """Context manager that sets a context variable."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def note(error: BaseException, text: str) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_text, shown
 from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 from jstep.core.meshes import mesh_of, parts_along
 
 
@@ -44,14 +44,9 @@ Layouts = Mapping[str, NamedSharding]
 _LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
 
 
-@scoped
-def using_layouts(layouts: Layouts) -> Iterator[None]:
+def using_layouts(layouts: Layouts) -> contextlib.AbstractContextManager[Layouts]:
     """Make the shardings of leaves known to `layout_of` in a context: tracers on Auto axes do not know theirs."""
-    token = _LAYOUTS.set(layouts)
-    try:
-        yield
-    finally:
-        _LAYOUTS.reset(token)
+    return setting(_LAYOUTS, layouts)
 
 
 def layout_of(path: str) -> NamedSharding | None:
@@ -129,14 +124,9 @@ def _on_device(leaf: Any) -> Any:
 _SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
 
 
-@scoped
-def sharded(shardings: Any) -> Iterator[None]:
+def sharded(shardings: Any) -> contextlib.AbstractContextManager[Any]:
     """Context manager that makes the shardings of a traced state known: tracers on Auto axes do not know them."""
-    token = _SHARDINGS.set(shardings)
-    try:
-        yield
-    finally:
-        _SHARDINGS.reset(token)
+    return setting(_SHARDINGS, shardings)
 
 
 def shardings_of(tree: Any) -> list[Any] | None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.exceptions import setting
 from jstep.core.types import Optimizer, Params, Slots, Step
 
 
@@ -202,11 +203,8 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str
 
     def trace(step: Step) -> None:
         made: list[tuple[Any, Role | None]] = []
-        token = _MADE.set(made)
-        try:
+        with setting(_MADE, made):
             slots = init(params, step)
-        finally:
-            _MADE.reset(token)
         roles = {id(tree): role for tree, role in made}
         inherited.update({name: roles[id(tree)] for name, tree in slots.items() if id(tree) in roles})
         shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves

@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import trees
+from jstep.core.exceptions import setting
 from jstep.core.types import Array
 
 
@@ -147,11 +148,8 @@ def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the result of fn, and the summaries created in it but not returned, or None."""
     if not _collects:
         lost: list[None] = []
-        token = _lost_summaries.set(lost)
-        try:
+        with setting(_lost_summaries, lost):
             result = fn()
-        finally:
-            _lost_summaries.reset(token)
         if not lost:  # also if another thread has loaded jstep.summary meanwhile: fn is traced once, as usual
             return result, None
         # The loss itself loaded jstep.summary: its summaries have not been collected.

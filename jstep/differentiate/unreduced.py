@@ -5,7 +5,7 @@ have gradients of type `unreduced`, which are summed on each device and reduced 
 rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as usual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, mesh_axes_of, spec_of
-from jstep.core.programs import counts_of
+from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
 from jstep.core.types import Array
 from jstep.differentiate.microbatches import microbatch
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
-_CALLS = frozenset({"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "scan"})
 
 
 def reduced_once(
@@ -39,10 +38,11 @@ def reduced_once(
     able = [i for i in indices if axes and _is_able(leaves[i], axes)]
     if able:
         first = microbatch(parts, 0)
-        jaxpr = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
+        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
             [leaves[i] for i in able]
-        ).jaxpr
-        able = [i for i, var in zip(able, jaxpr.invars, strict=True) if _enters_by_products(jaxpr, var)]
+        )
+        others = _other_uses(body_of(traced), [frozenset([i]) for i in able])
+        able = [i for i in able if i not in others]
     if able:
 
         def typed(params: Any, parts: Any) -> Any:
@@ -90,29 +90,27 @@ def _typed(leaf: Array, axes: frozenset[str]) -> Array:
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 
-def _enters_by_products(jaxpr: Any, var: Any) -> bool:
-    """Return whether a program uses a variable only in matrix products, possibly after changes of shape or dtype."""
-    if any(out is var for out in jaxpr.outvars):
-        return False
-    for eqn in jaxpr.eqns:
-        for i, used in enumerate(eqn.invars):
-            if used is var and not _is_product(jaxpr, eqn, i):
-                return False
-    return True
+def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:
+    """Return which of the given arguments a program does not only use in matrix products.
 
+    Args:
+        body: The program.
+        given: The arguments that each of its own is, possibly after changes of shape or dtype.
+    """
+    others: set[int] = set()
 
-def _is_product(jaxpr: Any, eqn: Any, i: int) -> bool:
-    name = eqn.primitive.name
-    if name == "dot_general":
-        return True
-    if name in _SAME_ELEMENTS:
-        return _enters_by_products(jaxpr, eqn.outvars[0])
-    if name not in _CALLS:
-        return False
-    if name == "scan":
-        consts, carried = counts_of(eqn.params)
-        if consts <= i < consts + carried:
-            return False
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    return inner is not None and len(inner.invars) == len(eqn.invars) and _enters_by_products(inner, inner.invars[i])
+    def use(operation: Operation, taken: list[frozenset[int]]) -> list[frozenset[int]]:
+        name = operation.eqn.primitive.name
+        if name in _SAME_ELEMENTS:
+            return taken
+        if operation.kind == "scan":
+            consts, carried = counts_of(operation.eqn.params)
+            others.update(*taken[consts : consts + carried])
+        if operation.kind in ("call", "scan"):
+            others.update(_other_uses(operation.bodies[0], taken))
+        elif name != "dot_general":
+            others.update(*taken)
+        return [frozenset()] * len(operation.eqn.outvars)
+
+    others.update(*evaluate(body, given, use, lambda constant: frozenset()))
+    return others

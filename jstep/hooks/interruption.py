@@ -1,9 +1,10 @@
 """Interrupt an evaluation between two batches when a signal stops the run."""
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 
 _stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
     "stop_requested", default=None
@@ -17,18 +18,13 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-@scoped
-def interruptible(stop_requested: Callable[[], bool]) -> Iterator[None]:
+def interruptible(stop_requested: Callable[[], bool]) -> contextlib.AbstractContextManager[Callable[[], bool]]:
     """Make evaluators that are called inside interruptible.
 
     Args:
         stop_requested: Returns whether the run is stopping; must be called equally often on all processes.
     """
-    token = _stop_requested.set(stop_requested)
-    try:
-        yield
-    finally:
-        _stop_requested.reset(token)
+    return setting(_stop_requested, stop_requested)
 
 
 def raise_if_stop_requested() -> None:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jstep.clipping.clip import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value
 from jstep.core import trees
 from jstep.core.checks import shown
-from jstep.core.indexed_slices import is_slices, on_table
+from jstep.core.indexed_slices import on_table
 from jstep.core.types import Array, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
-from jstep.optimizers.element import element
+from jstep.optimizers.element import element, map_updates
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.masks import own_leaves
 
@@ -127,14 +127,11 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
         ratio: The largest ratio.
         axes: The axes that a unit spans; see `clip_gradients`.
     """
-    found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-    clipped = [
-        None
-        if trees.is_none(g)
-        else on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, path, like, _unit_axes)), g)
-        for g, p, (path, like) in zip(found, jax.tree.leaves(params), own_leaves(params), strict=True)
-    ]
-    return trees.structure(params).unflatten(clipped)
+
+    def clipped(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
+        return on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, *leaf, _unit_axes)), g)
+
+    return map_updates(clipped, params, updates, jax.tree.leaves(params), own_leaves(params))
 
 
 def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Chain elements without a rule, and the leaves of custom optimizers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -100,6 +100,23 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         dtype = trees.compute_dtype(jnp.result_type(leaf))
         results.append(fn(path, *(_wide(one, dtype) for one in (leaf, *rest))))
     return trees.structure(params).unflatten(results)
+
+
+def map_updates(
+    fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
+) -> Updates:
+    """Map `fn(update, …)` over the leaves that have an update, which may be an `IndexedSlices`; the others stay None.
+
+    Args:
+        fn: `fn(update, *others)`.
+        params: The parameters.
+        updates: A tree like params.
+        *others: Values to pass with each update: one for each leaf of params, in order.
+        what: The name of `updates`, for errors.
+    """
+    found = trees.flatten_like(params, updates, what, is_leaf=is_slices)
+    rows = zip(found, *others, strict=True)
+    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
 
 def _wide(x: Any, dtype: Any) -> Any:

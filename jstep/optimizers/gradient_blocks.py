@@ -15,7 +15,7 @@ from jstep.core.checks import as_bool
 from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
-from jstep.optimizers.element import element
+from jstep.optimizers.element import element, map_updates
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.masks import leaf_numbers, own_leaves
 
@@ -52,22 +52,18 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     key = as_key(key, "key")
 
     def noisy(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         real = trees.default_float()
         steps = jnp.asarray(step).astype(real) + 1
         sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
         of_step = jax.random.fold_in(key, step)
-        new = [
-            None if trees.is_none(g) else _noisy(g.to_dense() if is_slices(g) else jnp.asarray(g), sigma, of_step, i)
-            for i, g in zip(leaf_numbers(params), found, strict=True)
-        ]
-        return trees.structure(params).unflatten(new)
+        return map_updates(lambda g, i: _noisy(g, sigma, of_step, i), params, updates, leaf_numbers(params))
 
     hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
     return element(noisy, hyper)
 
 
-def _noisy(g: Array, sigma: Array, key: Array, i: int) -> Array:
+def _noisy(g: Any, sigma: Array, key: Array, i: int) -> Array:
+    g = g.to_dense() if is_slices(g) else jnp.asarray(g)
     dtype = trees.compute_dtype(g.dtype)
     noise = jax.random.normal(jax.random.fold_in(key, i), g.shape, dtype)
     return g.astype(dtype) + sigma.astype(dtype) * noise
@@ -100,14 +96,10 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     check_axes(axes)
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        new = [
-            None
-            if trees.is_none(g)
-            else _centred(g, unit_axes_of(axes, path, p, lambda shape: tuple(range(1, len(shape)))))
-            for g, (path, p) in zip(found, own_leaves(params), strict=True)
-        ]
-        return trees.structure(params).unflatten(new)
+        def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
+            return _centred(g, unit_axes_of(axes, *leaf, lambda shape: tuple(range(1, len(shape)))))
+
+        return map_updates(of_leaf, params, updates, own_leaves(params))
 
     return element(centralize, {})
 

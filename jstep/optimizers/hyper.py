@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, shown
-from jstep.core.meshes import on_host
+from jstep.core.array_checks import as_scalar
+from jstep.core.checks import Bounds, kind, shown
 from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
@@ -48,32 +47,12 @@ def checked(
         first = checked(name, value.value, low=low, high=high, above=above, below=below)
         return dataclasses.replace(value, value=first)
     given: Any = value
-    if inspect.isclass(given):
+    if isinstance(given, type):
         raise TypeError(f"{name}={given.__name__}: must be a number, an array or a schedule, got a class")
-    if callable(value):
-        return value
-    if isinstance(value, bool) or not (isinstance(value, int | float) or trees.is_array(value)):
-        raise TypeError(f"{name}={shown(value)}: must be a number, an array or a schedule, got {type(value).__name__}")
-    if np.ndim(value):
-        raise ValueError(
-            f"{name}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
-        )
-    if not (
-        jnp.issubdtype(jnp.result_type(value), jnp.floating) or jnp.issubdtype(jnp.result_type(value), jnp.integer)
-    ):
-        raise TypeError(f"{name}: must be a real number, got dtype {jnp.result_type(value)}")
-    number = trees.concrete(value)
-    if number is not None:
-        # A float32 array may be one rounding below a bound such as 0; only ≤ and < are needed here.
-        fits = (number > low if above else number >= low) and (number < high if below else number <= high)
-        if not (fits and np.isfinite(number)):
-            signs = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
-            signs += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
-            raise ValueError(f"{name}={number}: must be finite" + "".join(f" and {sign}" for sign in signs))
-    if isinstance(value, int | float | np.generic | np.ndarray):
-        return float(value)
-    on_a_mesh = on_host(value)
-    return value if on_a_mesh is None else float(on_a_mesh)
+    if callable(given):
+        return given
+    bounds: Bounds = {"low": low, "high": high, "above": above, "below": below}
+    return as_scalar(given, name, expected="a number, an array or a schedule", **bounds)
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
@@ -174,11 +153,13 @@ def report(given: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """
     given = {name: value for name, value in given.items() if not isinstance(value, Held)}
 
-    def hyperparameters(step: Step, /) -> dict[str, Any]:
-        make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
-        return {
-            name: make(value, trees.default_float()) if isinstance(value, float) else value
-            for name, value in values_at(given, step).items()
-        }
+    return lambda step, /: as_arrays(values_at(given, step), step)
 
-    return hyperparameters
+
+def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
+    """Convert the numbers among values at a step to scalar arrays, under a trace to those of NumPy; see `report`."""
+    make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
+    return {
+        name: make(value, trees.default_float()) if isinstance(value, int | float | np.generic) else value
+        for name, value in values.items()
+    }

@@ -1,13 +1,14 @@
 """Static values per leaf (masks, axes, factors), computed from paths, shapes and dtypes."""
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
 
 from jstep.core import trees
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
 from jstep.core.types import Params
 
@@ -17,14 +18,9 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
 
 
-@scoped
-def partial_params(params: Params) -> Iterator[None]:
+def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
     """Make masks see `params` in this context, even if inner optimizers get None or another dtype for some leaves."""
-    token = _WHOLE.set(params if _WHOLE.get() is None else _WHOLE.get())
-    try:
-        yield
-    finally:
-        _WHOLE.reset(token)
+    return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
 def mask(argument: str, var_list: VarList) -> Flag:

@@ -10,14 +10,15 @@ gets its slots in device memory: correct, but all at once.
 
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import setting
 from jstep.core.meshes import parts_along
 from jstep.core.placement import is_on_host, layout_of, on_devices, shardings_of, to_host
 from jstep.core.programs import Subprogram, body_of, evaluate, is_elementwise, on_slices
@@ -49,24 +50,17 @@ class Transfers:
 _TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
 
 
-@scoped
-def using_transfers(transfers: Transfers | None) -> Iterator[None]:
+def using_transfers(transfers: Transfers | None) -> AbstractContextManager[Transfers | None]:
     """Load slots leaf by leaf in a context; not if `transfers` is None."""
-    token = _TRANSFERS.set(transfers)
-    try:
-        yield
-    finally:
-        _TRANSFERS.reset(token)
+    return setting(_TRANSFERS, transfers)
 
 
-@scoped
-def only_if(condition: Array) -> Iterator[None]:
+def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
     """Update slots in host memory, in a context, only if a condition is true; otherwise nothing is transferred."""
     known = _TRANSFERS.get()
     if known is not None:
         known = Transfers(known.limit, jnp.where(condition, known.turns, 0), is_certain=False)
-    with using_transfers(known):
-        yield
+    return using_transfers(known)
 
 
 def is_worth_loops(state: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.slot_roles import Init, Role, Roles, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
@@ -23,8 +23,25 @@ from jstep.optimizers.parts import (
 )
 from jstep.state.train_state import START_STEP
 
-WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, Params, Step, Hyper, Context], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, own, params, step, h, context) -> (updates, inner, own)`, with separate slots."""
+
+class StepInputs(NamedTuple):
+    """Inputs of a wrapper's update besides updates and slots.
+
+    Attributes:
+        params: The parameters.
+        step: The step.
+        context: The context, for the inner optimizer.
+        h: The values of the wrapper's hyperparameters at the step.
+    """
+
+    params: Params
+    step: Step
+    context: Context
+    h: Hyper
+
+
+WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
+"""`update(updates, inner, own, at) -> (updates, inner, own)`, with separate slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +135,8 @@ def wrap_optimizer(
         inner = own_slots(optimizer, slots, params)
         mine = {name: slots[name] for name in own_roles}
         seen = mine | ({START_STEP: slots[age]} if age else {})
-        h = values_at(hyper, step, slots)
-        updates, inner, changed = update(updates, inner, seen, params, step, h, context)
+        at = StepInputs(params, step, context, values_at(hyper, step, slots))
+        updates, inner, changed = update(updates, inner, seen, at)
         return updates, mine | ({age: slots[age]} if age else {}) | changed | inner
 
     is_safe = is_guarded(optimizer) if guarded is None else guarded

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, shown
+from jstep.core.exceptions import setting
 from jstep.differentiate.loss_outputs import note_lost_summary
 from jstep.differentiate.loss_outputs import register_summaries as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
@@ -212,11 +213,8 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     @functools.wraps(fn)
     def collected(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Summary | None]:
         collector = _Collector(key)
-        token = _active.set((*_active.get(), collector))
-        try:
+        with setting(_active, (*_active.get(), collector)):
             result = fn(*args, **kwargs)
-        finally:
-            _active.reset(token)
         parts = collector.parts
         if collector.nested:
             parts = parts + _returned(result, collector)
@@ -230,11 +228,8 @@ def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | N
 
     def collected() -> tuple[R, Summary | None]:
         collector = _Collector(SUMMARIES)
-        token = _active.set((*_active.get(), collector))
-        try:
+        with setting(_active, (*_active.get(), collector)):
             result = fn()
-        finally:
-            _active.reset(token)
         back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
         _refuse_lost(collector, back, _LOST_IN_A_LOSS)
         parts = [part for part in collector.parts if not back.issuperset(part.tags)]

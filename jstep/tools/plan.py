@@ -178,8 +178,7 @@ def plan(
             f"last_step={last_step}: must be at most {np.iinfo(dtype).max}, the last step that {dtype} counts; under "
             "jax_enable_x64 steps are int64"
         )
-    steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64)) if points > 1 else None
-    steps = np.array([start]) if steps is None else steps
+    steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64))
     pairs = [(hook, steps_of(hook, start, last_step)) for hook in list_of_hooks(hooks)]
     return Plan(
         steps,

@@ -130,17 +130,17 @@ def verify_resume(
     def whole() -> TrainState:
         return run(fresh(), steps, position)[0]
 
-    reference = _on_host(whole())
+    reference = _bits_of(whole())
     with tempfile.TemporaryDirectory() as directory:
         half, source = run(fresh(), at, position)
         there = source.position() if source.position else None
-        before = _on_host(half)
+        before = _bits_of(half)
         with Saver(directory, async_save=False) as saver:
             saver.save(half, extra={} if there is None else {POSITION: there})
-            after = _on_host(saver.restore(fresh()))
+            after = _bits_of(saver.restore(fresh()))
             with internal_transfers():
                 last_step = global_step(half) + steps - at
-            resumed = _on_host(train(train_step, fresh(), batches, last_step, checkpoint_dir=saver, progress=False))
+            resumed = _bits_of(train(train_step, fresh(), batches, last_step, checkpoint_dir=saver, progress=False))
 
     differing = _differing(reference, resumed)
     if not differing:
@@ -161,7 +161,7 @@ def _cause(
     changed = _differing(before, after)
     if changed:
         return f"the checkpoint restored {changed[0]!r} with other bits than were saved"
-    if _differing(reference, _on_host(whole())):
+    if _differing(reference, _bits_of(whole())):
         return (
             "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
             "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
@@ -180,20 +180,15 @@ def _cause(
     )
 
 
-def _on_host(state: TrainState) -> dict[str, np.ndarray[Any, Any]]:
-    def host(leaf: Any) -> np.ndarray[Any, Any]:
-        return np.array(trees.key_data(leaf))  # a copy, since the leaf is donated to the next step
+def _bits_of(state: TrainState) -> dict[str, tuple[Any, ...]]:
+    """The dtype, the shape and the bytes of each leaf: copies, since the leaves are donated to the next step."""
 
-    return {path: host(leaf) for path, leaf in trees.leaves_with_paths(state)}
+    def bits(leaf: Any) -> tuple[Any, ...]:
+        array = np.asarray(trees.key_data(leaf))
+        return array.dtype, array.shape, array.tobytes()
+
+    return {path: bits(leaf) for path, leaf in trees.leaves_with_paths(state)}
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [
-        path
-        for path in sorted(a.keys() | b.keys())
-        if path not in a
-        or path not in b
-        or a[path].dtype != b[path].dtype
-        or a[path].shape != b[path].shape
-        or a[path].tobytes() != b[path].tobytes()
-    ]
+    return [path for path in sorted(a.keys() | b.keys()) if a.get(path) != b.get(path)]

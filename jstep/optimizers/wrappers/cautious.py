@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.indexed_slices import is_slices, on_table
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.hyper import Hyper
+from jstep.core.types import Array, Optimizer, Slots, Updates, require_optimizer
+from jstep.optimizers.element import map_updates
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import StepInputs, wrap_optimizer
 
 LEAST_SHARE = 1e-3
 
@@ -40,17 +40,10 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     """
     require_optimizer("optimizer", optimizer)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        gradients = updates
-        updates, inner = call_update(optimizer, gradients, inner, params, step, context)
-        found, given = (
-            trees.flatten_like(params, tree, what, is_leaf=is_slices)
-            for tree, what in ((updates, "updates"), (gradients, "gradients"))
-        )
-        masked = [None if u is None else _masked(u, g) for u, g in zip(found, given, strict=True)]
-        return trees.structure(params).unflatten(masked), inner, {}
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        return map_updates(_masked, at.params, updates, gradients, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)
 

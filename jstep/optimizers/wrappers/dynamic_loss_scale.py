@@ -10,10 +10,9 @@ from jstep.core import trees
 from jstep.core.checks import as_int, as_number
 from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped
 
 LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
@@ -64,13 +63,11 @@ def dynamic_loss_scale(
     length = as_int(period, "period", at_least=1)
     by = as_number(factor, "factor", low=1, above=True)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
-        finite = all_finite(updates, params)
-        updates, inner = unless_skipped(finite, optimizer, unscaled(updates, scale), inner, params, step, context)
-        made = jnp.asarray(step).astype(since.dtype) + 1
+        finite = all_finite(updates, at.params)
+        updates, inner = unless_skipped(finite, optimizer, unscaled(updates, scale), inner, at)
+        made = jnp.asarray(at.step).astype(since.dtype) + 1
         grows = finite & (made - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)

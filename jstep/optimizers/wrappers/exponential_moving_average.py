@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
 from jstep.core.types import (
     Array,
-    Context,
     Held,
     Optimizer,
     Params,
@@ -27,13 +27,13 @@ from jstep.core.types import (
 )
 from jstep.optimizers.apply_updates import add
 from jstep.optimizers.held import check_prefix
-from jstep.optimizers.hyper import Hyper, checked, value_at
+from jstep.optimizers.hyper import checked, value_at
 from jstep.optimizers.masks import mask
 from jstep.optimizers.match_gradients import find_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 from jstep.state.train_state import START_STEP, TrainState
 
 NAME = "ExponentialMovingAverage"
@@ -209,12 +209,7 @@ class ExponentialMovingAverage:
 
 
 def _count(name: str, value: Any) -> Array:
-    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-        raise TypeError(f"{name}={value!r}: must be an integer")
-    number = trees.concrete(value)
-    if number is not None and number < 0:
-        raise ValueError(f"{name}={number}: must be ≥ 0")
-    return jnp.asarray(value).astype(trees.default_float())
+    return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
@@ -299,12 +294,10 @@ def with_moving_average(
             leaves = _initial(initial, params, chosen)
         return ema.init(treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, chosen, strict=True)]))
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
-        after = jnp.asarray(step) + 1
-        now = dataclasses.replace(ema, decay=h[f"{ema.name}/{DECAY}"]) if hyper else ema
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
+        params, after = at.params, jnp.asarray(at.step) + 1
+        now = dataclasses.replace(ema, decay=at.h[f"{ema.name}/{DECAY}"]) if hyper else ema
         age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
         rate, averages = now.rate(after, age), trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)

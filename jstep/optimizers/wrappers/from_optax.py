@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
@@ -15,7 +14,7 @@ from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.slot_roles import Init, Roles, of_slots
 from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
-from jstep.optimizers.hyper import checked, report
+from jstep.optimizers.hyper import as_arrays, checked, report
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
 from jstep.optimizers.parts import EMPTY_CONTEXT
 
@@ -284,16 +283,7 @@ def _reported(given: Any) -> Any:
             f"hyperparameters={shown(given)}: must map names to numbers or schedules, or be a function of the step, "
             f"got {kind(given)}"
         )
-    values = given
-
-    def hyperparameters(step: Step, /) -> dict[str, Any]:
-        make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
-        return {
-            key: make(value, trees.default_float()) if isinstance(value, int | float | np.generic) else value
-            for key, value in dict(values(step)).items()
-        }
-
-    return hyperparameters
+    return lambda step, /: as_arrays(dict(given(step)), step)
 
 
 EXTRA = ("value", "grad", "value_fn")

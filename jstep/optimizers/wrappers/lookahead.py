@@ -9,24 +9,14 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import (
-    Array,
-    Context,
-    Optimizer,
-    Params,
-    ScalarOrSchedule,
-    Slots,
-    Step,
-    Updates,
-    require_optimizer,
-)
+from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.hyper import Hyper, checked
+from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
 
@@ -63,15 +53,13 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     require_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        due = age_of(step, own[START_STEP]) % period == 0
-        updates, inner = call_update(optimizer, updates, inner, params, step, context)
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params, due = at.params, age_of(at.step, own[START_STEP]) % period == 0
+        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
-        rate = jnp.asarray(h["slow_step_size"], trees.default_float())
+        rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
         def rule(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
             return _synchronised(u.to_dense() if is_slices(u) else u, p, own[SLOW], rate, due)

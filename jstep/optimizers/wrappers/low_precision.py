@@ -9,14 +9,14 @@ from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import add, apply_updates
-from jstep.optimizers.hyper import Hyper
+from jstep.optimizers.element import map_updates
 from jstep.optimizers.masks import leaf_numbers, partial_params
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update, inner_context
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 
 MASTER = "master"
 
@@ -62,13 +62,12 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     def fresh(params: Params, global_step: Step) -> Any:
         return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params, step = at.params, at.step
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        at_rounding = inner_context(context, lambda masters: jax.tree.map(_rounded, params, masters))
+        at_rounding = inner_context(at.context, lambda masters: jax.tree.map(_rounded, params, masters))
         with partial_params(params):
             updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding, exact=True)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -141,20 +140,18 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     require_optimizer("optimizer", optimizer)
     key = as_key(key, "key")
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
-        of_step = jax.random.fold_in(key, step)
-        numbers = leaf_numbers(params)
-        for i, (u, p) in enumerate(zip(found, jax.tree.leaves(params), strict=True)):
-            if u is not None and p.dtype == jnp.bfloat16:
-                dense = u.to_dense() if is_slices(u) else u
-                found[i] = _stochastically_rounded(
-                    p, dense.astype(jnp.float32), jax.random.fold_in(of_step, numbers[i])
-                )
-        return trees.structure(params).unflatten(found), inner, {}
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        of_step = jax.random.fold_in(key, at.step)
+
+        def rounded(u: Any, p: Array, i: int) -> Any:
+            if p.dtype != jnp.bfloat16:
+                return u
+            dense = u.to_dense() if is_slices(u) else u
+            return _stochastically_rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, i))
+
+        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
+        return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "stochastic_rounding", update)
 

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.types import Array, Context, GradientNoise, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.hyper import Hyper, constant
+from jstep.core.types import Array, GradientNoise, Optimizer, Slots, Updates, require_optimizer
+from jstep.optimizers.hyper import constant
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 
 SLOTS = {
     "noise/gradient_noise": Role.NOISE,
@@ -65,11 +65,9 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
     require_optimizer("optimizer", optimizer)
     share = 1 - constant("decay", decay, low=0, high=1, below=True)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
-        return updates, inner, own if context.noise is None else _averaged(own, context.noise, share)
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
+        return updates, inner, own if at.context.noise is None else _averaged(own, at.context.noise, share)
 
     return wrap_optimizer(
         optimizer,

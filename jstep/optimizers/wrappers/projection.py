@@ -9,12 +9,11 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Optimizer, Params, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
-from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import Projected, is_update
-from jstep.optimizers.wrap_optimizer import wrap_optimizer
+from jstep.optimizers.wrap_optimizer import StepInputs, wrap_optimizer
 
 
 def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
@@ -57,10 +56,9 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
     require_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, params, step, context, exact=True)
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params = at.params
+        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))

@@ -1,6 +1,7 @@
 """Skip updates whose gradients are not finite, and other conditional updates."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,14 +11,13 @@ from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, roles_of
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.types import Array, Optimizer, Params, Slots, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
-from jstep.optimizers.hyper import Hyper
 from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.offloading import only_if
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import Projected, is_projected, is_update
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
@@ -58,13 +58,11 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """
     require_optimizer("optimizer", optimizer)
 
-    def update(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        finite = all_finite(updates, params)
-        updates, inner = unless_skipped(finite, optimizer, updates, inner, params, step, context)
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        finite = all_finite(updates, at.params)
+        updates, inner = unless_skipped(finite, optimizer, updates, inner, at)
         last = own[LAST_FINITE_STEP]
-        made = jnp.asarray(step).astype(last.dtype) + 1
+        made = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
     added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
@@ -85,7 +83,7 @@ def all_finite(gradients: Updates, params: Params) -> Array:
 
 
 def unless_skipped(
-    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, params: Params, step: Step, context: Context
+    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs
 ) -> tuple[Updates, Slots]:
     """Update if `finite` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
     slot_rules = {
@@ -94,7 +92,7 @@ def unless_skipped(
         Role.SCALE_SINCE: lambda old, new: new,
         Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
     }
-    return conditional_update(finite, optimizer, updates, slots, params, step, context, slot_rules=slot_rules)
+    return conditional_update(finite, optimizer, updates, slots, at, slot_rules)
 
 
 SlotRule = Callable[[Any, Any], Any]
@@ -106,11 +104,8 @@ def conditional_update(
     optimizer: Optimizer,
     updates: Updates,
     slots: Slots,
-    params: Params,
-    step: Step,
-    context: Context,
-    *,
-    slot_rules: Mapping[Role, SlotRule] | None = None,
+    at: StepInputs,
+    slot_rules: Mapping[Role, SlotRule] = MappingProxyType({}),
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
@@ -119,16 +114,14 @@ def conditional_update(
         optimizer: The optimizer.
         updates: Its gradients.
         slots: Its slots.
-        params: The parameters.
-        step: The step.
-        context: The context.
+        at: The inputs of its wrapper.
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
-    roles, slot_rules = roles_of(optimizer, params), slot_rules or {}
+    roles = roles_of(optimizer, at.params)
     with only_if(condition):
-        updates, new_slots = call_update(optimizer, updates, slots, params, step, context, exact=True)
-    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    leaves, treedef = trees.flatten(params)
+        updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
+    found = trees.flatten_like(at.params, updates, "updates", is_leaf=is_update)
+    leaves, treedef = trees.flatten(at.params)
     updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
 
     def slot(name: str, new: Any) -> Any:

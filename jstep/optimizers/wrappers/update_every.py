@@ -8,12 +8,11 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
 from jstep.core.slot_roles import Roles
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
-from jstep.optimizers.hyper import Hyper
+from jstep.core.types import Array, Optimizer, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.offloading import per_leaf
-from jstep.optimizers.wrap_optimizer import Own, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import conditional_update
 
 GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
@@ -69,15 +68,11 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     def due_at(step: Step) -> Array:
         return (jnp.asarray(step) - offset) % every == every - 1
 
-    def of_one_step(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        return *conditional_update(due_at(step), optimizer, updates, inner, params, step, context), own
+    def of_one_step(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        return *conditional_update(due_at(at.step), optimizer, updates, inner, at), own
 
-    def of_the_mean(
-        updates: Updates, inner: Slots, own: Slots, params: Params, step: Step, h: Hyper, context: Context
-    ) -> tuple[Updates, Slots, Slots]:
-        due, treedef = due_at(step), trees.structure(params)
+    def of_the_mean(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        due, params, treedef = due_at(at.step), at.params, trees.structure(at.params)
         gradients = match_gradients(updates, params)
         mine = {
             GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
@@ -90,7 +85,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
                 means[i], new = per_leaf(_mean_and_rest, path, of_leaf, g, due)
                 for name, leaf in new.items():
                     mine[name][i] = leaf
-        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, params, step, context)
+        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
     added = {

@@ -1,17 +1,18 @@
 """Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
-from jstep.core.programs import counts_of, name_stack
+from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate, name_stack
 from jstep.core.trees import path_str
 from jstep.summary.graph.builder import GraphBuilder, Ref, Tensor, scopes_of
-
-Env: TypeAlias = dict[Any, Ref]
 
 _HIDDEN_PARAMS = {
     "name",
@@ -26,22 +27,19 @@ _HIDDEN_PARAMS = {
 
 def from_traced(traced: Any) -> Any:
     """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
-    jaxpr = traced.jaxpr.jaxpr
-    builder = GraphBuilder()
-    env: Env = {}
-    for var, name in zip(jaxpr.invars, _argument_names(traced, len(jaxpr.invars)), strict=True):
-        (env[var],) = builder.add([], name, "Parameter", [], [_tensor(var)])
-    for i, (var, const) in enumerate(zip(jaxpr.constvars, traced.jaxpr.consts, strict=True)):
-        attrs = (
-            {"value": str(const)} if getattr(const, "size", 2) == 1 and not isinstance(const, jax.core.Tracer) else {}
-        )
-        (env[var],) = builder.add(["constants"], f"const_{i}", "Const", [], [_tensor(var)], attrs)
-    walker = _Walker(builder)
-    walker.equations(jaxpr, env, "")
+    body, walker = body_of(traced.jaxpr), _Walker()
+    invars, add = body.jaxpr.invars, walker.builder.add
+    names = _argument_names(traced, len(invars))
+    inputs = [add([], name, "Parameter", [], [_tensor(var)])[0] for var, name in zip(invars, names, strict=True)]
+    constants = [
+        walker.constant(value, var, "constants", f"const_{i}")
+        for i, (var, value) in enumerate(zip(body.jaxpr.constvars, body.consts, strict=True))
+    ]
+    results = walker.operations(body, constants, inputs, "")
     names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
-    for var, path in zip(jaxpr.outvars, names, strict=True):
-        builder.add(["result"], path or "value", "Result", [walker.ref(var, env, "result")], [_tensor(var)])
-    return builder.build()
+    for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
+        add(["result"], path or "value", "Result", [walker.ref(value, var, "result")], [_tensor(var)])
+    return walker.builder.build()
 
 
 def _argument_names(traced: Any, count: int) -> list[str]:
@@ -66,119 +64,98 @@ def _tensor(var: Any) -> Tensor:
 
 
 class _Walker:
-    def __init__(self, builder: GraphBuilder) -> None:
-        self.builder = builder
+    """Conversion of operations to nodes. Values are references, or constants that are operands."""
 
-    def ref(self, atom: Any, env: Env, scope: str) -> Ref:
-        """Return the reference of a variable; a literal becomes a constant node."""
-        if not isinstance(atom, core.Literal):
-            return env[atom]
-        (name,) = self.builder.add([scope], "const", "Const", [], [_tensor(atom)], {"value": str(atom.val)})
-        return name
+    def __init__(self) -> None:
+        self.builder = GraphBuilder()
 
-    def equations(self, jaxpr: Any, env: Env, scope: str) -> None:
-        for eqn in jaxpr.eqns:
-            inner = "/".join(filter(None, [scope, *scopes_of(name_stack(eqn))]))
-            results = self._equation(eqn, env, inner)
-            env.update(zip(eqn.outvars, results, strict=True))
+    def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
+        """Add the node of a constant."""
+        attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
+        return self.builder.add([scope], name, "Const", [], [_tensor(var)], attrs)[0]
 
-    def call(self, closed: Any, inputs: Sequence[Ref], scope: str) -> list[Ref]:
-        """Add a function's body under a scope; return references to its results."""
-        jaxpr = getattr(closed, "jaxpr", closed)
-        env: Env = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False):
-            attrs = {"value": str(const)} if getattr(const, "size", 2) == 1 else {}
-            (env[var],) = self.builder.add([scope], "const", "Const", [], [_tensor(var)], attrs)
-        self.equations(jaxpr, env, scope)
-        return [self.ref(var, env, scope) for var in jaxpr.outvars]
+    def ref(self, value: Any, atom: Any, scope: str) -> Ref:
+        """Return the reference of a value; a constant becomes a node."""
+        return value if isinstance(value, str) else self.constant(value, atom, scope)
 
-    def _equation(self, eqn: Any, env: Env, scope: str) -> list[Ref]:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, env, scope)
-        if name == "while":
-            return self._while(eqn, env, scope)
-        if name == "cond":
-            return self._cond(eqn, env, scope)
-        body = _body(eqn)
-        if body is not None:
-            label = str(eqn.params.get("name") or name)
-            # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
-            opened = scope if _is_wrapper(body) else self.builder.scope(scope, label)
-            return self.call(body, self._inputs(eqn.invars, env, opened), opened)
-        literals = {f"input_{i}": str(atom.val) for i, atom in enumerate(eqn.invars) if isinstance(atom, core.Literal)}
-        inputs = [None if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
-        return self.builder.add([scope], name, name, inputs, [*map(_tensor, eqn.outvars)], {**literals, **_attrs(eqn)})[
-            : len(eqn.outvars)
+    def operations(self, body: Subprogram, constants: Sequence[Ref], inputs: Sequence[Ref], scope: str) -> list[Any]:
+        """Add the operations of a program under a scope; return its results."""
+        return evaluate(
+            dataclasses.replace(body, consts=tuple(constants)), inputs, functools.partial(self._operation, scope)
+        )
+
+    def _program(self, body: Subprogram, inputs: Sequence[Ref], scope: str) -> list[Ref]:
+        """Add an inner program under a scope; return references to its results."""
+        constants = [
+            self.constant(value, var, scope) for value, var in zip(body.consts, body.jaxpr.constvars, strict=True)
         ]
+        return self._refs(self.operations(body, constants, inputs, scope), body.jaxpr.outvars, scope)
 
-    def _inputs(self, atoms: Sequence[Any], env: Env, scope: str) -> list[Ref]:
-        return [self.ref(atom, env, scope) for atom in atoms]
+    def _refs(self, values: Sequence[Any], atoms: Sequence[Any], scope: str) -> list[Ref]:
+        return [self.ref(value, atom, scope) for value, atom in zip(values, atoms, strict=True)]
 
-    def _scan(self, eqn: Any, env: Env, scope: str) -> list[Ref]:
-        params, add = eqn.params, self.builder.add
-        opened = self.builder.scope(scope, "scan")
-        inputs = self._inputs(eqn.invars, env, opened)
+    def _operation(self, outer: str, operation: Operation, values: list[Any]) -> list[Ref]:
+        eqn, name = operation.eqn, operation.eqn.primitive.name
+        scope = "/".join(filter(None, [outer, *scopes_of(name_stack(eqn))]))
+        if operation.kind == "operation":
+            constants = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
+            inputs = [value if isinstance(value, str) else None for value in values]
+            outputs = [*map(_tensor, eqn.outvars)]
+            return self.builder.add([scope], name, name, inputs, outputs, {**constants, **_attrs(eqn)})[: len(outputs)]
+        if _is_call(operation):
+            label, inner = str(eqn.params.get("name") or name), operation.bodies[0].operations
+            # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
+            opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.builder.scope(scope, label)
+            return self._program(operation.bodies[0], self._refs(values, eqn.invars, opened), opened)
+        opened = self.builder.scope(scope, operation.kind)
+        build = {"scan": self._scan, "while": self._while, "cond": self._cond}[operation.kind]
+        return build(operation, self._refs(values, eqn.invars, opened), opened)
+
+    def _scan(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
+        (body,), params, add = operation.bodies, operation.eqn.params, self.builder.add
         consts, carried = counts_of(params)
         attrs = {"length": str(params["length"]), "reverse": str(params["reverse"])}
-        body_vars = params["jaxpr"].jaxpr.invars
         for i in range(consts, len(inputs)):
             kind = "carry" if i < consts + carried else "slice"
-            (inputs[i],) = add([opened], kind, f"Scan{kind.title()}", [inputs[i]], [_tensor(body_vars[i])], attrs)
-        results = self.call(params["jaxpr"], inputs, opened)
+            (inputs[i],) = add(
+                [scope], kind, f"Scan{kind.title()}", [inputs[i]], [_tensor(body.jaxpr.invars[i])], attrs
+            )
         return [
-            result
-            if i < carried
-            else add([opened], "stack", "ScanStack", [result], [_tensor(eqn.outvars[i])], attrs)[0]
-            for i, result in enumerate(results)
+            result if i < carried else add([scope], "stack", "ScanStack", [result], [_tensor(var)], attrs)[0]
+            for i, (result, var) in enumerate(
+                zip(self._program(body, inputs, scope), operation.eqn.outvars, strict=True)
+            )
         ]
 
-    def _while(self, eqn: Any, env: Env, scope: str) -> list[Ref]:
-        params, add = eqn.params, self.builder.add
-        opened = self.builder.scope(scope, "while")
-        inputs = self._inputs(eqn.invars, env, opened)
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        start = n_cond + n_body
+    def _while(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
+        (condition, body), eqn, add = operation.bodies, operation.eqn, self.builder.add
+        first = eqn.params["cond_nconsts"]
+        start = first + eqn.params["body_nconsts"]
         carries = [
-            add([opened], "carry", "WhileCarry", [ref], [_tensor(var)])[0]
+            add([scope], "carry", "WhileCarry", [ref], [_tensor(var)])[0]
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
         ]
-        (predicate,) = self.call(params["cond_jaxpr"], inputs[:n_cond] + carries, self.builder.scope(opened, "cond"))
-        results = self.call(params["body_jaxpr"], inputs[n_cond:start] + carries, self.builder.scope(opened, "body"))
+        (predicate,) = self._program(condition, inputs[:first] + carries, self.builder.scope(scope, "cond"))
+        results = self._program(body, inputs[first:start] + carries, self.builder.scope(scope, "body"))
         control = f"^{predicate.partition(':')[0]}"
         return [
-            add([opened], "exit", "WhileExit", [ref, control], [_tensor(var)])[0]
+            add([scope], "exit", "WhileExit", [ref, control], [_tensor(var)])[0]
             for ref, var in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _cond(self, eqn: Any, env: Env, scope: str) -> list[Ref]:
-        opened = self.builder.scope(scope, "cond")
-        which, *inputs = self._inputs(eqn.invars, env, opened)
+    def _cond(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
         branches = [
-            self.call(branch, inputs, self.builder.scope(opened, f"branch_{i}"))
-            for i, branch in enumerate(eqn.params["branches"])
+            self._program(branch, inputs[1:], self.builder.scope(scope, f"branch_{i}"))
+            for i, branch in enumerate(operation.bodies)
         ]
         return [
-            self.builder.add([opened], "merge", "Merge", [which, *refs], [_tensor(var)])[0]
-            for var, *refs in zip(eqn.outvars, *branches, strict=True)
+            self.builder.add([scope], "merge", "Merge", [inputs[0], *refs], [_tensor(var)])[0]
+            for var, *refs in zip(operation.eqn.outvars, *branches, strict=True)
         ]
 
 
-def _body(eqn: Any) -> Any:
-    """Return the function that an equation calls with its operands, if any (jit, remat, custom_jvp, shard_map …)."""
-    inner = [p for p in eqn.params.values() if isinstance(p, core.Jaxpr | core.ClosedJaxpr)]
-    if len(inner) != 1:
-        return None
-    jaxpr = getattr(inner[0], "jaxpr", inner[0])
-    # Operands of a reducer are scalars; those of a called function have the ranks of the equation's operands.
-    ranks = [len(getattr(var.aval, "shape", ())) for var in jaxpr.invars]
-    fits = ranks == [len(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
-    return inner[0] if fits and len(jaxpr.outvars) == len(eqn.outvars) else None
-
-
-def _is_wrapper(body: Any) -> bool:
-    eqns = getattr(body, "jaxpr", body).eqns
-    return len(eqns) == 1 and _body(eqns[0]) is not None
+def _is_call(operation: Operation) -> bool:
+    return operation.kind in ("call", "shard_map")
 
 
 def _attrs(eqn: Any) -> dict[str, str]:
