@@ -29,8 +29,9 @@ from jstep.hooks.values import host, is_number, is_ready, shown
 from jstep.training.constants import Constants
 
 NONE = Constants({})
-_CALLS, _VALUES = 16, 128
-"""The most calls, and values, that are added in one dispatch, which costs as much as a small step."""
+_CALLS, _VALUES = 25, 128
+"""The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
+intervals, so that few dispatches are padded."""
 _MOST_PIECES = 32
 """The number of pieces of an interval from which those that have arrived are merged."""
 

@@ -117,7 +117,6 @@ class StepCounterHook(RunHook):
 
     def _reset(self) -> None:
         self._since: _Count | None = None
-        self._compiled = 0
         self._unfinished: deque[_Unfinished] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
@@ -178,13 +177,7 @@ class StepCounterHook(RunHook):
 
     def _begin_interval(self, *, wait: bool = False) -> bool:
         """Begin the first interval after the first call, which compiles."""
-        run = self.run
-        self._compiled = run.step
-        # A first call of several steps that is still running is part of the interval.
-        if run.step > run.first + 1 and not _are_ready(_markers(run.metrics)):
-            self._since = _Count(run.first, self._clock(), None if self._meter.steps() is None else {}, (0, 0))
-        else:
-            self._since = self._count_at(run.step)
+        self._since = self._count_at(self.run.step)
         return True
 
     def _count_at(self, step: int) -> _Count:
@@ -207,7 +200,7 @@ class StepCounterHook(RunHook):
         before, finished = self._clock(), []
         while self._unfinished and _are_ready(self._unfinished[0].markers):
             finished.append(self._unfinished.popleft().mark)
-        if finished and self._since is not None and finished[-1].step > self._since.step:
+        if finished and self._since is not None:
             self._measure(finished, self._since, self._clock())
         if self._unfinished:
             self._unfinished_at = before
@@ -217,15 +210,15 @@ class StepCounterHook(RunHook):
         last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
         self._since = last._replace(since=max(last.since, self._unfinished_at))
-        if last.step <= self._compiled:
-            return  # the call that included compilation is not measured
+        if last.step <= since.step:
+            return  # the first interval begins with it
         seconds = max(now - since.since, 1e-9)
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         known, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
         self._examples_per_sec = examples = known / seconds if known and not unknown else None
         self.utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
         for count in finished:
-            if count.step > max(since.step, self._compiled):
+            if count.step > since.step:
                 self._figures.append(_Figure(count.step, rate, examples, share))
                 self._write({TAG: rate} if share is None else {TAG: rate, share.name: share.value}, count.step)
 

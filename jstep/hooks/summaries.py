@@ -7,7 +7,7 @@ from typing import Any
 from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.hooks.hook import Metrics
-from jstep.hooks.values import scalars
+from jstep.hooks.values import is_ready, read, scalars
 from jstep.state.train_state import TrainState
 
 Selection = str | Sequence[str]
@@ -31,7 +31,10 @@ def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
     """One summary, in a list, of the scalar metrics and the summaries among the metrics; empty without any."""
     from jstep import summary
 
-    parts = [scalar(name, value) for name, value in scalars(metrics, leave_out).items()] + made_in(metrics)
+    values = scalars(metrics, leave_out)
+    if is_ready(values):  # numbers of the host are the quickest to write
+        values = read(values)
+    parts = [scalar(name, value) for name, value in values.items()] + made_in(metrics)
     return [summary.merge(parts, collections=())] if parts else []
 
 

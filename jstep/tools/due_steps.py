@@ -24,7 +24,9 @@ def steps_of(hook: Any, start: int, last_step: int) -> Any:
     if cadence is not None:
         if cadence.steps is None:
             return None
-        return _spaced(cadence.next_multiple if cadence.secs is not None else hook.next_due, start, last_step)
+        # Not the method of a stock hook, which may be in use in a loop of the caller's.
+        is_own = cadence.secs is None and type(hook).next_due is not RunHook.next_due
+        return _spaced(hook.next_due if is_own else cadence.next_multiple, start, last_step)
     if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None
     next_due = getattr(hook, "next_due", None)

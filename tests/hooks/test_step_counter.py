@@ -9,7 +9,6 @@ from hooked_runs import train
 
 import jstep
 from jstep.hooks import step_counter
-from jstep.hooks.hook import RunInfo
 
 
 class Marker:
@@ -83,20 +82,22 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
     assert [hook.rates_at(step)[0] for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
-def test_an_unfinished_first_call_counts(hook_clock_and_writer):
-    """As `train` calls it: the first call runs ten steps."""
-    hook, clock, _writer = hook_clock_and_writer
-    markers = [Marker(), Marker()]
-    run = RunInfo(None, None, None, step=10, metrics={"loss": Marker()})
-    hook.use_run(run)
-    hook.begin(state_at())
-    assert [look() for _, look in run.pending] == [True]
-    hook.after_step(10, None, {"loss": markers[0]})
-    clock.now += 20
-    markers[0].ready = markers[1].ready = True
-    hook.after_step(20, None, {"loss": markers[1]})
-    assert hook.steps_per_sec == pytest.approx(1.0)  # 20 steps in 20 s, and not 10
-    assert hook.examples_per_sec is None
+def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished(hook_clock_and_writer):
+    """As another loop may call it, which is ten steps ahead of the device."""
+    _hook, clock, writer = hook_clock_and_writer
+    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
+    markers = {10: Marker(), 20: Marker()}
+    hook.after_step(1, None, {})
+    hook.after_step(10, None, {"loss": markers[10]})
+    clock.now += 10
+    hook.after_step(19, None, {})
+    markers[10].ready = True
+    hook.after_step(20, None, {"loss": markers[20]})
+    clock.now += 10
+    markers[20].ready = True
+    hook.after_step(21, None, {})
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    assert [step for step, _ in writer.points] == [20]
 
 
 def test_every_due_step_has_a_point_in_a_fast_run():

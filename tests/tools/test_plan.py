@@ -90,6 +90,13 @@ def test_steps_at_which_hooks_are_due(tmp_path):
         due["Nobody"]
 
 
+def test_a_hook_in_use_outside_of_train_is_due_as_in_train():
+    """Its own sums of the metrics need every step; those of `train` do not."""
+    hook = jstep.LoggingHook(every_n_steps=100, mean=True)
+    hook.begin(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
+    assert jstep.plan(RATE, 1000, hooks=[hook]).due[hook] == range(100, 1001, 100)
+
+
 def test_text_fits_100_columns():
     optimizer = jstep.partition(
         {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
