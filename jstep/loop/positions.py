@@ -38,7 +38,7 @@ def encode_position(position: Any, owner: str) -> Any:
     return as_json(copied_position(position, owner))
 
 
-def copied_position(position: Any, owner: str) -> Any:
+def copied_position(position: Any, owner: str, without: str = "(batch for batch in batches)") -> Any:
     """Copy a position for `as_json`, because loaders may return a dict that they keep changing.
 
     There is a copy for each batch, and JSON only for a checkpoint: the text of a replay buffer takes much longer.
@@ -46,6 +46,7 @@ def copied_position(position: Any, owner: str) -> Any:
     Args:
         position: The position that the loader returned.
         owner: The name of the loader's class, for the error.
+        without: What to pass to `train` instead if no position has to be kept, for the error.
 
     Raises:
         TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
@@ -59,7 +60,7 @@ def copied_position(position: Any, owner: str) -> Any:
             f"batches: the state of the {owner} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
             f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
             "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
-            f"the {owner} or a class around it; or pass (batch for batch in batches), which has no position to keep"
+            f"the {owner} or a class around it; or pass {without}, which has no position to keep"
         ) from None
 
 

@@ -199,7 +199,10 @@ def check_batches(batches: Any) -> None:
         or isinstance(batches, HasState)
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
-        raise TypeError(f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable")
+        raise TypeError(
+            f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
+            + ("; for a step without a batch, give lambda step: ()" if batches is None else "")
+        )
 
 
 def _next_change(batches: BatchSequence, step: int) -> int | None:
@@ -235,7 +238,14 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
         return None
 
 
-def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iterator[Any] | None = None) -> Source:
+def _stateful(
+    owner: Any,
+    position: Any,
+    start: int,
+    last_step: int,
+    items: Iterator[Any] | None = None,
+    without: str = "(batch for batch in batches)",
+) -> Source:
     """The batches of a loader or iterator that keeps its position."""
     get, set_to = _methods(owner)
     name = type(owner).__name__
@@ -268,7 +278,7 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iter
 
     def where() -> Any:
         state = get()
-        return None if state is None else copied_position(state, name)
+        return None if state is None else copied_position(state, name, without)
 
     return Source(items, where, begin=None if kept is None else lambda: kept.value)
 

@@ -124,6 +124,14 @@ def test_a_buffer_is_encoded_for_checkpoints_only(tmp_path: Path, monkeypatch: p
     np.testing.assert_array_equal(rows[:, 0], [*range(1, 8), *[0] * 57])  # those before the call that failed
 
 
+def test_a_position_that_cannot_be_kept_says_how_to_do_without(tmp_path: Path) -> None:
+    environment = Environment()
+    environment.state_dict = lambda: {"simulator": object()}
+    with pytest.raises(TypeError, match=r"state\['simulator'\].* or pass jstep\.from_state\(lambda step, state: fn\("):
+        trained(3, jstep.from_state(environment), checkpoint_dir=tmp_path)
+    trained(3, jstep.from_state(lambda step, state: environment(step, state)), checkpoint_dir=tmp_path)
+
+
 def test_verify_resume_takes_them() -> None:
     batches = jstep.from_state(lambda step, state: np.asarray(state.params["w"]) + step)
     assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
