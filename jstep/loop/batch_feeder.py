@@ -42,7 +42,7 @@ class Call:
         args: The arguments of one step; if `is_stacked`, those of `most` steps, the last ones being padding.
         steps: The number of steps.
         first: The step at which the call begins.
-        position: The position of the source after these batches, JSON-serializable; None if not known.
+        position: The position of the source after these batches, from `copied_position`; None if not known.
         looped: As in `Plan`.
         most: As in `Plan`.
         is_stacked: As in `Plan`.
@@ -175,7 +175,7 @@ class BatchFeeder:
     Attributes:
         waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
         steps: The number of steps of the latest call.
-        position: The position of the source after the latest call, JSON-serializable; None if not known.
+        position: The position of the source after the latest call, from `copied_position`; None if not known.
     """
 
     def __init__(

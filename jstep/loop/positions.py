@@ -10,6 +10,7 @@ import jax
 from jstep.core.checks import kind
 from jstep.distributed import agreement
 from jstep.loop import tagged_json
+from jstep.loop.tagged_json import as_json
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
@@ -33,25 +34,33 @@ class SavedPosition(NamedTuple):
 
 
 def encode_position(position: Any, owner: str) -> Any:
-    """Encode a position for JSON. The result is a copy, because loaders may return a dict that they keep changing.
+    """Encode a position for JSON: `as_json(copied_position(position, owner))`."""
+    return as_json(copied_position(position, owner))
+
+
+def copied_position(position: Any, owner: str, without: str = "(batch for batch in batches)") -> Any:
+    """Copy a position for `as_json`, because loaders may return a dict that they keep changing.
+
+    There is a copy for each batch, and JSON only for a checkpoint: the text of a replay buffer takes much longer.
 
     Args:
         position: The position that the loader returned.
         owner: The name of the loader's class, for the error.
+        without: What to pass to `train` instead if no position has to be kept, for the error.
 
     Raises:
         TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
     """
     if isinstance(position, bytes):
-        return {_BYTES: base64.b64encode(position).decode()}
+        return {_BYTES: position}
     try:
-        return {"value": tagged_json.encode(position)}
+        return {"value": tagged_json.copied(position)}
     except tagged_json.UnsupportedError as error:
         raise TypeError(
             f"batches: the state of the {owner} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
             f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
             "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
-            f"the {owner} or a class around it; or pass (batch for batch in batches), which has no position to keep"
+            f"the {owner} or a class around it; or pass {without}, which has no position to keep"
         ) from None
 
 
@@ -113,8 +122,9 @@ def gather_positions(position: Any) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
-        position: The position of this process, from `encode_position`; None if not known.
+        position: The position of this process, from `copied_position` or `encode_position`; None if not known.
     """
+    position = as_json(position)
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
     positions = [json.loads(text) for text in agreement.gather_texts(json.dumps(position))]

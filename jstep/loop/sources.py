@@ -14,7 +14,7 @@ from jstep.core.checks import can_take, may_take, shown
 from jstep.core.exceptions import note
 from jstep.data.from_state import StateBatches
 from jstep.data.sequence import BatchIterator, BatchSequence
-from jstep.loop.positions import SavedPosition, decode_position, encode_position
+from jstep.loop.positions import SavedPosition, copied_position, decode_position, encode_position
 from jstep.queues.errors import until_end
 
 _logger = logging.getLogger("jstep")
@@ -60,7 +60,7 @@ class Source(NamedTuple):
 
     Attributes:
         items: The batches.
-        position: Returns the current position; None if the source has no position.
+        position: Returns the current position, from `copied_position`; None if the source has no position.
         seekable: Whether it can resume at any step after a restart.
         fresh: Whether each batch is in new arrays that no other code writes to.
         at: Returns the batch of any step, if batches can be indexed.
@@ -168,7 +168,9 @@ def _made_with_state(
     owner = owner_of(batches)
     if owner is None:
         return Source(until_end(items), is_of_state=True)
-    source = _stateful(owner, position, start, last_step, items)
+    source = _stateful(
+        owner, position, start, last_step, items, "jstep.from_state(lambda step, state: fn(step, state))"
+    )
     return source._replace(items=until_end(source.items), is_of_state=True)
 
 
@@ -197,7 +199,10 @@ def check_batches(batches: Any) -> None:
         or isinstance(batches, HasState)
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
-        raise TypeError(f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable")
+        raise TypeError(
+            f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
+            + ("; for a step without a batch, give lambda step: ()" if batches is None else "")
+        )
 
 
 def _next_change(batches: BatchSequence, step: int) -> int | None:
@@ -233,7 +238,14 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
         return None
 
 
-def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iterator[Any] | None = None) -> Source:
+def _stateful(
+    owner: Any,
+    position: Any,
+    start: int,
+    last_step: int,
+    items: Iterator[Any] | None = None,
+    without: str = "(batch for batch in batches)",
+) -> Source:
     """The batches of a loader or iterator that keeps its position."""
     get, set_to = _methods(owner)
     name = type(owner).__name__
@@ -266,7 +278,7 @@ def _stateful(owner: Any, position: Any, start: int, last_step: int, items: Iter
 
     def where() -> Any:
         state = get()
-        return None if state is None else encode_position(state, name)
+        return None if state is None else copied_position(state, name, without)
 
     return Source(items, where, begin=None if kept is None else lambda: kept.value)
 

@@ -39,8 +39,28 @@ class UnsupportedError(TypeError):
         self.what, self.path = what, path
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+def encode(value: Any) -> Any:
     """Encode a value for JSON. The result is a copy, which shares nothing with the value.
+
+    Raises:
+        UnsupportedError: A part of the value is of another type, or contains itself.
+    """
+    return as_json(copied(value))
+
+
+def as_json(copy: Any) -> Any:
+    """Finish the encoding of a value from `copied`, whose bytes become text. JSON stays as it is."""
+    if type(copy) is bytes:
+        return base64.b64encode(copy).decode()
+    if type(copy) is list:
+        return [as_json(item) for item in copy]
+    return {key: as_json(item) for key, item in copy.items()} if type(copy) is dict else copy
+
+
+def copied(value: Any, depth: int = 0) -> Any:
+    """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a small part of the time.
+
+    The result shares nothing with the value that can change.
 
     Args:
         value: The value.
@@ -64,19 +84,25 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2)}
     if of is set or of is frozenset:
         items = _each((("element", item) for item in value), depth + 2)
-        return {f"${of.__name__}": sorted(items, key=json.dumps)}  # equal sets become equal JSON
+        return {f"${of.__name__}": sorted(items, key=_as_text)}  # equal sets become equal JSON
     if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1), strict=True))
     if of is dict or of is collections.OrderedDict:
         keys = _each((("key", key) for key in value), depth + 3)
         pairs = zip(keys, _each(value.items(), depth + 3), strict=True)
         return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
+    if of is bytes:
+        return {"$bytes": value}
     tag = _tag_of(value)
-    return {tag.key: encode(tag.parts(value), depth + 1)}
+    return {tag.key: copied(tag.parts(value), depth + 1)}
+
+
+def _as_text(copy: Any) -> str:
+    return json.dumps(as_json(copy))
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether JSON holds all values as they are. Positions are encoded with each batch, and may list many numbers."""
+    """Whether JSON holds all values as they are. Positions are copied with each batch, and may list many numbers."""
     kinds = set(map(type, values))
     return kinds <= {str, bool, type(None)} or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
 
@@ -88,7 +114,7 @@ def _each(items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
     try:
         for pair in items:
             label = pair[0]
-            found.append(encode(pair[1], depth))
+            found.append(copied(pair[1], depth))
     except UnsupportedError as error:
         path = f"[{label!r:.50}]{error.path}"
         # The path of a value that contains itself is as long as the nesting is deep.
@@ -260,11 +286,6 @@ _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
     complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
-    bytes: _Tag(
-        "$bytes",
-        lambda data: base64.b64encode(data).decode(),
-        lambda text: base64.b64decode(text, validate=True),
-    ),
     bytearray: _Tag("$bytearray", bytes, bytearray),
     np.ndarray: _Tag("$array", _array_parts, _array),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
@@ -274,6 +295,7 @@ _TAGS: dict[type, _Tag] = {
     **{of: _Tag("$bit_generator", _bits_parts, _bits) for of in _BIT_GENERATORS.values()},
 }
 _WHOLE: dict[str, Callable[[Any], Any]] = {
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
     "$tuple": tuple,
     "$set": set,
     "$frozenset": frozenset,

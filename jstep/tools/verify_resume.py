@@ -21,6 +21,7 @@ from jstep.loop.programs import Programs
 from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
+from jstep.loop.tagged_json import as_json
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -133,7 +134,7 @@ def verify_resume(
     reference = _bits_of(whole())
     with tempfile.TemporaryDirectory() as directory:
         half, source = run(fresh(), at, position)
-        there = source.position() if source.position else None
+        there = as_json(source.position()) if source.position else None
         before = _bits_of(half)
         with Saver(directory, async_save=False) as saver:
             saver.save(half, extra={} if there is None else {POSITION: there})

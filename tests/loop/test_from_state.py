@@ -1,5 +1,6 @@
 """Batches that are made with the state (`from_state`), and those that a restart reads again (`replayed`)."""
 
+import base64
 import functools
 import itertools
 import logging
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.loop.positions import decode_position, saved_position
 from jstep.loop.sources import keeps_position
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -84,6 +86,50 @@ def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path
     replayed = jstep.replay(STEP, make_state(), jstep.from_state(Environment()), tmp_path, step)
     assert replayed.state == by_hand(step)
     assert STEP(replayed.state, *replayed.args)[0] == by_hand(step + 1)
+
+
+class ReplayBuffer:
+    """A buffer on the host that is written in place, which fails in step 7."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((64, 2))
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.rows[step] = step + 1
+        if step == 7:
+            raise OSError("the environment is gone")
+        return np.zeros(2, np.float32)
+
+    def state_dict(self) -> Any:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+def test_a_buffer_is_encoded_for_checkpoints_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a large buffer takes little time in each step; its text in a checkpoint takes forty times as long."""
+    texts: list[int] = []
+    encode = base64.b64encode
+    monkeypatch.setattr(base64, "b64encode", lambda data: texts.append(len(data)) or encode(data))
+    with pytest.raises(OSError, match="is gone"):
+        trained(9, jstep.from_state(ReplayBuffer()), checkpoint_dir=tmp_path, save_checkpoint_steps=3)
+    monkeypatch.undo()
+    assert jstep.Saver(tmp_path).all_steps() == [3, 6, 7]
+    assert texts == [64 * 2 * 8] * 3
+
+    position = saved_position(jstep.Saver(tmp_path).extra())
+    assert position is not None
+    rows = decode_position(position.value, "ReplayBuffer")["rows"]
+    np.testing.assert_array_equal(rows[:, 0], [*range(1, 8), *[0] * 57])  # those before the call that failed
+
+
+def test_a_position_that_cannot_be_kept_says_how_to_do_without(tmp_path: Path) -> None:
+    environment = Environment()
+    environment.state_dict = lambda: {"simulator": object()}
+    with pytest.raises(TypeError, match=r"state\['simulator'\].* or pass jstep\.from_state\(lambda step, state: fn\("):
+        trained(3, jstep.from_state(environment), checkpoint_dir=tmp_path)
+    trained(3, jstep.from_state(lambda step, state: environment(step, state)), checkpoint_dir=tmp_path)
 
 
 def test_verify_resume_takes_them() -> None:

@@ -23,7 +23,7 @@ WRONG = [
     ({"last_step": -1}, ValueError, "last_step=-1: must be at least 0"),
     ({"steps_per_call": 0}, ValueError, "steps_per_call=0: must be at least 1"),
     ({"steps_per_call": 2.0}, TypeError, "steps_per_call=2.0: must be an integer"),
-    ({"batches": None}, TypeError, r"batches=None: must have batches\[N\], be a function of the step, or be iterable"),
+    ({"batches": None}, TypeError, r"batches=None: must have .* for a step without a batch, give lambda step: \(\)"),
     ({"batches": {"x": np.ones(3)}}, TypeError, "batches is a dict, which may be one batch"),
     ({"hooks": [jstep.LoggingHook]}, TypeError, r"hooks\[0\]=LoggingHook is a class; give an instance: LoggingHook\("),
     ({"hooks": [print]}, TypeError, r"hooks\[0\]=<built-in function print>: has none of begin, after_step"),
