@@ -10,8 +10,17 @@ returns u and the new slots; the parameter becomes p − learning_rate·(u + wei
         hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
         return from_direction("lion", lion_direction, {"m": 0.0}, hyper)
 
-Everything else is done for all optimizers: ranges (`BOUNDS`), sign, learning rate, decay and its mask, schedules and
-`held` values, None and integer leaves, sparse gradients, dtypes, ages, and the order in which XLA overwrites slots.
+Weight decay is the hyperparameter `weight_decay` with `flags=decay_mask(weight_decay_mask)`. Bias correction needs the
+age of the slots, h.age, which exists only if there is a `prepare`: a function that computes once, for all leaves, what
+h has in addition. With `prepare=correction` a direction multiplies its average by h.unbias:
+
+    def correction(h):
+        return {"unbias": 1 / bias_correction(h.beta1, h.age)}
+
+Everything else is done for all optimizers: ranges (`BOUNDS`, by the name of the hyperparameter), sign, learning rate,
+decay and its mask, schedules and `held` values, None and integer leaves, sparse gradients, dtypes, ages, and the order
+in which XLA overwrites slots. A name that is not in `BOUNDS` has no range, and `beta` is only ≥ 0 there: pass
+`checked("beta", beta, **BETA)` for another one.
 An equation of another form, such as that of FTRL, is a rule for `from_update`: what it returns is added to the
 parameter or, without a learning rate, is the gradient of the next element of a chain.
 """
@@ -52,12 +61,24 @@ BOUNDS: dict[str, dict[str, Any]] = {
 DECAYED = "decayed"
 """The flag for whether weight decay applies to a leaf."""
 
+MISSING = {
+    "age": "; h.age exists if there is a prepare=",
+    DECAYED: "; a weight_decay needs flags=decay_mask(weight_decay_mask)",
+    "learning_rate": "; from_direction multiplies by it: add it to hyper",
+}
+"""Name of an attribute of h → what an optimizer without it has to do."""
+
 
 class Values(types.SimpleNamespace):
     """Slots, or hyperparameters with what else is known at a step, as attributes."""
 
     def __contains__(self, name: str) -> bool:
         return name in vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Report an attribute that does not exist."""
+        found = f"{name}: must be one of {sorted(vars(self))}"
+        raise AttributeError(found + MISSING.get(name, ""), name=name, obj=self)
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]

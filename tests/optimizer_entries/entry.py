@@ -19,6 +19,7 @@ class Entry(NamedTuple):
     """Name of each per-parameter slot → its initial value, "copy" for that of the parameter, "other" if it has another
     shape or does not exist for some leaves."""
     hyper: tuple[str, ...]
+    """Names of the hyperparameters that a step reports, sorted."""
     scalars: Mapping[str, float | None] = {}
     """Name of each scalar slot → its initial value: an int, a float, or MADE_AT."""
     rate: float = 0.1
