@@ -348,40 +348,6 @@ def test_averages_and_keys_in_a_checkpoint_of_jstep(tmp_path):
         jstep.load_weights(path, shapes, {"w": "slots/model_state/key"})
 
 
-def test_parameters_that_are_a_single_array(tmp_path):
-    state = jstep.TrainState.create(jnp.arange(4.0), jstep.momentum(0.1, 0.9))
-    with jstep.Saver(tmp_path) as saver:
-        path = saver.save(state)
-    for target in (jnp.zeros(4), jax.ShapeDtypeStruct((4,), np.float32)):
-        assert same(jstep.load_weights(path, target), state.params)
-        assert same(jstep.load_weights(path, target, lambda path: "slots/momentum"), jnp.zeros(4))
-        assert same(jstep.load_weights(path, target, {"": ("params", np.negative)}), -state.params)
-    assert same(jstep.load_weights(path, {"a": jnp.zeros(4)}, {"a": "params"})["a"], state.params)
-    with pytest.raises(ValueError, match=r"mismatched \(1\): '' \(tensor 'params'\) is float32\[4\]"):
-        jstep.load_weights(path, jnp.zeros(3))
-
-
-def test_parameters_with_a_group_params(tmp_path):
-    params = {"params": {"w": jnp.arange(3.0)}, "w": jnp.ones(3), "other": {"params": jnp.zeros(2)}}
-    with jstep.Saver(tmp_path) as saver:
-        path = saver.save(jstep.TrainState.create(params, jstep.adam()))
-    for names in (None, lambda path: f"params/{path}"):
-        loaded = jstep.load_weights(path, params, names)
-        assert jax.tree.all(jax.tree.map(same, loaded, params))
-    moments = jstep.load_weights(path, params, lambda path: f"slots/m/{path}")
-    assert jax.tree.all(jax.tree.map(lambda leaf: not leaf.any(), moments))
-
-
-def test_arrays_that_orbax_stored_in_one_place(tmp_path):
-    params = {"a.b": jnp.arange(3.0), "a": {"b": jnp.ones(3), "c": jnp.arange(2.0)}, "a.c/d": jnp.ones(1)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "x", params)
-    with pytest.raises(ValueError, match=r"stored 'a/b' and 'a\.b' in the same place, so that only one is there"):
-        jstep.load_weights(tmp_path / "x", params)
-    loaded = jstep.load_weights(tmp_path / "x", params, {"a.b": None, "a/b": None}, partial=True)
-    assert loaded["a"]["c"].tolist() == [0, 1]
-
-
 class TestBadInput:
     """Errors name the path, and nothing is loaded."""
 

@@ -45,7 +45,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("chain() needs at least one optimizer")
-    if len(optimizers) == 1 and isinstance(optimizers[0], list | tuple) and not isinstance(optimizers[0], Optimizer):
+    if len(optimizers) == 1 and type(optimizers[0]) in (list, tuple):  # an Optax transformation is a NamedTuple
         raise TypeError(
             f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements; pass them as separate "
             "arguments: chain(*[…]), or chain(first, second)"
