@@ -72,12 +72,16 @@ class SummarySaverHook(ReportingHook):
         Raises:
             ValueError: There is no writer.
         """
+        self._check_writer()
+        return super().begin(state)
+
+    def _check_writer(self) -> None:
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
-        return super().begin(state)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Pass the values to the writer, which waits for them."""
+        self._check_writer()  # the caller may not have called `begin`
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)

@@ -19,6 +19,7 @@ from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
 from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
+from jstep.loop.checks import check_result
 from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
@@ -262,6 +263,8 @@ class Programs:
             with self._first_call():
                 result = self._run(stage, state, call)
             self._first_call = None
+        if is_first:
+            check_result(result)
         if auto is not None:
             auto.after(began, result[0] if isinstance(result, tuple) else result)
         if self._compilations[0] != before:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 
 from jstep.loop.batch_feeder import Call
-from jstep.loop.checks import check_result
 
 RunCall = Callable[[Any, Call], Any]
 """`run_call(state, call) -> (state, metrics)`: `Programs`."""
@@ -51,8 +50,6 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
         call: The batches, from `jstep.loop.batch_feeder.make_calls`.
     """
     result = run_call(loop.state, call)
-    if loop.metrics is None:
-        check_result(result)
     if loop.metrics is None or _size_of(call) != loop.size:
         loop.size, loop.rows = _size_of(call), _rows(call)
     loop.state, loop.metrics = result

@@ -123,6 +123,24 @@ def test_a_stage_with_another_state_structure(other):
         train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
 
 
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda state: None, "it returned NoneType"),
+        (lambda state: (state, None), r"it returned \(TrainState, NoneType\)"),
+        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
+    ],
+)
+def test_a_function_of_a_later_stage_that_returns_a_wrong_result(result, words):
+
+    def other(state, x):
+        return result(jstep.increment_global_step(state))
+
+    with pytest.raises(TypeError, match=r"train_step must return \(state, metrics\).*" + words) as raised:
+        train_stages({0: NEAR, 6: other}, 10)
+    assert jstep.global_step(raised.value.state) == 6
+
+
 @pytest.mark.parametrize("kind", ["list", "object"])
 def test_a_stage_whose_batch_has_another_shape(kind):
     class Indexed:
