@@ -56,7 +56,7 @@ def test_a_mistake_in_the_port_is_detected(name: str, correct: str, mistaken: st
 
 @pytest.mark.thorough
 def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path: pathlib.Path) -> None:
-    definitions, training, _ = blocks_of(RECIPES / "host-environments.md")
+    definitions, training, *_ = blocks_of(RECIPES / "host-environments.md")
     code = definitions.code + training.code
     for old, new in {
         "LAST_STEP = 600": "LAST_STEP = 120",
