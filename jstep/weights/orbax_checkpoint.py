@@ -1,5 +1,6 @@
 """Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ def opened(folder: str) -> Checkpoint:
     Raises:
         ValueError: Orbax cannot read the metadata, or jstep wrote the checkpoint and its manifest is missing.
     """
+    folder = os.path.abspath(folder)  # Orbax refuses relative paths
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
