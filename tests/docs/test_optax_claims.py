@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.example_libraries import optimizers
 from pages import DOCS, run_page
 
 import jstep
@@ -54,3 +55,23 @@ def test_two_real_leaves_are_trained_like_a_complex_one():
         state, _ = train_step(state)
     np.testing.assert_allclose(state.params["real"], z.real, rtol=0, atol=1e-4)
     np.testing.assert_allclose(state.params["imag"], z.imag, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (lambda: optimizers.sgd(0.1), lambda: jstep.gradient_descent(0.1)),
+        (lambda: optimizers.momentum(0.1, 0.9), lambda: jstep.sgd(0.1, 0.9)),
+        (lambda: optimizers.nesterov(0.1, 0.9), lambda: jstep.sgd(0.1, 0.9, use_nesterov=True)),
+        (lambda: optimizers.adam(0.1), lambda: jstep.adamw(0.1, weight_decay=0.0)),
+    ],
+)
+def test_names_of_jax_example_libraries(theirs, ours):
+    init, update, get_params = theirs()
+    optimizer, params = ours(), {"w": jnp.array([1.0, -2.0, 3.0])}
+    state, theirs_state = jstep.TrainState.create(params, optimizer), init(params)
+    for i in range(4):
+        grads = {"w": jnp.cos(jnp.arange(3.0) + i)}
+        theirs_state = update(i, grads, theirs_state)
+        state = jstep.apply_gradients(state, grads, optimizer)
+    np.testing.assert_allclose(state.params["w"], get_params(theirs_state)["w"], rtol=1e-5)
