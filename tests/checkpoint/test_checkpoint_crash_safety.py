@@ -156,7 +156,8 @@ def many_arrays():
 
 def assert_silent_and_ended(capfd, caplog):
     """Check that a failed save reports only its error, also by writes that ran when it failed, and that these ended."""
-    assert not [thread for thread in threading.enumerate() if "type_handler" in thread.name], "orbax still writes"
+    writers = ("type_handler", "jstep-write")
+    assert not [thread for thread in threading.enumerate() if any(name in thread.name for name in writers)]
     gc.collect()  # pending tasks would log a warning here
     assert not {"absl", "asyncio", "jstep", "root"} & {record.name for record in caplog.records}
     assert capfd.readouterr().err == ""

@@ -5,6 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_scripts import end, start
 from checkpoint_states import as_bits
@@ -92,6 +93,29 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
     saver.close()
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_chunks_are_those_of_orbax(tmp_path, kind):
+    """Shards are chunks, and replicas share the writing of theirs, also while the mesh is the current one."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    specs = {"replicated": P(), "rows": P("x"), "columns": P(None, "y"), "both": P("x", "y")}
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    state = {name: jax.device_put(values, NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    state["odd"] = jax.device_put(values.ravel()[:9], NamedSharding(mesh, P()))
+    state["host"] = values
+    state["global_step"] = jax.device_put(np.int32(1), NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh), Saver(tmp_path) as saver:
+        path = saver.save(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        written, expected = (checkpointer.metadata(at).item_metadata.tree for at in (path, tmp_path / "orbax"))
+    chunks = {name: leaf.storage.chunk_shape for name, leaf in written.items()}
+    assert chunks == {name: leaf.storage.chunk_shape for name, leaf in expected.items()}
+    assert chunks["replicated"] == (1, 8)
+    restored = Saver(tmp_path).restore()
+    assert all((restored[name] == np.asarray(leaf)).all() for name, leaf in state.items())
+
+
 TWO = """
     import glob
     from jax.experimental import multihost_utils
@@ -108,6 +132,7 @@ TWO = """
 
     def state(step):
         params = {"w": everywhere(np.arange(8.0, dtype=np.float32) + step, P("x")), "b": everywhere(np.ones(3), P())}
+        params["shared"] = everywhere(np.arange(4.0), P())  # each process writes a half
         return jstep.TrainState(params, {}, everywhere(np.int32(step), P()))
 """
 
@@ -201,4 +226,5 @@ def test_two_processes(tmp_path):
     assert sorted(os.listdir(tmp_path / "fails")) == ["model-1", "model-3", "model-5"]
     with Saver(tmp_path) as saver:  # one process restores what two saved
         assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
+        assert saver.restore(step=2)["params"]["shared"].tolist() == [0, 1, 2, 3]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")

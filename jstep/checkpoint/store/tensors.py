@@ -1,25 +1,84 @@
-"""Reading of stored arrays onto shardings, with tensorstore. Imported on first use, since tensorstore imports slowly.
+"""Writing of arrays, and reading onto shardings, with tensorstore. Imported on first use: tensorstore imports slowly.
 
-Orbax could read them, too, but checks nothing: a malicious store yields shapes that differ from the manifest, and
-corruption is reported only on stderr.
+Orbax could do both, but writes slowly, and checks nothing that it reads: a malicious store yields shapes that differ
+from the manifest, and corruption is reported only on stderr.
 """
 
 import collections
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import tensorstore as ts
 
 from jstep.checkpoint.format import leaves
 from jstep.checkpoint.format.manifest import Leaf, Manifest
 from jstep.checkpoint.store.protocol import CorruptedError
-from jstep.core.placement import local_parts, place, slices
+from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.stores.objects import Objects, Pending, spec
 
 _IN_FLIGHT = 2**30  # bytes to read ahead of the array that is being placed
+
+Part = tuple[tuple[slice, ...], Any]
+"""The index and the values of a part of an array."""
+
+
+def own_parts(array: Any, pinned: bool) -> tuple[tuple[int, ...], list[Part]]:
+    """Return the shape of the parts of an array, and those that this process writes, which move to the host meanwhile.
+
+    Replicas of a shard write equal parts of it if it can be divided: no process writes all of a replicated array.
+
+    Args:
+        array: The array.
+        pinned: Whether it moves through pinned memory.
+    """
+    if isinstance(array, np.ndarray):
+        return array.shape, [((), array)] if jax.process_index() == 0 else []
+    shape = list(array.sharding.shard_shape(array.shape))
+    replicas = len(array.sharding.device_set) * math.prod(shape) // array.size
+    axis = next((axis for axis, size in enumerate(shape) if size % replicas == 0), None)
+    if replicas == 1 or is_of_host(array.sharding):  # slices of pinned memory may hang
+        axis = None
+    if axis is not None:
+        shape[axis] //= replicas
+    parts = []
+    for shard in array.addressable_shards:
+        index, values = shard.index, shard.data
+        if axis is not None:
+            begin = shard.replica_id * shape[axis]
+            with jax.set_mesh(jax.sharding.Mesh([shard.device], "x")):  # the caller's mesh has other devices
+                values = jax.lax.slice_in_dim(values, begin, begin + shape[axis], axis=axis)
+            begin += index[axis].start or 0
+            index = (*index[:axis], slice(begin, begin + shape[axis]), *index[axis + 1 :])
+        elif shard.replica_id > 0:
+            continue
+        if pinned and any(memory.kind == "pinned_host" for memory in shard.device.addressable_memories()):
+            values = jax.device_put(values, values.sharding.with_memory_kind("pinned_host"))
+        else:
+            values.copy_to_host_async()
+        parts.append((index, values))
+    return tuple(shape), parts
+
+
+def write(specs: Sequence[dict[str, Any]], parts_of: Sequence[Sequence[Part]], context: ts.Context) -> None:
+    """Write the parts of arrays; they are on the disk when this returns."""
+    first = jax.process_index() == 0  # it describes the arrays, also for the others
+    transaction = ts.Transaction(atomic=True)
+    options: dict[str, Any] = {"open": True, "create": first, "assume_metadata": not first}
+    opened = [ts.open(ts.Spec(spec), context=context, transaction=transaction, **options) for spec in specs]
+    writes = [
+        stored.result()[index].write(values, can_reference_source_data_indefinitely=True)
+        for stored, parts in zip(opened, parts_of, strict=True)
+        for index, values in parts
+    ]
+    for one in writes:
+        one.result()
+    transaction.commit_sync()
 
 
 def in_folder(path: str) -> dict[str, Any]:
