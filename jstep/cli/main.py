@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if `diff` found a difference, or 2 after an error, which is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for what the encoding of the locale lacks, as on stderr
+    if argv is None:  # the stdout of the process is ours
+        _escape_what_the_locale_lacks()
     arguments = _parser(given).parse_args(given)
     try:
         code: int = arguments.run(arguments)
@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return TROUBLE
     return code
+
+
+def _escape_what_the_locale_lacks() -> None:
+    """Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

@@ -205,7 +205,8 @@ def test_a_closed_pipe_is_not_an_error(tmp_path):
 def test_characters_that_the_locale_lacks_are_escaped(tmp_path, monkeypatch, errors):
     path = write(tmp_path, {1: 1.0}, tag="precisión/日")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1", errors))
-    assert main(["events", path]) == 0
+    monkeypatch.setattr(sys, "argv", ["jstep", "events", path])
+    assert main() == 0
     assert "precisión/\\u65e5 = 1" in sys.stdout.buffer.getvalue().decode("latin-1")
 
 
