@@ -19,10 +19,11 @@ def report_early_end(run: Run) -> None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
     if run.step == start:
+        lower = "" if last_step is None else ", or a lower last_step"
         raise ValueError(
             f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
             "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
-            "step 0), or a lower last_step"
+            f"step 0){lower}"
         )
     if last_step is None:
         _logger.info("the batches ended after step %d, and so does the run", run.step)

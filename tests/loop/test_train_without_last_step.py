@@ -78,8 +78,9 @@ def test_the_progress_bar_has_no_total(capsys: Any) -> None:
 
 
 def test_no_batch_at_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)"):
+    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
         run([])
+    assert "lower last_step" not in str(raised.value)
 
 
 def test_the_card_of_the_run_has_no_last_step(tmp_path: Any) -> None:
