@@ -83,7 +83,8 @@ def test_two_processes_give_the_results_of_one(alone, tmp_path):
     assert len(expected) == 4
     for lines in (first, second):
         found = [np.array(line.split(), float) for line in values_of(lines, "found")]
-        np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6)
+        # The means of outputs cancel: their error is that of the float32 outputs, which are below 1.
+        np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6, atol=np.finfo(np.float32).eps)
         np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, therefore identical
     assert values_of(first, "found") == values_of(second, "found")
     assert values_of(first, "counts") == values_of(second, "counts") == values_of(alone, "counts") != []
