@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.exceptions import scoped
+from jstep.core.exceptions import scoped, setting
 from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.meshes import dims_of, explicit_mesh, mesh_axes_of, sharded_like, spec_of, without_explicit_axes
 from jstep.core.types import Array
@@ -87,11 +87,10 @@ _active: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_t
 def tables(leaves: list[Array]) -> Iterator[Tables]:
     """Make the differentiated leaves available to `lookup` while a loss is traced."""
     made = Tables(leaves)
-    token = _active.set(made)
     try:
-        yield made
+        with setting(_active, made):
+            yield made
     finally:
-        _active.reset(token)
         made.release()
 
 

@@ -39,15 +39,6 @@ class UnsupportedError(TypeError):
         self.what, self.path = what, path
 
 
-def encode(value: Any) -> Any:
-    """Encode a value for JSON. The result is a copy, which shares nothing with the value.
-
-    Raises:
-        UnsupportedError: A part of the value is of another type, or contains itself.
-    """
-    return as_json(copied(value))
-
-
 def as_json(copy: Any) -> Any:
     """Finish the encoding of a value from `copied`, whose bytes become text. JSON stays as it is."""
     if type(copy) is bytes:
@@ -123,10 +114,10 @@ def _each(items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
 
 
 def decode(value: Any) -> Any:
-    """Decode a value from `encode`. Nothing in it is trusted.
+    """Decode a value from `as_json`. Nothing in it is trusted.
 
     Raises:
-        ValueError: `encode` did not write the value, or what it needs is not installed.
+        ValueError: `as_json` did not write the value, or what it needs is not installed.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]

@@ -16,12 +16,11 @@ from jstep.core.placement import refuse_shapes
 from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import copied_batches, make_calls
 from jstep.loop.checks import check_alive
-from jstep.loop.positions import POSITION
+from jstep.loop.positions import gather_positions
 from jstep.loop.programs import Programs
 from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
-from jstep.loop.tagged_json import as_json
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -134,10 +133,10 @@ def verify_resume(
     reference = _bits_of(whole())
     with tempfile.TemporaryDirectory() as directory:
         half, source = run(fresh(), at, position)
-        there = as_json(source.position()) if source.position else None
+        extra = gather_positions(source.position() if source.position else None)
         before = _bits_of(half)
         with Saver(directory, async_save=False) as saver:
-            saver.save(half, extra={} if there is None else {POSITION: there})
+            saver.save(half, extra=extra)
             after = _bits_of(saver.restore(fresh()))
             with internal_transfers():
                 last_step = global_step(half) + steps - at
