@@ -226,6 +226,8 @@ class MetricSums:
         self._intervals: list[Interval] = []
         self._has_means = False
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._unread: list[tuple[int, Metrics, str | None, Constants]] = []
+        self._room = 1
         self._pending: list[tuple[list[Any], Any]] = []
         self._layout: _Layout | None = None
         self._columns: Columns | None = None
@@ -264,6 +266,7 @@ class MetricSums:
             columns: What the call accumulates.
             like: An array of the state, on whose devices the sums are.
         """
+        self._read()
         if self._columns != columns:
             self.cut()
             self._columns, self._layout = columns, None
@@ -287,6 +290,26 @@ class MetricSums:
 
     # Calls of one step.
 
+    def add_later(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> None:
+        """Add the metrics of the step after `first` with those of later steps, which costs less per step.
+
+        Args:
+            first: As in `add`.
+            metrics: As in `add`; must not be changed later.
+            skip: As in `add`.
+            constants: As in `add`.
+        """
+        self._unread.append((first, metrics, skip, constants))
+        if len(self._unread) >= self._room:
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for one in unread:
+            self._add(*one)
+        if unread and self._layout is not None:
+            self._room = self._layout.room
+
     def add(
         self,
         first: int,
@@ -304,6 +327,12 @@ class MetricSums:
             constants: Its constant metrics.
             kinds: Their kinds, as from `kinds_of`, if these may change from step to step.
         """
+        self._read()
+        self._add(first, metrics, skip, constants, kinds)
+
+    def _add(
+        self, first: int, metrics: Metrics, skip: str | None, constants: Constants, kinds: tuple[Any, ...] = ()
+    ) -> None:
         key = (*metrics, skip, kinds)
         layout = self._layouts.get(key)
         if layout is None:
@@ -324,6 +353,7 @@ class MetricSums:
 
     def flush(self) -> None:
         """Process pending metrics, before they are passed to code that may donate them."""
+        self._read()
         if not self._pending or self._layout is None:
             return
         pending, self._pending = self._pending, []
@@ -349,6 +379,7 @@ class MetricSums:
 
     def cut(self) -> None:
         """End the current piece: hand its sums to all hooks, and start from zero."""
+        self._read()
         if self._stop <= self._first:
             return
         self.flush()
@@ -364,6 +395,7 @@ class MetricSums:
 
     def latest(self) -> Totals | None:
         """The sums since the last cut; None without a step. Waits for the device."""
+        self._read()
         if self._stop <= self._first or self._columns is None:
             return None
         self.flush()

@@ -233,3 +233,20 @@ def test_metrics_without_a_subscriber_are_not_summed():
     sums.add(0, {"loss": jnp.float32(1), "host": 0.5})
     assert sums.take(averaging).means(["loss", "host"]) == {"loss": 1.0, "host": 0.5}
     assert first_bad(sums, watching) is None
+
+
+def test_later_calls_and_others_are_added_in_order():
+    """Calls whose metrics are read later keep their place before one that is added at once, and before a cut."""
+    sums = MetricSums()
+    number = sums.subscribe(max_skipped=2)
+    for step in range(3):
+        skipped = jnp.asarray(float(step > 0))
+        sums.add_later(step, {"loss": jnp.asarray(float(step)), "skipped": skipped}, "skipped", Constants({}))
+    sums.add(3, {"loss": jnp.asarray(3.0), "skipped": jnp.asarray(0.0)}, "skipped")
+    totals = sums.take(number).totals
+    assert totals.sums["loss"] == (6.0, 4.0)
+    assert totals.over == {2: 3}
+    assert totals.skips == 0
+    sums.add_later(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, "skipped", Constants({}))
+    assert sums.latest().sums["loss"] == (5.0, 1.0)
+    assert sums.take(number).totals.last == 5
