@@ -2,8 +2,10 @@
 
 import collections.abc
 import functools
+import inspect
 import itertools
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -106,7 +108,7 @@ def source_of(
     """
     check_batches(batches)
     if isinstance(batches, StateBatches):
-        return _made_with_state(batches, position, start, last_step, state)
+        return _made_with_state(batches, position, start, last_step, state, resumable=resumable)
     source = _source_of(batches, start, last_step, position, resumable=resumable)
     return source._replace(items=until_end(source.items))
 
@@ -138,7 +140,20 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
         "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or with "
         "state_dict and load_state_dict."
     )
-    name = type(batches).__name__
+    _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
+    return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
+
+
+def _may_keep_something(make: Callable[..., Any]) -> bool:
+    """Whether a callable is a method of an object, or an object with `__call__` that does not decorate a function."""
+    if isinstance(make, types.MethodType):
+        return not isinstance(make.__self__, type)
+    call = inspect.getattr_static(type(make), "__call__", None)
+    return isinstance(call, types.FunctionType) and not hasattr(make, "__wrapped__")
+
+
+def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: bool) -> None:
+    """Warn that batches do not resume where a run stopped: when it resumes, or before it can be stopped."""
     if start:
         _logger.warning(
             "The run resumes at step %d, but a %s has no position to resume from: its batches start from its current "
@@ -155,11 +170,16 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
             name,
             ways_out,
         )
-    return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
 
 
 def _made_with_state(
-    batches: StateBatches, position: Any, start: int, last_step: int, state: Callable[[], Any]
+    batches: StateBatches,
+    position: Any,
+    start: int,
+    last_step: int,
+    state: Callable[[], Any],
+    *,
+    resumable: bool,
 ) -> Source:
     def batch(step: int) -> Any:
         return batches.make(step, state())
@@ -167,6 +187,13 @@ def _made_with_state(
     items = map(batch, range(start, last_step))
     owner = owner_of(batches)
     if owner is None:
+        if _may_keep_something(batches.make):
+            name = getattr(batches.make, "__qualname__", type(batches.make).__name__)
+            ways_out = (
+                "If it keeps something between its calls, give jstep.from_state an object with __call__, state_dict "
+                "and load_state_dict; if not, a function."
+            )
+            _warn_without_position(name, start, ways_out, resumable=resumable)
         return Source(until_end(items), is_of_state=True)
     source = _stateful(
         owner, position, start, last_step, items, "jstep.from_state(lambda step, state: fn(step, state))"

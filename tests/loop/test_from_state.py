@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -307,3 +308,44 @@ def test_a_decorated_state_dict_that_needs_arguments_is_left_alone() -> None:
     assert not keeps_position(Loader())
     state = jstep.train(STEP, make_state(), Loader(), 3, progress=False)
     assert state.global_step == 3
+
+
+def test_what_may_keep_something_without_a_position_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An environment that does not resume costs a run its data: a line says so at its start, and when it resumes."""
+
+    class Walk:
+        def __init__(self) -> None:
+            self.at = 0.0
+
+        def play(self, step: int, state: jstep.TrainState) -> Any:
+            self.at += 1.0
+            return np.full(2, self.at, np.float32)
+
+        __call__ = play
+
+        @classmethod
+        def nothing(cls, step: int, state: jstep.TrainState) -> Any:
+            return np.zeros(2, np.float32)
+
+    def warned(make: Any, last: int, **kwargs: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "jstep"):
+            jstep.train(STEP, make_state(), jstep.from_state(make), last, log_steps=None, **kwargs)
+        return [line for line in caplog.messages if "no position" in line]
+
+    for where, make in (("object", Walk()), ("method", Walk().play)):
+        (started,) = warned(make, 2, checkpoint_dir=tmp_path / where)
+        (resumed,) = warned(make, 4, checkpoint_dir=tmp_path / where)
+        name = "Walk.play" if where == "method" else "Walk"
+        assert f"{name} has no position" in started
+        assert "if this run is stopped" in started
+        assert "resumes at step 2" in resumed
+        assert "state_dict" in resumed
+    for pure in (
+        Walk.nothing,
+        jax.jit(lambda step, state: jnp.zeros(2)),
+        functools.partial(Walk.nothing),
+        Environment(),
+    ):
+        assert not warned(pure, 2, checkpoint_dir=tmp_path / str(id(pure)))
+    assert not warned(Walk(), 2)
