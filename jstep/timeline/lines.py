@@ -77,14 +77,15 @@ def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
         words: Keys or values of the lines.
 
     Raises:
+        FileNotFoundError: There is no timeline.
         OSError: The directory or a timeline cannot be read.
     """
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
     found: list[dict[str, Any]] = []
     began: dict[str, float] = {}
-    places = list(filter(_is_timeline, names_in(where)))
-    for name in places:
-        with opened(join(where, name)) as file:
+    places = _places(where)
+    for place in places:
+        with opened(place) as file:
             for raw in file:
                 is_wanted = any(mark in raw for mark in marks)
                 if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
