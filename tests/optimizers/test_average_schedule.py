@@ -117,3 +117,76 @@ def test_averaged_params_with_invalid_arguments() -> None:
     assert jstep.averaged_params(state)["w"] is not None
     with pytest.raises(ValueError, match=r"nearest: 'x/ExponentialMovingAverage'"):
         jstep.averaged_params(state, "x/ExponentialMovingAverages")
+
+
+SGD = jstep.gradient_descent(0.1)
+EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
+FROM_FOUR = jstep.ExponentialMovingAverage(1.0, zero_debias=True, start_step=4)
+
+
+def swa(ema: Any, wrap: Any = lambda one: one, rate: float = 1.0) -> Any:
+    return wrap(jstep.with_moving_average(jstep.gradient_descent(rate), ema))
+
+
+@pytest.mark.parametrize("ema", [EVERY_SECOND, FROM_FOUR], ids=["every", "start_step"])
+@pytest.mark.parametrize("created", [0, 6])
+@pytest.mark.parametrize(
+    ("wrap", "makes_update"),
+    [
+        (jstep.skip_nonfinite, lambda n: n % 7 not in (2, 3)),
+        (lambda one: jstep.update_every(2, one), lambda n: n % 2 == 0),
+        (lambda one: jstep.skip_nonfinite(jstep.update_every(2, one)), lambda n: n % 2 == 0 and n % 7 not in (2, 3)),
+        (lambda one: jstep.partition({"w": one, "b": SGD}, lambda path, leaf: path), lambda n: n % 3),
+    ],
+    ids=["skip_nonfinite", "update_every", "both", "no gradient"],
+)
+def test_averages_count_the_values_that_entered(ema: Any, created: int, wrap: Any, makes_update: Any) -> None:
+    """Updates that are left out, at steps at which averages move and at others, do not bias the mean."""
+    optimizer = swa(ema, wrap)
+    state = jstep.TrainState.create({"w": jnp.float32(10.0), "b": jnp.float32(0.0)}, optimizer, created)
+    leaves_out = "partition" if "w/ExponentialMovingAverage" in state.slots else "nan"
+    entered: list[float] = []
+    for n in range(created + 1, created + 20):
+        makes = bool(makes_update(n))
+        g: Any = jnp.float32(1.0)
+        if not makes and leaves_out == "partition":
+            g = None
+        elif n % 7 in (2, 3) and leaves_out == "nan":
+            g = jnp.float32(jnp.nan) if not makes else g
+        state = jstep.apply_gradients(state, {"w": g, "b": jnp.float32(1.0)}, optimizer)
+        if makes and n > ema.start_step and (n - ema.start_step) % ema.every == 0:
+            entered.append(float(state.params["w"]))
+        if entered:
+            np.testing.assert_allclose(jstep.averaged_params(state)["w"], np.mean(entered), rtol=1e-6)
+    assert len(entered) > 3
+
+
+@pytest.mark.parametrize("ema", [EVERY_SECOND, FROM_FOUR], ids=["every", "start_step"])
+def test_several_updates_in_a_step_enter_one_by_one(ema: Any) -> None:
+    optimizer = swa(ema, rate=0.5)
+    state = jstep.TrainState.create({"w": jnp.float32(100.0)}, optimizer)
+    entered: list[float] = []
+    for n in range(1, 13):
+        for _ in range(3):
+            state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer, increment_global_step=False)
+            if n > ema.start_step and (n - ema.start_step) % ema.every == 0:
+                entered.append(float(state.params["w"]))
+        state = jstep.increment_global_step(state)
+        if entered:
+            np.testing.assert_allclose(jstep.averaged_params(state)["w"], np.mean(entered), rtol=1e-6)
+
+
+def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path: Any) -> None:
+    optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
+    state, states = run(optimizer, 7, start=3)
+    assert int(state.slots["start_step"]) == 3
+    assert int(state.slots["ExponentialMovingAverage/start_step"]) == 10 - 4  # steps 4, 6, 8, 10
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(states[2])
+        resumed = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
+    for i in range(3, 7):
+        g = jnp.float32(1.0 + i)
+        resumed = jstep.apply_gradients(resumed, {"w": jnp.full(2, g), "deep": {"b": g}, "n": None}, optimizer)
+    np.testing.assert_allclose(jstep.averaged_params(resumed)["w"], jstep.averaged_params(state)["w"], rtol=1e-6)
+    plain = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9, zero_debias=True))
+    assert "ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots

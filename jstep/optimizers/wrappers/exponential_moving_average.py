@@ -14,6 +14,7 @@ from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
+from jstep.core.slot_roles import Role
 from jstep.core.types import (
     Array,
     Held,
@@ -25,6 +26,7 @@ from jstep.core.types import (
     Updates,
     require_optimizer,
 )
+from jstep.optimizers.age import age_of, new_start_step
 from jstep.optimizers.apply_updates import add
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, value_at
@@ -143,8 +145,7 @@ class ExponentialMovingAverage:
 
     def rate(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
         """The weight of new values of the parameters: `apply` adds rate · (p − avg); see there for the arguments."""
-        waits = self.start_step > 0 or self.every > 1
-        needed = self.num_updates or waits or callable(self.decay) or (self.zero_debias and age is None)
+        needed = self.num_updates or self.waits or callable(self.decay) or (self.zero_debias and age is None)
         if num_updates is None and needed:
             raise ValueError(
                 "num_updates=None: an average with num_updates, zero_debias, start_step, every or a schedule needs the "
@@ -158,28 +159,25 @@ class ExponentialMovingAverage:
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
                 _count(name, value)
-        rate = self._rate(num_updates, self.age_at(num_updates) if age is None and self.zero_debias else age)
-        if waits:
-            since = jnp.asarray(num_updates) - self.start_step
-            still = jnp.where(since % self.every == 0, jnp.asarray(rate, trees.default_float()), 0.0)
-            rate = jnp.where(since <= 0, 1.0, still)
+        rate = self._rate(num_updates, self._regular_age(num_updates) if age is None and self.zero_debias else age)
+        if self.waits:
+            still = jnp.where(self.is_due(num_updates), jnp.asarray(rate, trees.default_float()), 0.0)
+            rate = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
         return rate
 
-    def age_at(self, num_updates: Step | None, start_step: Step = 0) -> Step:
-        """The number of values in the averages after an update, including the value from that update.
+    @property
+    def waits(self) -> bool:
+        """Whether the averages do not move at each update."""
+        return self.start_step > 0 or self.every > 1
 
-        Args:
-            num_updates: The number n of updates, ≥ 1 for the first.
-            start_step: The number of updates when the averages were created.
-        """
-        if num_updates is None:
-            raise ValueError("num_updates=None: the number of updates is required")
-        after = jnp.asarray(num_updates)
-        first = jnp.asarray(start_step).astype(after.dtype)
-        if self.start_step:  # else, several updates in a step make start_step negative
-            first = jnp.maximum(first, self.start_step)
-        moves = (after - self.start_step) // self.every - (first - self.start_step) // self.every
-        return jnp.maximum(moves, 1)
+    def is_due(self, num_updates: Step | None) -> Array:
+        """Whether a value enters the averages at the n-th update."""
+        since = jnp.asarray(num_updates) - self.start_step
+        return (since > 0) & (since % self.every == 0)
+
+    def _regular_age(self, num_updates: Step | None) -> Step:
+        """The number of values in the averages if there was one update for each number from 1 to n."""
+        return jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
 
     def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
@@ -245,7 +243,8 @@ def with_moving_average(
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. With zero_debias, the age of the averages comes from the
-        optimizer's `start_step`, which is added if missing. Inside `skip_nonfinite`, a skipped update leaves the
+        optimizer's `start_step`, which is added if missing; those with start_step or every have an age of their own,
+        `name/start_step`, because not every update moves them. Inside `skip_nonfinite`, a skipped update leaves the
         averages unchanged; inside `master_weights`, the master weights are averaged.
 
     Raises:
@@ -284,6 +283,8 @@ def with_moving_average(
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
+    # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
+    age_slot = f"{ema.name}/{START_STEP}" if ema.zero_debias and ema.waits else None
     is_constant = not (callable(ema.decay) or isinstance(ema.decay, Held))
     hyper = {} if is_constant else {f"{ema.name}/{DECAY}": ema.decay}
 
@@ -298,17 +299,25 @@ def with_moving_average(
         updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
         params, after = at.params, jnp.asarray(at.step) + 1
         now = dataclasses.replace(ema, decay=at.h[f"{ema.name}/{DECAY}"]) if hyper else ema
-        age = ema.age_at(after, own[START_STEP]) if ema.zero_debias else None
+        age, changed = None, {}
+        if ema.zero_debias:
+            start = own[START_STEP if age_slot is None else age_slot]
+            if age_slot is not None:
+                start = start + (~ema.is_due(after)).astype(start.dtype)
+                changed = {age_slot: start}
+            age = age_of(at.step, start)
         rate, averages = now.rate(after, age), trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
             if averages[i] is not None:
                 averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **changed}
 
-    return wrap_optimizer(
-        optimizer, "with_moving_average", update, Own({ema.name: fresh}, hyper=hyper, aged=ema.zero_debias)
-    )
+    averages = Own({ema.name: fresh}, hyper=hyper, aged=ema.zero_debias)
+    if age_slot is not None:
+        slots = {ema.name: fresh, age_slot: lambda params, step: new_start_step(step)}
+        averages = Own(slots, {age_slot: Role.OWN_AGE}, hyper)
+    return wrap_optimizer(optimizer, "with_moving_average", update, averages)
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:

@@ -24,8 +24,10 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
-    evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as do the periods
-    of `lookahead` and averages inside it; averages around it follow every step.
+    evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as does the period
+    of `lookahead` inside it. Averages inside it follow its own updates; those with `every` only the ones at their
+    global steps, so give `every` a multiple of k, and a `start_step` of phase modulo k. Averages around it follow every
+    step.
 
     Args:
         k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.
