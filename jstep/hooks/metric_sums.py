@@ -226,8 +226,10 @@ class MetricSums:
         self._intervals: list[Interval] = []
         self._has_means = False
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
-        self._unread: list[tuple[int, Metrics, str | None, Constants]] = []
-        self._room = 1
+        self._known: dict[_Layout, _Layout] = {}
+        self._traced: Constants | None = None
+        self._selected: _Layout | None = None
+        self._unread: list[tuple[_Layout, int, Constants, list[Any]]] = []
         self._pending: list[tuple[list[Any], Any]] = []
         self._layout: _Layout | None = None
         self._columns: Columns | None = None
@@ -266,7 +268,7 @@ class MetricSums:
             columns: What the call accumulates.
             like: An array of the state, on whose devices the sums are.
         """
-        self._read()
+        self.flush()
         if self._columns != columns:
             self.cut()
             self._columns, self._layout = columns, None
@@ -290,25 +292,27 @@ class MetricSums:
 
     # Calls of one step.
 
-    def add_later(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> None:
-        """Add the metrics of the step after `first` with those of later steps, which costs less per step.
+    def add_traced(self, first: int, metrics: Metrics, constants: Constants) -> None:
+        """Add the metrics of the step after `first`, soon: the bookkeeping of several steps is done together.
 
         Args:
-            first: As in `add`.
-            metrics: As in `add`; must not be changed later.
-            skip: As in `add`.
-            constants: As in `add`.
+            first: The step before it.
+            metrics: The metrics that a compiled step computed.
+            constants: Its constant metrics, by whose identity the program is known.
         """
-        self._unread.append((first, metrics, skip, constants))
-        if len(self._unread) >= self._room:
+        if constants is not self._traced:
+            self._traced, layout = constants, self._layout_of(metrics, constants.skipped)
+            self._selected = self._known.setdefault(layout, layout)
+        selected = self._selected
+        assert selected is not None
+        self._unread.append((selected, first, constants, [metrics[name] for name in selected.computed]))
+        if len(self._unread) >= selected.room:
             self._read()
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for one in unread:
             self._add(*one)
-        if unread and self._layout is not None:
-            self._room = self._layout.room
 
     def add(
         self,
@@ -328,27 +332,23 @@ class MetricSums:
             kinds: Their kinds, as from `kinds_of`, if these may change from step to step.
         """
         self._read()
-        self._add(first, metrics, skip, constants, kinds)
-
-    def _add(
-        self, first: int, metrics: Metrics, skip: str | None, constants: Constants, kinds: tuple[Any, ...] = ()
-    ) -> None:
         key = (*metrics, skip, kinds)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = self._layout_of(metrics, skip)
+            layout = self._layout_of(metrics, skip)
+            layout = self._layouts[key] = self._known.setdefault(layout, layout)
+        halves = _halves([metrics[n] for n in layout.plain], layout.columns.dtype) if layout.plain else None
+        self._add(layout, first, constants, [metrics[name] for name in layout.computed], halves)
+
+    def _add(self, layout: _Layout, first: int, constants: Constants, values: list[Any], plain: Any = None) -> None:
         if layout is not self._layout:
             self.cut()
             self._layout, self._columns = layout, layout.columns
         self._follow(first, 1, constants)
-        columns, computed, plain, room, is_global = layout
-        if not columns.names and columns.loss is None:
+        if not layout.columns.names and layout.columns.loss is None:
             return
-        values = [metrics[name] for name in computed]
-        if is_global:
-            values = [_local(value) for value in values]
-        self._pending.append((values, _halves([metrics[n] for n in plain], columns.dtype) if plain else None))
-        if len(self._pending) >= room:
+        self._pending.append(([_local(value) for value in values] if layout.is_global else values, plain))
+        if len(self._pending) >= layout.room:
             self.flush()
 
     def flush(self) -> None:

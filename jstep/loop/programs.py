@@ -286,7 +286,7 @@ class Programs:
             elif stage.is_train_step:
                 new, metrics, constants = step.run(state, *call.args)
                 if self.sums.is_wanted and type(metrics) is dict:
-                    self.sums.add_later(call.first, metrics.copy(), constants.skipped, constants)
+                    self.sums.add_traced(call.first, metrics, constants)
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:

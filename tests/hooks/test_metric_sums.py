@@ -239,14 +239,15 @@ def test_later_calls_and_others_are_added_in_order():
     """Calls whose metrics are read later keep their place before one that is added at once, and before a cut."""
     sums = MetricSums()
     number = sums.subscribe(max_skipped=2)
+    constants = Constants({}, "skipped")
     for step in range(3):
         skipped = jnp.asarray(float(step > 0))
-        sums.add_later(step, {"loss": jnp.asarray(float(step)), "skipped": skipped}, "skipped", Constants({}))
+        sums.add_traced(step, {"loss": jnp.asarray(float(step)), "skipped": skipped}, constants)
     sums.add(3, {"loss": jnp.asarray(3.0), "skipped": jnp.asarray(0.0)}, "skipped")
     totals = sums.take(number).totals
     assert totals.sums["loss"] == (6.0, 4.0)
     assert totals.over == {2: 3}
     assert totals.skips == 0
-    sums.add_later(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, "skipped", Constants({}))
+    sums.add_traced(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5

@@ -238,3 +238,64 @@ def test_a_metric_that_is_a_number_at_some_steps_only(number, other):
     state = jstep.TrainState.create({"w": jnp.zeros(1)}, jstep.gradient_descent(0.5))
     jstep.train(step, state, batches, 8, hooks=[hook, jstep.NanLossHook()], log_steps=3, progress=False)
     assert rows == [(4, {"loss": 1.0, "return": 2.0}), (8, {"loss": 1.0, "return": 2.0})]
+
+
+def means_of(step, optimizer, make_batch, last, every, *hooks, **kwargs):
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append(values), every_n_steps=every, mean=True)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    jstep.train(step, state, make_batch, last, hooks=[hook, *hooks], progress=False, **kwargs)
+    return rows
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 5])
+def test_a_skipped_nan_changes_the_mean_of_no_other_metric(steps_per_call):
+    """An integer is added in two parts; the second part of each other metric is zero, whatever the loss is."""
+    optimizer = jstep.skip_nonfinite(jstep.gradient_descent(0.1))
+
+    def loss_fn(params, x):
+        return params["w"] * x, {"right": jnp.int32(x > 0), "top5": jnp.float32(0.5)}
+
+    step = jstep.minimize(loss_fn, optimizer, has_aux=True)
+    bad = {3: np.nan, 5: np.inf}
+    (row,) = means_of(
+        step, optimizer, lambda n: np.float32(bad.get(n, 1)), 10, 10, jstep.NanLossHook(), steps_per_call=steps_per_call
+    )
+    assert row["top5"] == 0.5
+    np.testing.assert_allclose([row["right"], row["skipped"]], [0.9, 0.2], rtol=1e-7)
+    assert math.isfinite(row["loss"])
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("first", ["a number", "an array", "none"])
+def test_a_metric_whose_kind_depends_on_the_shape_of_the_batch(first, steps_per_call):
+    """It is part of the means of the steps at which it is a number, as for a step that jstep did not make."""
+    kinds = {"a number": jnp.max, "an array": lambda x: x, "none": lambda x: None}
+    large, small = kinds[first], kinds["an array" if first == "a number" else "a number"]
+    optimizer = jstep.gradient_descent(0.1)
+
+    def loss_fn(params, x):
+        return params["w"] * jnp.mean(x), {"extra": (large if len(x) == 4 else small)(x)}
+
+    step = jstep.minimize(loss_fn, optimizer, has_aux=True)
+    rows = means_of(
+        step, optimizer, lambda n: np.ones(4 if n < 6 else 2, np.float32), 12, 4, steps_per_call=steps_per_call
+    )
+    known = [row.get("extra") for row in rows]
+    assert known == ([1.0, 1.0, None] if first == "a number" else [None, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("hook", [jstep.NanLossHook(every_n_steps=100), jstep.MetricsHook(print, mean=True)])
+def test_metrics_that_are_arrays_are_not_kept_for_the_means(hook):
+    """Only numbers are held until they are added, not the logits beside them."""
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda p, x: (jnp.mean(x * p["w"]), {"logits": x * p["w"]}), optimizer, has_aux=True)
+    x, most = jnp.ones(1234), []
+
+    class Look(jstep.Hook):
+        def before_step(self, step, state):
+            most.append(sum(array.shape == (1234,) for array in jax.live_arrays()))
+
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    jstep.train(step, state, lambda n: x, 60, hooks=[Look(), hook], progress=False)
+    assert max(most) <= 3

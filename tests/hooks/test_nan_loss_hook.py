@@ -210,3 +210,28 @@ def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
     train(3, [one, other])
     assert ended == [3, 3]
     assert called == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3, 100])
+@pytest.mark.parametrize("bad", [3, 7, 8, 11])
+def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_call):
+    """A stage of convolutions runs one step a call on a CPU; its last steps precede those of the looped stage."""
+
+    def convolved(params, x):
+        image, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)) * params["w"][0]
+        kinds = ("NHWC", "HWIO", "NHWC")
+        return x[0] + 0 * jnp.sum(jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=kinds))
+
+    conv = jstep.minimize(convolved, OPTIMIZER)
+    plain = jstep.minimize(lambda params, x: x[0] + 0 * jnp.sum(params["w"]), OPTIMIZER)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=f"at step {bad} "):
+        jstep.train(
+            {0: conv, 7: plain},
+            state,
+            nan_at(bad),
+            20,
+            hooks=[jstep.NanLossHook(every_n_steps=20)],
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
