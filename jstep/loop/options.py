@@ -57,14 +57,7 @@ class Options:
         Raises:
             ValueError: `batches` are made with the state, and a call would take several steps.
         """
-        if not isinstance(batches, StateBatches) or self.steps_per_call == 1:
-            return self
-        if self.steps_per_call == AUTO:
-            return dataclasses.replace(self, steps_per_call=1)
-        raise ValueError(
-            f"steps_per_call={self.steps_per_call}, batches={batches!r}: batches of jstep.from_state are made with the "
-            "state before each step; use steps_per_call=1"
-        )
+        return dataclasses.replace(self, steps_per_call=as_steps_per_call(self.steps_per_call, batches))
 
     def __post_init__(self) -> None:
         checked = {
@@ -81,13 +74,22 @@ class Options:
         cache_directory(self.compile_cache, self.checkpoint_dir)
 
 
-def as_steps_per_call(value: Any) -> int | str:
-    """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else."""
+def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
+    """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else.
+
+    Batches that are made with the state allow one step a call, and "auto" means 1 for them.
+    """
     if isinstance(value, str):
         if value != AUTO:
             raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
-        return AUTO
-    return as_int(value, "steps_per_call", 1)
+        return 1 if isinstance(batches, StateBatches) else AUTO
+    steps = as_int(value, "steps_per_call", 1)
+    if steps > 1 and isinstance(batches, StateBatches):
+        raise ValueError(
+            f"steps_per_call={steps}, batches={batches!r}: batches of jstep.from_state are made with the state before "
+            "each step; use steps_per_call=1"
+        )
+    return steps
 
 
 def check_cadence(name: str, value: Any) -> None:

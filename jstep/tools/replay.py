@@ -98,7 +98,7 @@ def replay(
         5 3.0625 5.0
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
-    steps_per_call = as_steps_per_call(steps_per_call)
+    steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = stages_of(train_step)
     check(state, step)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jstep
+from jstep.loop import auto_steps
 
 OPTIMIZER = jstep.adam(0.1)
 KEY = jax.random.key(7)
@@ -226,3 +227,22 @@ def test_no_state_before_the_step(finished_run, tmp_path):
 def test_iterator_without_a_saved_position(finished_run):
     with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
         jstep.replay(STEP, make_state(), Loader(), finished_run[0], 6)  # that run used a function of the step
+
+
+def test_batches_made_with_the_state_see_the_state_of_their_step():
+    """`train` runs them one step a call, so that `replay` with its arguments must do so, too."""
+    batches = jstep.from_state(lambda step, state: jnp.sin(3 * state.params["w"] + step))
+    for _ in range(2):
+        state, _ = jstep.replay(STEP, make_state(), batches, None, 9, steps_per_call="auto")
+        assert digest(state) == run(9, batches, steps_per_call="auto")[9]
+    with pytest.raises(ValueError, match=r"steps_per_call=3, batches=<jstep\.from_state"):
+        jstep.replay(STEP, make_state(), batches, None, 9, steps_per_call=3)
+
+
+def test_auto_never_stacks_batches_made_with_the_state(monkeypatch):
+    """Also where the times of the first calls would choose many steps."""
+    monkeypatch.setattr(auto_steps, "most_steps", lambda seconds: 4)
+    monkeypatch.setattr(auto_steps, "in_background", lambda call, name: call())
+    batches = jstep.from_state(lambda step, state: jnp.sin(3 * state.params["w"] + step))
+    state, _ = jstep.replay(STEP, make_state(), batches, None, 30, steps_per_call="auto")
+    assert digest(state) == run(30, batches)[30]
