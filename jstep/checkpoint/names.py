@@ -154,10 +154,13 @@ def _next(store: Store, prefix: str, returned: set[int], timeout: float | None, 
 
 def _newest(store: Store, prefix: str, returned: set[int]) -> int:
     """Return the newest step that was not returned yet, and forget those that are no longer there."""
-    there = []
+    there, newest = set(), _WAIT
     for step, _ in store.newest_first(prefix, frozenset(returned)):
-        if step not in returned:
-            return step
-        there.append(step)
+        if step in returned:
+            there.add(step)
+        elif newest == _WAIT:
+            newest = step
+        if not returned - there and newest != _WAIT:
+            break  # those further down matter no more
     returned.intersection_update(there)
-    return _WAIT
+    return newest

@@ -15,6 +15,7 @@ import numpy as np
 from jstep.core.checks import can_take, may_take, shown
 from jstep.core.exceptions import note
 from jstep.data.from_state import StateBatches
+from jstep.data.replayed import ReplayedBatches, ReplayedIterator
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, copied_position, decode_position, encode_position
 from jstep.queues.errors import until_end
@@ -133,7 +134,8 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
             return Source(items, at=batches.__getitem__, is_function=True)
     if not hasattr(batches, "__iter__") and callable(batches):
         return Source(map(batches, range(start, last_step)), is_function=True)
-    iterator = iter(batches)
+    is_replayed = isinstance(batches, ReplayedBatches)
+    iterator = ReplayedIterator(functools.partial(_made_again, batches.make)) if is_replayed else iter(batches)
     if keeps_position(iterator):
         return _stateful(iterator, position, start, last_step)
     ways_out = (
@@ -142,6 +144,12 @@ def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resum
     )
     _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
     return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
+
+
+def _made_again(make: Callable[[], Any]) -> Any:
+    """The batches of `replayed`; those that were used may end, too, by the OutOfRangeError of a queue."""
+    made = make()
+    return until_end(made) if isinstance(made, collections.abc.Iterable) else made
 
 
 def _may_keep_something(make: Callable[..., Any]) -> bool:

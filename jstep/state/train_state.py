@@ -150,7 +150,7 @@ class TrainState:
         """Return a new state with some of `params`, `slots`, `global_step` and `model_state` replaced.
 
         Args:
-            **changes: The new values. `model_state=None` removes it.
+            **changes: The new values. `model_state=None` removes it; numbers in it become arrays.
 
         Raises:
             TypeError: There is no such field.
@@ -158,8 +158,8 @@ class TrainState:
         Example:
             >>> import jstep
             >>> state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1), model_state={"seen": 0})
-            >>> state.replace(model_state={"seen": 1}).model_state
-            {'seen': 1}
+            >>> print(state.replace(model_state={"seen": 1}).model_state["seen"])
+            1
         """
         replaceable = (*_FIELDS, MODEL_STATE)
         for name in changes:
@@ -172,7 +172,7 @@ class TrainState:
         if MODEL_STATE in changes:
             slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
-            changes["slots"] = slots if made is None else {**slots, MODEL_STATE: made}
+            changes["slots"] = slots if made is None else {**slots, MODEL_STATE: _numbers_as_arrays(made)}
         return dataclasses.replace(self, **changes)
 
     def __eq__(self, other: object) -> bool:
@@ -284,6 +284,18 @@ def _as_arrays(tree: Any, *, copy: bool, argument: str = "params") -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: trees.as_leaf(leaf, trees.path_str(keys), copy=copy, argument=argument), tree
     )
+
+
+def _numbers_as_arrays(model_state: Any) -> Any:
+    """Convert its numbers; its other leaves may be arrays, their shapes or their shardings."""
+
+    def converted(keys: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, bool | int | float | complex | np.generic):
+            return leaf
+        return trees.as_leaf(leaf, trees.path_str(keys), copy=False, argument=MODEL_STATE)
+
+    with internal_transfers():
+        return jax.tree_util.tree_map_with_path(converted, model_state)
 
 
 def _refuse_shared_buffers(params: Params, slots: Slots) -> None:

@@ -22,6 +22,7 @@ from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.loop.train import train
+from jstep.queues.errors import until_end
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
@@ -104,7 +105,7 @@ def verify_resume(
         position = position_of(owner)
     elif hasattr(batches, "__next__"):
         # Read once. Its position would be lost with the process, which the report states.
-        batches, kept = list(itertools.islice(batches, steps)), True
+        batches, kept = list(itertools.islice(until_end(batches), steps)), True
 
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
         with internal_transfers():

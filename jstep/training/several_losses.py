@@ -53,6 +53,12 @@ class SeveralLosses:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             found = treedef.flatten_up_to(parts[name].gradients)
+            if all(found[place] is None for place in chosen[name]):
+                paths = trees.paths_of(given.params)
+                raise ValueError(
+                    f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
+                    f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
+                )
             gradients = trees.with_leaves(gradients, chosen[name], [found[place] for place in chosen[name]])
         return Part(
             _sum([part.loss for part in parts.values()]),

@@ -133,3 +133,15 @@ def test_two_processes_get_the_steps_of_the_first(tmp_path):
     write(tmp_path / "1", 7)
     outputs = [[line for line in lines if line.startswith("result ")] for lines in run(TWO_PROCESSES, 2, tmp_path)]
     assert outputs == [["result [2, 1]"]] * 2
+
+
+def test_a_step_saved_again_is_new_also_after_another_one(tmp_path):
+    """An evaluator that was busy during a rewind finds the new step first, and then the one that was saved again."""
+    write(tmp_path, 10)
+    steps = jstep.checkpoints_iterator(tmp_path, timeout=0)
+    assert next(steps) == 10
+    shutil.rmtree(tmp_path / "model-10")
+    write(tmp_path, 5)
+    assert next(steps) == 5
+    write(tmp_path, 10)
+    assert list(steps) == [10]

@@ -349,3 +349,18 @@ def test_what_may_keep_something_without_a_position_is_named(tmp_path: Path, cap
     ):
         assert not warned(pure, 2, checkpoint_dir=tmp_path / str(id(pure)))
     assert not warned(Walk(), 2)
+
+
+def test_replayed_batches_that_end_too_soon_by_a_closed_queue(tmp_path: Path) -> None:
+    def make(count: int) -> Any:
+        queue = jstep.FIFOQueue(capacity=10)
+        for step in range(count):
+            queue.enqueue(np.full(2, step, np.float32))
+        queue.close()
+        while True:
+            yield queue.dequeue()
+
+    trained(4, jstep.replayed(functools.partial(make, 9)), checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"returned 2 batches, and the run has used 4"):
+        trained(8, jstep.replayed(functools.partial(make, 2)), checkpoint_dir=tmp_path)
+    assert jstep.global_step(trained(8, jstep.replayed(functools.partial(make, 6)), checkpoint_dir=tmp_path)) == 6

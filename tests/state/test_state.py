@@ -283,3 +283,17 @@ def test_a_state_with_a_key_is_created_inside_a_program(make: Any) -> None:
     assert jax.vmap(create_one)(jnp.ones(2)).model_state.shape == (2, *key.shape)
     state, _ = jstep.minimize(lambda params: params["w"], optimizer)(state)  # the state is donated, its key a copy
     assert not key.is_deleted()
+
+
+def test_replaced_model_state_holds_arrays() -> None:
+    """Numbers become arrays, as in `create`; shapes and shardings stay."""
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state={"seen": 0, "mean": 0.0, "on": False})
+    new = state.replace(model_state={"seen": 1, "mean": 2.0, "on": np.True_})
+    kinds = {name: (leaf.dtype, leaf.weak_type) for name, leaf in new.model_state.items()}
+    assert kinds == {name: (leaf.dtype, leaf.weak_type) for name, leaf in state.model_state.items()}
+    assert np.any(np.array(jstep.fingerprint(new)) != np.array(jstep.fingerprint(state)))
+    shapes = jax.eval_shape(lambda: state)
+    assert shapes.replace(model_state=shapes.model_state).model_state["seen"].dtype == jnp.int32
+    with jax.transfer_guard("disallow"):
+        assert state.replace(model_state={"seen": 1}).model_state["seen"].dtype == jnp.int32

@@ -239,3 +239,21 @@ def test_typed_keys_and_stages_resume():
 
     for step in (steps[0], {0: steps[0], 2: steps[1]}, {0: steps[0], 5: steps[1]}):
         assert verify(step=step, make_state=make)
+
+
+@pytest.mark.parametrize("there", [5, 8])
+def test_batches_that_end_with_a_closed_queue(there):
+    queue = jstep.FIFOQueue(capacity=10)
+    for step in range(there):
+        queue.enqueue(DATA[step])
+    queue.close()
+
+    def dequeued():
+        while True:
+            yield queue.dequeue()
+
+    if there == 8:
+        assert "get_state and set_state" in jstep.verify_resume(make_state, STEP, dequeued(), at=3, steps=8).cause
+        return
+    with pytest.raises(ValueError, match="batches ended after 5 steps; steps=8"):
+        jstep.verify_resume(make_state, STEP, dequeued(), at=3, steps=8)

@@ -235,3 +235,11 @@ def test_model_state_is_unchanged():
     losses = {"critic": (lambda p: jnp.sum(p["critic"]["w"] ** 2), "critic/*")}
     state, _ = jstep.minimize(losses, SGD)(state)
     np.testing.assert_array_equal(state.slots["model_state"]["mean"], model_state["mean"])
+
+
+def test_a_loss_must_depend_on_a_parameter_that_it_trains():
+    """As of one loss alone: it would train nothing, silently."""
+    for loss in (lambda params, x: x.sum(), lambda params, x: params["rest"] * x.sum()):
+        step = jstep.minimize({"critic": (critic_loss, "critic/*"), "idle": (loss, "actor/*")}, SGD)
+        with pytest.raises(ValueError, match=r"the loss 'idle' depends on none of .* \['actor/w'\]"):
+            step(jstep.TrainState.create(PARAMS, SGD), X)
