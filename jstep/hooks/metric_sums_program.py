@@ -86,12 +86,8 @@ class Columns(NamedTuple):
         """The numbers of one step."""
         pairs = [_parts(metrics[name], self.dtype) for name in self.names]
         high = jnp.stack([high for high, _ in pairs]) if pairs else jnp.zeros(0, self.dtype)
-        low = [low for _, low in pairs]
-        exact = (
-            None
-            if all(x is None for x in low)
-            else jnp.stack([jnp.zeros_like(high[0]) if x is None else x for x in low])
-        )
+        is_split = any(low is not None for _, low in pairs)
+        exact = jnp.stack([jnp.zeros_like(x) if low is None else low for x, low in pairs]) if is_split else None
         return Rows(high, exact, None, *self._loss(metrics))
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
