@@ -185,8 +185,10 @@ def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     n = indices.shape[0]
     if n == 0:
         return IndexedSlices(values, indices.astype(trees.default_int()), slices.dense_shape)
+    outside = indices < 0
     # Narrow and unsigned index dtypes cannot represent the index past the end, or a negative one.
-    outside = (indices < 0) | (indices >= rows)
+    if rows <= jnp.iinfo(indices.dtype).max:  # type: ignore[no-untyped-call]
+        outside |= indices >= rows
     indices = jnp.where(outside, rows, indices.astype(trees.default_int()))
     order = jnp.argsort(indices)
     indices = indices[order]

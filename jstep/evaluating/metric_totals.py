@@ -49,6 +49,8 @@ class Metric:
             total, count = map(_sum, self.value)
             return total, count
         rows = int(self.rows)
+        if self.kind == MEAN and not rows:
+            return 0, 0  # not NaN · 0
         return _sum(self.value) * (rows if self.kind == MEAN else 1), rows
 
 

@@ -29,7 +29,7 @@ def numbers(value: Any, argument: str) -> Array:
 
 
 def indices(value: Any, argument: str) -> Array:
-    """Convert to an array of class indices.
+    """Convert to an array of class indices, which can represent those of any number of classes.
 
     Raises:
         TypeError: The numbers are not integers.
@@ -37,7 +37,7 @@ def indices(value: Any, argument: str) -> Array:
     array = numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{argument}: must be integers, the indices of classes, got {kind(array)}")
-    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+    return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:

@@ -134,3 +134,17 @@ def test_sparse_gradients_in_nested_optimizers() -> None:
     for a, b in zip(jax.tree.leaves(skipped.params), jax.tree.leaves(new.params), strict=True):
         np.testing.assert_array_equal(a, b)
     assert jstep.global_step(skipped) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.int8, 200), (np.uint16, 65536)]
+)
+def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype: Any, rows: int) -> None:
+    sparse = jstep.IndexedSlices(jnp.ones((3, 1)), jnp.array([99, 3, 99], dtype), (rows, 1))
+    for dense in (sparse.to_dense(), jax.jit(lambda s: s.to_dense())(sparse)):
+        assert np.flatnonzero(np.asarray(dense)[:, 0]).tolist() == [3, 99]
+    optimizer = jstep.adagrad(1.0)
+    state = jstep.TrainState.create({"e": jnp.zeros((rows, 1))}, optimizer)
+    state = jstep.apply_gradients(state, {"e": sparse}, optimizer)
+    assert np.flatnonzero(np.asarray(state.params["e"])[:, 0]).tolist() == [3, 99]
+    np.testing.assert_allclose(jstep.global_norm({"e": sparse}), 5**0.5, rtol=1e-6)

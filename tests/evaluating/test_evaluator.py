@@ -295,3 +295,11 @@ def test_invalid_results_and_arguments_of_metric_fn():
         jstep.evaluator(lambda params, x: {"m": x}, [np.float32(1)])(make_state())
     with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
         jstep.evaluator(metrics, [X])({"w": 1})
+
+
+def test_a_batch_of_no_rows_counts_nothing():
+    batches = [np.ones((4, 2), np.float32), np.ones((0, 2), np.float32), np.full((2, 2), 3.0, np.float32)]
+    evaluate = jstep.evaluator(lambda params, x: {"mean": (x**2).mean(), "each": (x**2).mean(-1)}, batches)
+    state = jstep.TrainState.create({"w": jnp.zeros(1)}, jstep.gradient_descent(0.1))
+    found = evaluate(state)
+    np.testing.assert_allclose([found["mean"], found["each"]], 11 / 3, rtol=1e-6)

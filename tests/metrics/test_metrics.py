@@ -182,3 +182,20 @@ def test_examples_run():
         output = []
         doctest.DocTestRunner(verbose=False).run(one, out=output.append)
         assert not output, "".join(output)
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.uint16, 65536)])
+def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes):
+    """Bytes with a padded vocabulary: a prediction beyond the dtype is not the label that it would wrap to."""
+    labels = np.array([5, 100, 7], dtype)
+    predicted = np.array([5, 100, classes - 1 if classes == 300 else 6])
+    logits = np.zeros((3, classes), np.float32)
+    logits[np.arange(3), predicted] = 1
+    np.testing.assert_allclose(M.perplexity(np.zeros_like(logits), labels).compute(), classes, rtol=1e-5)
+    np.testing.assert_allclose(M.accuracy(logits, labels).compute(), 2 / 3, rtol=1e-6)
+    wrapped = np.zeros((1, 300), np.float32)
+    wrapped[0, 261] = 1
+    assert M.accuracy(wrapped, np.array([5], np.uint8)).compute() == 0
+    if classes < 1000:
+        matrix = M.confusion_matrix(labels, labels.astype(np.int32), classes).compute()
+        assert matrix["5/5"] == matrix["100/100"] == 1
