@@ -101,9 +101,9 @@ class Roles(Mapping[str, Role | None]):
         """The roles of an optimizer that does not see all gradients, so its loss scale is not outermost."""
         return self._changed({Role.LOSS_SCALE: Role.HIDDEN_SCALE})
 
-    def at_some_steps(self) -> "Roles":
-        """The roles of an optimizer that updates at some steps only, with an age of its own."""
-        return self._changed({Role.AGE: Role.OWN_AGE}).without_scale()
+    def of_own_age(self) -> "Roles":
+        """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
+        return self._changed({Role.AGE: Role.OWN_AGE})
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""

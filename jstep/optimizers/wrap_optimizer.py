@@ -110,7 +110,10 @@ def wrap_optimizer(
     check_names(parts)
 
     def age_slot(inner: Roles) -> str:
-        return START_STEP if inner.get(START_STEP, Role.AGE) is Role.AGE else f"{by}/{START_STEP}"
+        name = START_STEP
+        while inner.get(name, Role.AGE) is not Role.AGE:  # that of an optimizer that skips steps
+            name = f"{by}/{name}"
+        return name
 
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):

@@ -154,3 +154,39 @@ def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None
     guarded = _state(GUARDS["skip"])
     with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'slots/ema"):
         saver.restore(guarded.replace(slots={**guarded.slots, "ema": jnp.float32(0)}))
+
+
+def _averaged(optimizer: Any, **kwargs: Any) -> Any:
+    ema = jstep.ExponentialMovingAverage(0.9, zero_debias=True, **kwargs)
+    return jstep.with_moving_average(optimizer, ema)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"every": 2}, {"start_step": 1}])
+def test_fresh_averages_that_meet_an_old_age_are_named(tmp_path: Any, caplog: Any, kwargs: Any) -> None:
+    """Whatever age they have; a target created at the step of the checkpoint gives them a fresh one."""
+    for name, inner in (("sgd", jstep.gradient_descent(0.1)), ("adam", ADAM)):
+        saver = _save(tmp_path / name, _state(inner, 50).replace(slots=_state(inner).slots))
+        for step in (0, 50):
+            caplog.clear()
+            saver.restore(_state(_averaged(inner, **kwargs), step), partial=True)
+            # The age that averages share with adam is restored.
+            is_stale = step == 0 or (name == "adam" and not kwargs)
+            assert ("Fresh slots meet an old age: 'slots/ExponentialMovingAverage/a'" in caplog.text) == is_stale
+
+
+@pytest.mark.parametrize("wrap", [_averaged, lambda one: jstep.lookahead(one, 3)], ids=["averages", "lookahead"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_checkpoint_whose_wrapper_shared_the_age_of_a_guard_restores(tmp_path: Any, wrap: Any, partial: bool) -> None:
+    for scope in ("", "a/b"):
+        optimizer = wrap(jstep.skip_nonfinite(ADAM))
+        optimizer = jstep.scope(scope, optimizer) if scope else optimizer
+        state = _state(optimizer)
+        for _ in range(5):
+            state = jstep.apply_gradients(state, {"a": jnp.ones(3)}, optimizer)
+        own = [
+            name for name in state.slots if name.endswith(("with_moving_average/start_step", "lookahead/start_step"))
+        ]
+        assert len(own) == 1
+        former = state.replace(slots={name: slot for name, slot in state.slots.items() if name not in own})
+        saver = _save(tmp_path / (scope.replace("/", "-") or "bare"), former)
+        assert saver.restore(_state(optimizer), partial=partial) == state

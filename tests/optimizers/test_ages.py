@@ -282,3 +282,49 @@ def test_a_state_made_by_hand_has_no_roles() -> None:
     state = jstep.TrainState(made.params, made.slots, made.global_step)
     assert int(jstep.increment_global_step(state, 4).slots["start_step"]) == 0
     assert state == made
+
+
+INNERS = {"momentum": jstep.momentum(1.0, 0.0), "adam": jstep.adam(1.0, 0.0, 0.0)}
+"""Both add one to a parameter whose gradient is negative; only one has an age."""
+GUARDS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+    "loss scale": lambda one: jstep.dynamic_loss_scale(one, initial=1.0, factor=1.0000001),
+    "skip_nonfinite": jstep.skip_nonfinite,
+}
+
+
+def steps_of(optimizer: jstep.Optimizer, gradients: list[float]) -> list[jstep.TrainState]:
+    state = jstep.TrainState.create({"w": jnp.float32(0)}, optimizer)
+    states = []
+    for g in gradients:
+        state = jstep.apply_gradients(state, {"w": jnp.float32(g)}, optimizer)
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("inner", INNERS)
+def test_wrappers_around_a_guard_follow_every_step(inner: str, guard: str) -> None:
+    """As around `update_every`, whether the optimizer inside has an age or not."""
+    gradients, guarded = [-1, -1, np.nan, -1, np.nan, np.nan, -1, -1], GUARDS[guard](INNERS[inner])
+    mean = jstep.ExponentialMovingAverage(1.0, zero_debias=True)
+    states = steps_of(jstep.with_moving_average(guarded, mean), gradients)
+    params = [float(state.params["w"]) for state in states]
+    np.testing.assert_allclose(params, [1, 2, 2, 3, 3, 3, 4, 5], rtol=1e-6)
+    np.testing.assert_allclose(jstep.averaged_params(states[-1])["w"], np.mean(params), rtol=1e-6)
+    states = steps_of(jstep.lookahead(guarded, 2), [-1, np.nan, -1, -1, -1])
+    np.testing.assert_allclose([state.params["w"] for state in states], [1, 0.5, 1.5, 1.5, 2.5])
+
+
+def test_averages_with_update_every_between_them_share_no_age() -> None:
+    mean = [jstep.ExponentialMovingAverage(1.0, zero_debias=True, name=name) for name in ("a", "b")]
+    inner = jstep.with_moving_average(jstep.update_every(3, jstep.adam(1.0, 0.0, 0.0)), mean[0])
+    states = steps_of(jstep.with_moving_average(jstep.update_every(2, inner), mean[1]), [-1.0] * 12)
+    params = [float(state.params["w"]) for state in states]
+    np.testing.assert_allclose(jstep.averaged_params(states[-1], "b")["w"], np.mean(params), rtol=1e-6)
+    np.testing.assert_allclose(jstep.averaged_params(states[-1], "a")["w"], np.mean(params[1::2]), rtol=1e-6)
+
+
+def test_ftrl_changes_nothing_at_a_rate_of_zero() -> None:
+    states = steps_of(jstep.ftrl(lambda n: jnp.where(n == 1, 0.0, 0.5)), [-1.0, -10.0, 0.0])
+    assert len({float(state.params["w"]) for state in states}) == 1
+    assert states[0].slots == states[1].slots

@@ -180,7 +180,7 @@ def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tm
     optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
     state, states = run(optimizer, 7, start=3)
     assert int(state.slots["start_step"]) == 3
-    assert int(state.slots["ExponentialMovingAverage/start_step"]) == 10 - 4  # steps 4, 6, 8, 10
+    assert int(state.slots["with_moving_average/ExponentialMovingAverage/start_step"]) == 10 - 4  # steps 4, 6, 8, 10
     with jstep.Saver(tmp_path) as saver:
         saver.save(states[2])
         resumed = saver.restore(jstep.TrainState.create(PARAMS, optimizer))
@@ -189,4 +189,4 @@ def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tm
         resumed = jstep.apply_gradients(resumed, {"w": jnp.full(2, g), "deep": {"b": g}, "n": None}, optimizer)
     np.testing.assert_allclose(jstep.averaged_params(resumed)["w"], jstep.averaged_params(state)["w"], rtol=1e-6)
     plain = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9, zero_debias=True))
-    assert "ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots
+    assert "with_moving_average/ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots

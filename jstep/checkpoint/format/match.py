@@ -233,8 +233,11 @@ def _is_average(path: str, slot: str | None) -> bool:
 
 def _ages_of(slot: str | None) -> tuple[str, ...]:
     """Return the paths that the age of averages with zero_debias may have: that of their optimizer, or their own."""
-    scope = "" if slot is None else slot.rpartition("/")[0] + "/" * ("/" in slot)
-    return () if slot is None else (f"slots/{scope}start_step", f"slots/{scope}with_moving_average/start_step")
+    if slot is None:
+        return ()
+    scope, name = f"slots/{slot}".rsplit("/", 1)
+    own = f"{scope}/with_moving_average"
+    return f"{scope}/start_step", f"{own}/start_step", f"{own}/{name}/start_step"
 
 
 def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:

@@ -16,6 +16,8 @@ _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale",
 _WIDTHS = {"int32", "int64"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 _AGE = "start_step"
+_OUTSIDE_GUARDS = ("with_moving_average", "lookahead")
+"""The wrappers that shared the age of a guard inside them before jstep 0.3."""
 _OF_ADADELTA = {"accum": "accumulator", "accum_update": "accumulator_update"}
 """The slots of `adadelta`, and their names in jstep 0.2."""
 
@@ -98,6 +100,10 @@ def former_paths(targets: Mapping[str, Keys], saved: Collection[str]) -> dict[st
         name = keys[1].rpartition("/")[2]
         scope = f"{SLOTS}/{keys[1].removesuffix(name)}"
         leaf = path.removeprefix(scope + name)
+        above, _, wrapper = scope.removesuffix("/").rpartition("/")
+        is_alone = sum(other.startswith(scope) for other in targets) == 1
+        if name == _AGE and wrapper in _OUTSIDE_GUARDS and is_alone and f"{above}/{_AGE}" in saved:
+            renamed[path] = f"{above}/{_AGE}"
         if name in _OF_ADADELTA and all(
             scope + new + leaf in targets and scope + old + leaf in saved for new, old in _OF_ADADELTA.items()
         ):
@@ -127,7 +133,9 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
         key = keys[index]
         if len(key) < 2 or key[0] != "slots" or key[1] in starts or is_ageless(key, leaves[index][1], roles):
             continue
-        start = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
+        of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
+        own = f"{_scope(key[1])}with_moving_average/{key[1].rpartition('/')[2]}/{_AGE}"
+        start = own if own in starts else of_scope
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())

@@ -85,7 +85,7 @@ def dynamic_loss_scale(
         update,
         Own(added, roles),
         guarded=True,
-        inner_roles=Roles.without_scale,
+        inner_roles=lambda roles: roles.of_own_age().without_scale(),
     )
 
 

@@ -243,9 +243,9 @@ def with_moving_average(
 
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. With zero_debias, the age of the averages comes from the
-        optimizer's `start_step`, which is added if missing; those with start_step or every have an age of their own,
-        `name/start_step`, because not every update moves them. Inside `skip_nonfinite`, a skipped update leaves the
-        averages unchanged; inside `master_weights`, the master weights are averaged.
+        optimizer's `start_step`, which is added if missing. Those with start_step or every, which not every update
+        moves, have an age of their own, `with_moving_average/name/start_step`. Inside `skip_nonfinite`, a skipped
+        update leaves the averages unchanged; inside `master_weights`, the master weights are averaged.
 
     Raises:
         ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
@@ -284,7 +284,7 @@ def with_moving_average(
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
     # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
-    age_slot = f"{ema.name}/{START_STEP}" if ema.zero_debias and ema.waits else None
+    age_slot = f"with_moving_average/{ema.name}/{START_STEP}" if ema.zero_debias and ema.waits else None
     is_constant = not (callable(ema.decay) or isinstance(ema.decay, Held))
     hyper = {} if is_constant else {f"{ema.name}/{DECAY}": ema.decay}
 

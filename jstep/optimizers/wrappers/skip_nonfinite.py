@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.placement import is_on_host, on_devices
-from jstep.core.slot_roles import AGES, Role, roles_of
+from jstep.core.slot_roles import AGES, Role, Roles, roles_of
 from jstep.core.types import Array, Optimizer, Params, Slots, Updates, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.match_gradients import match_gradients
@@ -67,7 +67,8 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
     roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
-    return wrap_optimizer(optimizer, "skip_nonfinite", update, Own(added, roles), guarded=True)
+    own = Own(added, roles)
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=Roles.of_own_age)
 
 
 def _left_out(last: Array) -> Array:

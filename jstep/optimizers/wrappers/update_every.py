@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
-from jstep.core.slot_roles import Roles
 from jstep.core.types import Array, Optimizer, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
@@ -100,7 +99,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         of_the_mean if accumulate else of_one_step,
         Own(added if accumulate else {}),
         guarded=False if accumulate else None,
-        inner_roles=Roles.at_some_steps,
+        inner_roles=lambda roles: roles.of_own_age().without_scale(),
     )
 
 
