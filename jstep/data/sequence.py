@@ -244,18 +244,18 @@ class BatchSequence(abc.ABC):
 
 def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:
     found = numbers(step)
+    if len(found) == 1:
+        return sources[found[0].source].take(found[0].rows)
     return _merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
 
 
 def _merge(parts: Sequence[Any], indices: Sequence[Any]) -> Any:
-    """Merge the rows of several sources into one batch.
+    """Merge the rows of two or more sources into one batch.
 
     Args:
         parts: Trees of arrays with the same structure.
         indices: The indices of the rows of each part in the batch; together they cover the batch.
     """
-    if len(parts) == 1:
-        return parts[0]
     columns = [flatten(part)[0] for part in parts]
     return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in zip(*columns, strict=True)])
 
