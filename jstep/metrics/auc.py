@@ -96,7 +96,8 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200)
     `32 · num_thresholds` different scores (6400 by default), with exact counts up to 2⁴⁴ examples. If there are more,
     neighboring scores share a threshold, with about equally many examples for each. For a million different scores and
     the default, the area then differs by less than 1e-4 and the average precision by less than 1e-3; both errors
-    shrink as `num_thresholds` grows. Scores may be any numbers: probabilities or logits.
+    shrink as `num_thresholds` grows. Scores may be any numbers: probabilities or logits;
+    integers are rounded to float32.
 
     Args:
         scores: Scores of any shape; larger scores mean that label 1 is more likely.
