@@ -99,7 +99,7 @@ WRAPPERS = {
         ),
         {EMA: "other", "momentum": 0.0},
         MOMENTUM,
-        AGED,
+        {f"with_moving_average/{EMA}/start_step": MADE_AT},
         rate=0.01,
         steps=0,
         averages=(EMA,),
