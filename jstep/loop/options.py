@@ -57,7 +57,8 @@ class Options:
         Raises:
             ValueError: `batches` are made with the state, and a call would take several steps.
         """
-        return dataclasses.replace(self, steps_per_call=as_steps_per_call(self.steps_per_call, batches))
+        steps = as_steps_per_call(self.steps_per_call, batches)
+        return self if steps == self.steps_per_call else dataclasses.replace(self, steps_per_call=steps)
 
     def __post_init__(self) -> None:
         checked = {

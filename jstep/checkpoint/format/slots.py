@@ -100,10 +100,11 @@ def former_paths(targets: Mapping[str, Keys], saved: Collection[str]) -> dict[st
         name = keys[1].rpartition("/")[2]
         scope = f"{SLOTS}/{keys[1].removesuffix(name)}"
         leaf = path.removeprefix(scope + name)
-        above, _, wrapper = scope.removesuffix("/").rpartition("/")
-        is_alone = sum(other.startswith(scope) for other in targets) == 1
-        if name == _AGE and wrapper in _OUTSIDE_GUARDS and is_alone and f"{above}/{_AGE}" in saved:
-            renamed[path] = f"{above}/{_AGE}"
+        if name == _AGE:
+            above, _, wrapper = scope.removesuffix("/").rpartition("/")
+            is_alone = sum(other.startswith(scope) for other in targets) == 1  # a label of this name has other slots
+            if wrapper in _OUTSIDE_GUARDS and is_alone and f"{above}/{_AGE}" in saved:
+                renamed[path] = f"{above}/{_AGE}"
         if name in _OF_ADADELTA and all(
             scope + new + leaf in targets and scope + old + leaf in saved for new, old in _OF_ADADELTA.items()
         ):
