@@ -131,7 +131,7 @@ class Reader:
             kept = {
                 i: place_leaf.keep_target_leaf(want, manifest.step)
                 for i, want in enumerate(found.wanted)
-                if want.source is None
+                if want.source is None and want.copy_of is None
             }
             sources = [want.source for want in found.wanted if want.source is not None]
             uses = Counter(source.array for source in sources)
@@ -144,12 +144,15 @@ class Reader:
             def value(i: int) -> Any:
                 want = found.wanted[i]
                 if want.source is None:
-                    return kept[i]
+                    return kept.get(i)
                 array: Any = arrays.get(want.source.array or "")
                 shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
                 return place_leaf.place_leaf(want, array.copy() if shared else array)
 
             values = [value(i) for i in range(len(found.wanted))]
+            for i, want in enumerate(found.wanted):
+                if want.copy_of is not None:
+                    values[i] = place_leaf.copy_of(want, values[want.copy_of])
         self._warn_of_changed(path, found, values)
         return values
 
@@ -180,14 +183,16 @@ class Reader:
         if not found.differences():
             return
         without = [i for i, want in enumerate(found.wanted) if want.source is None and want.left_out is None]
-        left = [i for i in without if not found.wanted[i].is_guard]
+        copies = [i for i in without if found.wanted[i].copy_of is not None]
+        left = [i for i in without if not found.wanted[i].is_guard and i not in copies]
         _logger.warning(
-            "%s was restored in part%s%s",
+            "%s was restored in part%s%s%s",
             path,
+            listing("started as copies of what was restored", [repr(found.wanted[i].path) for i in copies]),
             listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
             listing("not used from the checkpoint", [repr(one) for one in found.extra]),
         )
-        if stale := slots.stale_warning(target, values, left):
+        if stale := slots.stale_warning(target, values, [*left, *copies]):
             _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:

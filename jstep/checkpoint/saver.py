@@ -187,7 +187,10 @@ class Saver:
                 nested dict of NumPy arrays, for inspection (PRNG keys as their data).
             step: The step to restore; None for the newest.
             partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
-                kept. Leaves that were kept and arrays that were not used are logged as a warning.
+                kept. A slot that begins as a copy of the parameters (`master_weights`, `lookahead`, averages, ...)
+                begins as a copy of the restored ones if the checkpoint lacks it; `target` must be a `TrainState`, which
+                knows these slots. Leaves that were copied or kept, and arrays that were not used, are logged as a
+                warning.
             use_averages: Whether to restore the moving averages of params in place of params, for evaluation, in the
                 dtype of params. A string names their slot.
             names: Leaves that have another path in the checkpoint: a mapping from paths of target

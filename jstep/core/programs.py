@@ -28,6 +28,9 @@ MOVES = frozenset([
 # fmt: on
 """Operations that move data without arithmetic."""
 
+COPYING = frozenset(["copy", "copy_p", "convert_element_type"])
+"""Operations whose result is their operand, in the same dtype or another one."""
+
 # fmt: off
 HARMLESS = MOVES.union([
     "select_n", "neg", "abs", "sign", "max", "min", "clamp", "reduce_max", "reduce_min", "sort", "floor", "ceil",

@@ -15,6 +15,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.exceptions import setting
+from jstep.core.programs import COPYING, Operation, body_of, evaluate
 from jstep.core.types import Optimizer, Params, Slots, Step
 
 
@@ -35,19 +36,25 @@ class Role(enum.Enum):
     SHARED = "another value for all parameters"
     ROWS = "a value for each row of a parameter"
     COLUMNS = "a value for each column of a parameter"
+    COPY = "a value for each parameter, at first a copy of it, in any dtype"
+    MASTER = "such a copy, which is the parameter of the optimizer inside"
+    MASTER_COPY = "a value for each parameter, at first a copy of its master"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates: a step without an update advances them."""
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS)
+COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
+"""Slots that begin as copies of the parameters: they follow if the parameters are restored without them."""
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *COPIES)
 _HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
-    Equality is that of metadata: unknown roles fit all others. `dict(roles)` compares the roles themselves.
+    Equality is that of metadata: unknown roles fit all others, and how a slot begins makes no difference to a state.
+    `dict(roles)` compares the roles themselves.
 
     Attributes:
         complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
@@ -69,7 +76,7 @@ class Roles(Mapping[str, Role | None]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
             return NotImplemented
-        same = self._roles == other._roles and self.complete == other.complete
+        same = self._of_structure() == other._of_structure() and self.complete == other.complete
         # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
         # may be written with the constructor.
         return same or self._are_unknown or other._are_unknown
@@ -79,6 +86,9 @@ class Roles(Mapping[str, Role | None]):
 
     def __repr__(self) -> str:
         return f"Roles({', '.join(self._roles)})"
+
+    def _of_structure(self) -> dict[str, Role | None]:
+        return {name: None if role in COPIES else role for name, role in self.items()}
 
     @property
     def _are_unknown(self) -> bool:
@@ -104,6 +114,10 @@ class Roles(Mapping[str, Role | None]):
     def of_own_age(self) -> "Roles":
         """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
         return self._changed({Role.AGE: Role.OWN_AGE})
+
+    def within_masters(self) -> "Roles":
+        """The roles of an optimizer whose parameters are master weights."""
+        return self._changed(dict.fromkeys((Role.COPY, Role.MASTER), Role.MASTER_COPY))
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""
@@ -167,12 +181,49 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     init = inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
     if isinstance(init, Init):
         return init.roles(params)
-    ages: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
+    declared: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "copies", ()), Role.COPY)
+    declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values; its slots are then known only once it has run
-        return Roles(ages, complete=False)
-    return of_slots(slots, params, ages | inherited, lambda both: _traced(init, both)[0])
+        return Roles(declared, complete=False)
+    known = copies_in(lambda given: init(given, 0), params) | declared | inherited
+    return of_slots(slots, params, known, lambda both: _traced(init, both)[0])
+
+
+def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
+    """The slots that are copies of the parameters, in any dtype, because a function does nothing else to make them.
+
+    Args:
+        make: The function that makes the slots, traced here; if it cannot be traced, no slots are found.
+        params: The parameters, or their shapes.
+    """
+
+    def nothing(constant: Any) -> None:
+        return None
+
+    def sources(operation: Operation, given: list[int | None]) -> list[int | None]:
+        """The parameters that the results of an operation are copies of."""
+        if operation.kind == "call":
+            return evaluate(operation.bodies[0], given, sources, nothing)
+        return given if operation.eqn.primitive.name in COPYING else [None] * len(operation.eqn.outvars)
+
+    try:
+        traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)
+    except Exception:  # a custom init may need values
+        return {}
+    treedef = trees.structure(params)
+    found = evaluate(body_of(traced), range(treedef.num_leaves), sources, nothing)
+    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if one is None else one for one in found])
+
+    def is_copy(slot: Any) -> bool:
+        try:
+            parts = treedef.flatten_up_to(slot)
+        except (ValueError, TypeError):
+            return False
+        return any(part is not None for part in parts) and all(part in (None, i) for i, part in enumerate(parts))
+
+    return {name: Role.COPY for name, slot in numbers.items() if is_copy(slot)}
 
 
 def of_slots(slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]) -> Roles:

@@ -143,6 +143,10 @@ class Optimizer(NamedTuple):
             age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. It then is
             incremented by a skipped update, one without any gradient, and `increment_global_step(state)`, and
             decremented by an update that leaves the global step as it is: the age counts applied updates.
+
+            A slot that is a copy of the parameters at first, in any dtype, is recognized when `init` is traced; an
+            `init` that cannot be traced declares it, `init.copies = ("slow",)`. If `Saver.restore(…, partial=True)`
+            restores the parameters from a checkpoint without this slot, it is a copy of the restored ones.
         update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it takes a `Context` as
             its fifth argument.
         hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.

@@ -67,6 +67,7 @@ class Slot:
 
     Attributes:
         initial: A number (or array, or schedule of the step of creation), or `"copy"` for a copy of the parameter.
+            If a partial restore finds no such copy in a checkpoint, it is a copy of the restored parameter.
         shape: `shape(path, leaf)`, the shape of the slot's leaf, or None if this leaf has no slot; by default the
             parameter's shape. It is called for trainable leaves only. On a mesh the slot is sharded like the
             parameter, without the dimensions that it lacks.
@@ -219,7 +220,7 @@ def leafwise(
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        own: dict[str, Role | None] = {name: _KEPT[spec.keeps] for name, spec in specs_for(params).items()}
+        own: dict[str, Role | None] = {name: role_of(spec) for name, spec in specs_for(params).items()}
         own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
         return Roles(own | ({START_STEP: Role.AGE} if aged else {}))
 
@@ -259,6 +260,11 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
 
     pairs = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
+
+
+def role_of(spec: Slot) -> Role | None:
+    """The role of a slot with a value for each parameter."""
+    return Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps]
 
 
 def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:

@@ -39,6 +39,7 @@ class Wanted:
         source: The saved leaf; None if no saved leaf fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
         left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
+        copy_of: The index of the restored leaf of the target that this one, without a source, begins as a copy of.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Wanted:
     source: Leaf | None
     is_guard: bool = False
     left_out: LeftOut | None = None
+    copy_of: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +117,9 @@ def match(target: Any, manifest: Manifest, averages: str | None, names: Names | 
     guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
     of_guards = {i for i in found.missing if leaves[i].keys in guards}
     passed_over = set(own)  # by averages in their place
+    copies = {} if all(found.sources) else _restored_copies(slots.copied(target), found.sources)
     return Match(
-        [_wanted(leaf, found.sources[i], i in of_guards) for i, leaf in enumerate(leaves)],
+        [_wanted(leaf, found.sources[i], i in of_guards, copies.get(i)) for i, leaf in enumerate(leaves)],
         [leaves[i].id[0] for i in found.missing if i not in of_guards],
         [key[0] for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)],
         found.differing,
@@ -132,10 +135,22 @@ def _leaves_of(target: Any) -> list[_TargetLeaf]:
     ]
 
 
-def _wanted(leaf: _TargetLeaf, source: Leaf | LeftOut | None, is_guard: bool) -> Wanted:
+def _wanted(leaf: _TargetLeaf, source: Leaf | LeftOut | None, is_guard: bool, copy_of: int | None) -> Wanted:
     if isinstance(source, LeftOut):
         return Wanted(leaf.id[0], leaf.leaf, None, is_guard, source)
-    return Wanted(leaf.id[0], leaf.leaf, source, is_guard)
+    return Wanted(leaf.id[0], leaf.leaf, source, is_guard, copy_of=copy_of)
+
+
+def _restored_copies(copied: Mapping[int, Sequence[int]], sources: Sequence[Leaf | LeftOut | None]) -> dict[int, int]:
+    """Return the leaves that the checkpoint lacks → the restored leaves that they begin as copies of."""
+    found: dict[int, int] = {}
+    for i, originals in copied.items():
+        if (
+            sources[i] is None
+            and (one := next((j for j in originals if isinstance(sources[j], Leaf)), None)) is not None
+        ):
+            found[i] = one
+    return found
 
 
 def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int]) -> str:

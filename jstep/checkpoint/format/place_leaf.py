@@ -12,7 +12,7 @@ from jstep.checkpoint.format import leaves as _leaves
 from jstep.checkpoint.format.manifest import Leaf
 from jstep.checkpoint.format.match import Wanted, average_of
 from jstep.core import trees
-from jstep.core.placement import place_anywhere, target_sharding
+from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.core.selection import has_value
 
 
@@ -97,6 +97,23 @@ def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: s
         value = values[key] if average is None else values[average].astype(values[key].dtype)
         out.append((record, value))
     return _leaves.nested(out)
+
+
+def copy_of(wanted: Wanted, original: Any) -> Any:
+    """Return a copy of another leaf of the target, as it was restored, in the dtype and sharding of this one."""
+    leaf, dtype = wanted.leaf, dtype_of(wanted)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.array(original, leaf.dtype)
+    array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))
+    sharding = target_sharding(leaf, wanted.path)
+
+    def cast(x: Any) -> Any:
+        return jnp.array(x, dtype, copy=True)
+
+    if sharding is None or is_of_host(sharding) or sharding.device_set != array.sharding.device_set:
+        made = jax.jit(cast)(array)
+        return made if sharding is None else jax.device_put(made, sharding)
+    return jax.jit(cast, out_shardings=sharding)(array)
 
 
 def keep_target_leaf(wanted: Wanted, step: int) -> Any:

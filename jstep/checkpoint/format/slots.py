@@ -1,4 +1,4 @@
-"""Slots in checkpoints: step counts, the scalars of guards, former names, and fresh slots that meet an old age."""
+"""Slots in checkpoints: steps, guards, former names, copies of parameters, and fresh slots that meet an old age."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.slot_roles import AGES, Role, Roles, roles_in
+from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
+from jstep.state.slots import owners
+from jstep.state.train_state import TrainState
 
 GLOBAL_STEP = "global_step"
 _PARAMS = "params"
@@ -73,6 +75,38 @@ def guards(missing: Mapping[Keys, Kind], steps: Sequence[int], roles: Roles) -> 
     return found
 
 
+def copied(target: Any) -> dict[int, list[int]]:
+    """Return the leaves of slots that begin as copies → the leaves they are copies of, in order of preference.
+
+    A slot inside `master_weights` begins as a copy of the master, or without one in the checkpoint, of the parameter.
+    Both are indices among the leaves of the target. Only a `TrainState` knows the roles of its slots.
+    """
+    indices = jax.tree.unflatten(trees.structure(target), range(len(jax.tree.leaves(target))))
+    found: dict[int, list[int]] = {}
+    for state, numbers in zip(*(jax.tree.leaves(one, is_leaf=_is_state) for one in (target, indices)), strict=True):
+        if not _is_state(state):
+            continue
+        params, roles = jax.tree.leaves(numbers.params), roles_in(state)
+        mine = [
+            (roles[name], place, number)
+            for name in roles.of(*COPIES)
+            if name in state.slots
+            for place, number in zip(
+                owners(name, state.slots[name], state.params, roles), jax.tree.leaves(numbers.slots[name]), strict=True
+            )
+            if place is not None
+        ]
+        masters = {place: number for role, place, number in mine if role is Role.MASTER}
+        for role, place, number in mine:
+            inside = [masters[place]] if role is Role.MASTER_COPY and place in masters else []
+            found[number] = [*inside, params[place]]
+    return found
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)
+
+
 def is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
     """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
@@ -121,7 +155,7 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
     Args:
         target: The tree that was restored into.
         values: Its leaves after the restore.
-        left: The indices of the leaves that were left unchanged.
+        left: The indices of the leaves that nothing was restored into.
     """
     leaves = jax.tree_util.tree_leaves_with_path(target)
     keys = [keys_of(path) for path, _ in leaves]
@@ -136,7 +170,8 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
             continue
         of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
         own = f"{_scope(key[1])}with_moving_average/{key[1].rpartition('/')[2]}/{_AGE}"
-        start = own if own in starts else of_scope
+        is_copy = key[1] in roles and roles[key[1]] in COPIES  # no bias correction, but by an age of its own
+        start = own if own in starts else None if is_copy else of_scope
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())

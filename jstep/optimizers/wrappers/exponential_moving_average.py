@@ -313,10 +313,12 @@ def with_moving_average(
                 averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
         return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **changed}
 
-    averages = Own({ema.name: fresh}, hyper=hyper, aged=ema.zero_debias)
+    copied = initial is None and not (ema.zero_debias and not ema.start_step)
+    roles = {ema.name: Role.COPY} if copied else {}
+    averages = Own({ema.name: fresh}, roles, hyper, aged=ema.zero_debias)
     if age_slot is not None:
         slots = {ema.name: fresh, age_slot: lambda params, step: new_start_step(step)}
-        averages = Own(slots, {age_slot: Role.OWN_AGE}, hyper)
+        averages = Own(slots, {**roles, age_slot: Role.OWN_AGE}, hyper)
     return wrap_optimizer(optimizer, "with_moving_average", update, averages)
 
 

@@ -11,7 +11,7 @@ from jstep.core import trees
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.exceptions import scoped
 from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.slot_roles import Init, Roles, of_slots
+from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
 from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import as_arrays, checked, report
@@ -27,7 +27,8 @@ def from_optax(
     """An optimizer from an Optax transformation, using its `init` and `update`; Optax itself is not imported.
 
     Its state becomes slots. State with the structure of the parameters, such as moments, is sharded like them, and is
-    float32 for low-precision parameters; other state, such as counts, becomes separate slots. The transformation works
+    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that is at first a
+    copy of the parameters, as `init` shows, is one of the restored parameters after a partial restore without it. The transformation works
     in at least float32 and sees trainable leaves only. A gradient of None is replaced by zeros, and then neither the
     leaf nor its state changes. `IndexedSlices` are converted to dense arrays.
 
@@ -92,9 +93,12 @@ def from_optax(
 
     def roles(params: Params) -> Roles:
         try:
-            return of_slots(skeleton(params).slots, params, {}, lambda both: skeleton(both).slots)
+            shapes = skeleton(params).slots
         except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
             return Roles(complete=False)
+        with _standard_promotion():
+            copies = copies_in(lambda given: _StateSlots(name, transformation.init(_seen(given)), given).slots, params)
+        return of_slots(shapes, params, copies, lambda both: skeleton(both).slots)
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /

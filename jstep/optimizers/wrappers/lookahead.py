@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.indexed_slices import is_slices
+from jstep.core.slot_roles import Role
 from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
@@ -76,6 +77,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         update,
         Own(
             {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), params, step)},
+            {SLOW: Role.COPY},
             hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
             aged=True,
         ),

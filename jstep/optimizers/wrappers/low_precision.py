@@ -9,6 +9,7 @@ from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
+from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import add, apply_updates
 from jstep.optimizers.element import map_updates
@@ -78,7 +79,12 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
     return wrap_optimizer(
-        optimizer, "master_weights", update, Own({MASTER: fresh}), init_on=lambda params: jax.tree.map(widened, params)
+        optimizer,
+        "master_weights",
+        update,
+        Own({MASTER: fresh}, {MASTER: Role.MASTER}),
+        inner_roles=Roles.within_masters,
+        init_on=lambda params: jax.tree.map(widened, params),
     )
 
 

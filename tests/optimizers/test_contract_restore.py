@@ -1,0 +1,44 @@
+"""The contract of every optimizer: a partial restore of parameters alone is a new state with these parameters."""
+
+import jax
+import jax.numpy as jnp
+from contract import bitwise_equal, each_optimizer, make_optimizer, mixed_gradients, mixed_params
+
+import jstep
+
+STEP = 7
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    differing = [
+        jax.tree_util.keystr(path)
+        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
+        if one.dtype != other.dtype or not bitwise_equal(one, other)
+    ]
+    assert not differing
+
+
+def trained_params():
+    def moved(p):
+        return p * 3 + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+    return jax.tree.map(moved, mixed_params())
+
+
+def restored_in_part(directory, target):
+    """Save `trained_params` without slots, and restore what fits into a target."""
+    with jstep.Saver(directory) as saver:
+        saver.save(jstep.TrainState.create(trained_params(), jstep.gradient_descent(0.1), global_step=STEP))
+        return saver.restore(target, partial=True)
+
+
+@each_optimizer
+def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name: str, tmp_path) -> None:
+    optimizer = make_optimizer(name)
+    want = jstep.TrainState.create(trained_params(), optimizer, global_step=STEP)
+    target = jstep.TrainState.create(mixed_params(), optimizer, global_step=STEP)
+    got = restored_in_part(tmp_path, target)
+    assert_same(got, want)
+    zeros = mixed_gradients(0.0)
+    assert_same(jstep.apply_gradients(got, zeros, optimizer), jstep.apply_gradients(want, zeros, optimizer))
