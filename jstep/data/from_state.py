@@ -17,8 +17,9 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
 
     Args:
         fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
-            `set_state`, its position is kept with each checkpoint, as that of a loader. It ends the batches by raising
-            StopIteration or `OutOfRangeError`.
+            `set_state`, its position is kept with each checkpoint, as that of a loader, and is taken after all hooks of
+            that step: what a hook tells `fn` is in it. It ends the batches by raising StopIteration or
+            `OutOfRangeError`.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` refuses steps_per_call > 1 with them.

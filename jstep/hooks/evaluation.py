@@ -232,6 +232,8 @@ class EvaluationHook(RunHook):
         if self._reported_step == step:
             return None
         self._reported_step = step
+        if not on_cadence:
+            self.run.before_off_cadence()
         result = self._callbacks(step, state, values, on_cadence=on_cadence)
         if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved

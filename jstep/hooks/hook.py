@@ -107,6 +107,8 @@ class RunInfo:
         dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
         watch: The stopwatch of the run.
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
+        before_off_cadence: Called before what is done only because the run ends here, such as an evaluation that is not
+            due: what it tells the object that makes the batches is not saved, or a resumed run would be another one.
     """
 
     last_step: int | None
@@ -132,6 +134,7 @@ class RunInfo:
     dispatched: Any = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
+    before_off_cadence: Callable[[], None] = lambda: None
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

@@ -13,6 +13,7 @@ import numpy as np
 from jstep.core.trees import arguments_of, flatten
 from jstep.data.placement import copied, placement
 from jstep.data.prefetch import Reader
+from jstep.loop.positions import LivePosition
 from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
@@ -122,11 +123,11 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
     """Yield each batch of a source, copied if necessary so that no other code writes to it, and the position after it.
 
     Args:
-        source: The batches.
+        source: The batches. The position of those that are made with the state is not taken here: see `LivePosition`.
         fetched: A counter of the batches.
     """
     fetched = fetched or FetchCounter()
-    at, fresh = source.position, source.fresh
+    at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in source.items:
         yield copied(batch, fresh=fresh), None if at is None else at()
         fetched.count += 1  # after it was placed, too: errors name the batch that was not
@@ -175,7 +176,8 @@ class BatchFeeder:
     Attributes:
         waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
         steps: The number of steps of the latest call.
-        position: The position of the source after the latest call, from `copied_position`; None if not known.
+        live: The position of a source whose batches are made with the state; None for any other.
+        position: The position of any other source after the latest call, from `copied_position`; None if not known.
     """
 
     def __init__(
@@ -194,7 +196,8 @@ class BatchFeeder:
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
-        at = source.begin or source.position
+        self.live = LivePosition(source.position, source.begin) if source.is_of_state and source.position else None
+        at = None if source.is_of_state else source.begin or source.position
         self.position = at() if at else None
 
     def __iter__(self) -> "BatchFeeder":
@@ -213,8 +216,10 @@ class BatchFeeder:
             if self._requested:
                 call: Call = self._reader.take()
                 self._requested -= 1
-            else:
+            elif self.live is None:
                 call = self._read()
+            else:
+                call = self._read_live(self.live)
             if ahead:
                 self._reader.request(AHEAD - self._requested)
                 self._requested = AHEAD
@@ -224,6 +229,8 @@ class BatchFeeder:
         finally:
             got = watch.switch(before)
         self.waiting = False
+        if self.live is not None:
+            self.live.after_batch()
         self._waited, self._got = got - asked, got
         # If the wait is interrupted, the position stays before the batch, however much of it was read.
         self.steps = call.steps
@@ -231,8 +238,20 @@ class BatchFeeder:
         self._before, self.position = self.position, call.position
         return call
 
+    def _read_live(self, live: LivePosition) -> Call:
+        live.before_batch()
+        try:
+            call = self._read()
+        except StopIteration:
+            live.no_batch()
+            raise
+        live.check()
+        return call
+
     def position_after(self, steps: int) -> Any:
         """The position after that many steps: all that were fetched, or all but those of the latest call."""
+        if self.live is not None:
+            return self.live.now() if steps >= self._taken else self.live.before
         return self.position if steps >= self._taken else self._before
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Saving and restoring the position of a data loader, on each process."""
 
 import base64
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,61 @@ class SavedPosition(NamedTuple):
     value: Any
     error: str = ""
     warning: str = ""
+
+
+class LivePosition:
+    """The position of batches that are made one at a time, after the hooks of the step before: those of `from_state`.
+
+    Hooks tell the object that makes them what a step found, so its position is taken when a checkpoint is written. If a
+    batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
+
+    Args:
+        ask: Returns the current position, from `copied_position`.
+        begin: Returns the position before the first batch, if the object does not know it yet; None if nothing does.
+
+    Attributes:
+        before: The position before the latest batch, and after what hooks changed before that.
+    """
+
+    def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
+        self._ask = ask
+        self.before = None if begin is None else begin()
+        self._is_fixed = self._is_known = False
+        self._at_end: Any = None
+
+    def before_batch(self) -> None:
+        """Take the position before a batch; a signal may interrupt this, or the making of the batch."""
+        # An object may not know its position before its first batch.
+        with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
+            self.before = self._ask()
+            self._is_known = True
+        self._is_fixed = True
+
+    def check(self) -> None:
+        """Refuse a position that cannot be kept, once, after the first batch."""
+        if not self._is_known:
+            self._ask()
+            self._is_known = True
+
+    def after_batch(self) -> None:
+        """The batch was made, and no signal interrupts the loop before its step and hooks are over."""
+        self._is_fixed = False
+
+    def no_batch(self) -> None:
+        """There is no further batch; the search for one may have changed the object."""
+        if self._is_known:
+            self._at_end, self._is_fixed = self._ask(), False
+
+    def fix(self) -> None:
+        """Take the position now, without what is changed later."""
+        self.before, self._is_fixed = self.now(), True
+
+    def now(self) -> Any:
+        """The position for a checkpoint of the latest state."""
+        if self._is_fixed or not self._is_known:
+            return self.before
+        position = self._ask()
+        return self.before if self._at_end is not None and position == self._at_end else position
 
 
 def encode_position(position: Any, owner: str) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,10 +20,22 @@ HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
 that stopped the run, and the initial values of held hyperparameters."""
 
 
+class _Memory(NamedTuple):
+    """What a checkpoint holds besides the state, of that which may change after it at the same step.
+
+    Attributes:
+        positions: The positions of the batches.
+        hooks: The states of the hooks, as text.
+    """
+
+    positions: dict[str, Any]
+    hooks: str
+
+
 class RunSaverHook(CheckpointSaverHook):
     """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
 
-    A step is saved again if a hook changed the state, or its own, after the save.
+    A step is saved again if a hook changed the state, its own, or the position of the batches, after the save.
 
     Args:
         run: The run.
@@ -41,7 +53,7 @@ class RunSaverHook(CheckpointSaverHook):
         )
         self._before = before
         self._loop, self._hooks = run, list(run.hooks)
-        self._memory = self._of_this_save = "{}"
+        self._memory = self._of_this_save = _Memory({}, "{}")
 
     def _call_before(self, step: int) -> None:
         for fn in self._before:
@@ -56,7 +68,7 @@ class RunSaverHook(CheckpointSaverHook):
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
-        self._of_this_save = _as_text(self._remembered())
+        self._of_this_save = _Memory(self._positions(), _as_text(self._remembered()))
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
@@ -65,8 +77,13 @@ class RunSaverHook(CheckpointSaverHook):
         self._memory = self._of_this_save
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        """Whether a checkpoint of this step holds this state and the current states of hooks."""
-        return super().has_saved(step, state) and _as_text(self._remembered()) == self._memory
+        """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
+        if not super().has_saved(step, state):
+            return False
+        feeder = self._loop.feeder
+        # Only these can change after their step; the comparison comes first, as all processes take part in it.
+        is_same = feeder is None or feeder.live is None or self._positions() == self._memory.positions
+        return _as_text(self._remembered()) == self._memory.hooks and is_same
 
     def _remembered(self) -> dict[str, Any]:
         states, by = hook_state.get_states(self._hooks), self._stopped_by()
@@ -81,15 +98,20 @@ class RunSaverHook(CheckpointSaverHook):
         """The positions of the batches; must be called on all processes."""
         run = self._loop
         if run.feeder is None:  # no step was run: the positions have not changed
-            return {key: run.extra[key] for key in (POSITION, POSITIONS, PAST) if key in run.extra}
+            return {key: run.extra[key] for key in (POSITION, POSITIONS) if key in run.extra}
         # A batch that was fetched but not trained on is fetched again after a restart.
-        positions = gather_positions(run.feeder.position_after(run.step - run.first))
-        return positions | ({} if run.programs.cards is None else run.programs.cards.past(run.step))
+        return gather_positions(run.feeder.position_after(run.step - run.first))
+
+    def _past(self) -> dict[str, Any]:
+        run = self._loop
+        if run.feeder is None:
+            return {PAST: run.extra[PAST]} if PAST in run.extra else {}
+        return {} if run.programs.cards is None else run.programs.cards.past(run.step)
 
     def _made_extra(self) -> dict[str, Any]:
-        remembered = self._remembered()
-        self._of_this_save = _as_text(remembered)
-        return self._positions() | remembered | ({HELD: self._loop.held} if self._loop.held else {})
+        positions, remembered = self._positions(), self._remembered()
+        self._of_this_save = _Memory(positions, _as_text(remembered))
+        return positions | self._past() | remembered | ({HELD: self._loop.held} if self._loop.held else {})
 
 
 def _as_text(states: dict[str, Any]) -> str:

@@ -67,6 +67,8 @@ def _make_calls(run: Run, runner: HookRunner, source: Source, items: Any) -> Non
     made = run.programs.calls(iter(items), run.first, ends, run.options.batch_sharding)
     run.feeder = BatchFeeder(source, made, stopping=run.is_stopping, watch=run.watch)
     run.closing.callback(run.feeder.close)
+    if run.feeder.live is not None:
+        run.before_off_cadence = run.feeder.live.fix
     if ends is not None:
         run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
     run.phase = RUNNING

@@ -1,0 +1,364 @@
+"""What hooks tell the object that makes the batches is in the checkpoint of their step: 17 + 23 steps are 40."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import printed
+from processes import run as run_all
+
+import jstep
+
+OPTIMIZER = jstep.adam(1e-2)
+X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+Y = X @ np.array([1, -1, 2, 0.5], np.float32)
+
+
+def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    error = x @ params["w"] - y
+    return jnp.mean(error**2), {"error": jnp.abs(error)}
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER, has_aux=True)
+
+
+def make_state() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)
+
+
+class Buffer:
+    """Prioritized replay: rows are drawn by their errors, which a hook tells."""
+
+    def __init__(self) -> None:
+        self.priority, self.rng, self.last = np.ones(64), np.random.default_rng(1), np.zeros(8, int)
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.last = self.rng.choice(64, 8, p=self.priority / self.priority.sum())
+        return X[self.last], Y[self.last]
+
+    def tell(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+        self.priority[self.last] = np.asarray(metrics["error"]) + 1e-3
+
+    def state_dict(self) -> Any:
+        return vars(self)
+
+    def load_state_dict(self, position: Any) -> None:
+        vars(self).update(position)
+
+
+class OwnState(Buffer):
+    """The same with `get_state` and `set_state`."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+    get_state, set_state = Buffer.state_dict, Buffer.load_state_dict
+
+
+class UnknownAtFirst(Buffer):
+    """A buffer that does not know its position before its first batch."""
+
+    def state_dict(self) -> Any:
+        if not self.last.any():
+            raise RuntimeError("no batch was made yet")
+        return vars(self)
+
+
+def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), step: Any = STEP, **kwargs: Any) -> Any:
+    """The end of a run in which the buffer is told the errors of each step, before other hooks are called."""
+    kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
+    hooks = [jstep.every(1, buffer.tell), *hooks]
+    return jstep.train(
+        step, make_state(), jstep.from_state(buffer), last, hooks=hooks, checkpoint_dir=directory, **kwargs
+    )
+
+
+def by_hand(steps: int, buffer: Any) -> jstep.TrainState:
+    state = make_state()
+    for step in range(steps):
+        state, metrics = STEP(state, *buffer(step, state))
+        buffer.tell(step + 1, state, metrics)
+    return state
+
+
+WHOLE = Buffer()
+END = by_hand(40, WHOLE)
+
+
+def assert_resumes(directory: Path, kind: type[Buffer] = Buffer, last: int = 40) -> None:
+    """A run from the newest checkpoint ends as the loop by hand, and so does its buffer."""
+    buffer = kind()
+    assert run(buffer, last, directory) == END
+    np.testing.assert_array_equal(buffer.priority, WHOLE.priority)
+
+
+@pytest.mark.parametrize("kind", [Buffer, OwnState, UnknownAtFirst])
+def test_a_run_in_two_parts_is_a_whole_one(tmp_path: Path, kind: type[Buffer]) -> None:
+    assert run(kind(), 17, tmp_path) == by_hand(17, Buffer())
+    assert_resumes(tmp_path, kind)
+    found = jstep.replay(STEP, make_state(), jstep.from_state(kind()), tmp_path, 17)
+    assert found.state == by_hand(17, Buffer())
+    after = Buffer()
+    by_hand(17, after)
+    np.testing.assert_array_equal(found.args[0], after(17, found.state)[0])
+
+
+def test_saves_on_their_cadence_hold_what_other_hooks_told(tmp_path: Path) -> None:
+    """Each checkpoint of a run resumes to its end, in several cuts."""
+    run(Buffer(), 40, tmp_path, save_checkpoint_steps=10)
+    for step in (10, 20, 30):
+        with jstep.Saver(tmp_path) as saver:
+            names = {step: saver.extra(step)["batches"] for step in saver.all_steps()}
+        at = Buffer()
+        by_hand(step, at)
+        other = tmp_path / str(step)
+        run(Buffer(), step, other)
+        assert jstep.Saver(other).extra()["batches"] == names[step]
+    for last in (3, 4, 40):
+        state = run(Buffer(), last, tmp_path / "cuts")
+    assert state == END
+
+
+class ToldError(Exception):
+    """A failure of a hook, a step or a batch."""
+
+
+def fail_at(step: int, when: str) -> dict[str, Any]:
+    """Arguments of `run` that make it fail at a step."""
+
+    def hook(n: int, state: Any, metrics: Any) -> None:
+        if n == step:
+            raise ToldError
+
+    class Before(jstep.Hook):
+        def before_step(self, n: int, state: Any) -> None:
+            if n == step:
+                raise ToldError
+
+    def train_step(state: Any, *args: Any) -> Any:
+        if jstep.global_step(state) == step:
+            raise ToldError
+        return STEP(state, *args)
+
+    return {
+        "hook": {"hooks": [jstep.every(1, hook)]},
+        "before_step": {"hooks": [Before()]},
+        "step": {"step": train_step},
+    }[when]
+
+
+@pytest.mark.parametrize("when", ["hook", "before_step", "step"])
+def test_an_error(tmp_path: Path, when: str) -> None:
+    """A batch whose step failed is made again; what hooks told after the last complete step is kept."""
+    with pytest.raises(ToldError):
+        run(Buffer(), 40, tmp_path, **fail_at(23, when))
+    assert jstep.Saver(tmp_path).latest_step() == 23
+    assert_resumes(tmp_path)
+
+
+class Breaks(Buffer):
+    """A buffer that changes and then fails, is interrupted, or ends."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self._how = how
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        batch = super().__call__(step, state)
+        if step == 23:
+            self._how()
+        return batch
+
+    def state_dict(self) -> Any:
+        return {name: value for name, value in vars(self).items() if name != "_how"}
+
+
+def fail() -> None:
+    raise ToldError
+
+
+def end() -> None:
+    raise StopIteration
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_no_batch_at_all(tmp_path: Path) -> None:
+    class Empty(UnknownAtFirst):
+        def __call__(self, step: int, state: jstep.TrainState) -> Any:
+            raise StopIteration
+
+    with pytest.raises(ValueError, match="no batch"):
+        run(Empty(), 40, tmp_path)
+
+
+@pytest.mark.parametrize("how", [fail, end, interrupt])
+def test_a_batch_that_could_not_be_made(tmp_path: Path, how: Any) -> None:
+    """A restart makes it again, from the position after the hooks of the step before."""
+    if how is end:
+        run(Breaks(how), None, tmp_path)
+    else:
+        with pytest.raises(jstep.Preempted if how is interrupt else ToldError):
+            run(Breaks(how), 40, tmp_path)
+    assert jstep.Saver(tmp_path).latest_step() == 23
+    assert_resumes(tmp_path)
+
+
+def test_a_signal_in_a_hook(tmp_path: Path) -> None:
+    def kill(step: int, state: Any, metrics: Any) -> None:
+        if step == 23:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for before in (True, False):  # before or after the hook that tells
+        buffer, directory = Buffer(), tmp_path / str(before)
+        hooks = [jstep.every(1, kill), jstep.every(1, buffer.tell)][:: 1 if before else -1]
+        with pytest.raises(jstep.Preempted):
+            jstep.train(STEP, make_state(), jstep.from_state(buffer), 40, hooks=hooks, checkpoint_dir=directory)
+        assert_resumes(directory)
+
+
+class Course:
+    """Batches of a level, which an evaluation raises."""
+
+    def __init__(self) -> None:
+        self.level, self.rng = 1, np.random.default_rng(0)
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        x = self.level * self.rng.normal(size=(8, 4)).astype(np.float32)
+        return x, x @ np.array([1, -1, 2, 0.5], np.float32)
+
+    def raise_level(self, step: int, state: Any, results: Any) -> None:
+        self.level += results["error"] < 6 / self.level
+
+    def get_state(self) -> Any:
+        return {"level": int(self.level), "rng": self.rng}
+
+    def set_state(self, position: Any) -> None:
+        self.level, self.rng = position["level"], position["rng"]
+
+
+class Tells(jstep.Hook):
+    """A hook that tells a course something at the end."""
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+
+    def end(self, step: int, state: Any) -> None:
+        self.course.level = 9
+
+
+def taught(directory: Path | None, last: int, hooks: Any = (), callbacks: Any = (), **kwargs: Any) -> Any:
+    course = Course()
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"error": float(jnp.abs(state.params["w"]).sum())},
+        every_n_steps=20,
+        callbacks=[course.raise_level, *callbacks],
+    )
+    state = jstep.train(
+        STEP,
+        make_state(),
+        jstep.from_state(course),
+        last,
+        hooks=[evaluation, *(hook(course) for hook in hooks)],
+        checkpoint_dir=directory,
+        progress=False,
+        **kwargs,
+    )
+    return state, course.level
+
+
+@pytest.mark.parametrize(("stop", "saves"), [(40, None), (50, None), (50, 50), (60, 20)])
+def test_an_evaluation_that_tells(tmp_path: Path, stop: int, saves: int | None) -> None:
+    """What an evaluation tells that is made only because the run ends (at 50) is not in the checkpoint."""
+    best = [jstep.KeepBest(tmp_path / "best", "error")]
+    whole = taught(None, 80)
+    assert whole[1] > 2
+    taught(tmp_path, stop, save_checkpoint_steps=saves, callbacks=best)
+    assert taught(tmp_path, 80, callbacks=best) == whole
+    assert taught(tmp_path, 80, callbacks=best)[0] == whole[0]  # a run that has ended
+
+
+def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path: Path) -> None:
+    for saves in (None, 20):  # also if the step was saved before
+        directory = tmp_path / str(saves)
+        taught(directory, 40, hooks=[Tells], save_checkpoint_steps=saves)
+        extra = jstep.Saver(directory).extra()
+        assert extra["batches"]["value"]["level"] == 9
+        course = Course()
+        jstep.train(STEP, make_state(), jstep.from_state(course), 41, checkpoint_dir=directory, progress=False)
+        assert course.level == 9
+
+
+def test_a_step_is_saved_again_only_if_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = jstep.Saver.save
+    monkeypatch.setattr(
+        jstep.Saver,
+        "save",
+        lambda self, state, **kwargs: saved.append(int(state.global_step)) or save(self, state, **kwargs),
+    )
+    run(Buffer(), 20, tmp_path, save_checkpoint_steps=10)
+    assert saved == [10, 20]
+    run(Buffer(), 20, tmp_path)
+    assert saved == [10, 20]
+
+
+def test_a_position_that_cannot_be_kept_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    class Locked(Buffer):
+        def state_dict(self) -> Any:
+            return {"lock": threading.Lock()}
+
+    steps: list[int] = []
+    with pytest.raises(TypeError, match=r"state of the Locked .*state\['lock'\] is a value of type _thread.lock"):
+        run(Locked(), 40, tmp_path, hooks=[jstep.every(1, lambda step, *_: steps.append(step))])
+    assert steps == []
+
+
+def test_verify_resume() -> None:
+    assert jstep.verify_resume(make_state, STEP, jstep.from_state(Buffer()), at=7, steps=15)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cut", range(1, 40, 4))
+def test_cuts(tmp_path: Path, cut: int) -> None:
+    for last in range(cut, 40, cut):
+        run(Buffer(), last, tmp_path, save_checkpoint_steps=3)
+    assert_resumes(tmp_path)
+
+
+TWO = """
+class Buffer:
+    '''Rows drawn by errors, which a hook tells: those of each process.'''
+    def __init__(self):
+        self.priority, self.rng = np.ones(256), np.random.default_rng(process)
+    def __call__(self, step, state):
+        self.last = self.rng.choice(256, 8, p=self.priority / self.priority.sum())
+        return data[self.last]
+    def tell(self, step, state, metrics):
+        self.priority[self.last] = float(metrics["loss"]) * (1 + process)
+    def state_dict(self):
+        return {"priority": self.priority, "rng": self.rng}
+    def load_state_dict(self, position):
+        self.priority, self.rng = position["priority"], position["rng"]
+
+step = jstep.minimize(loss_fn, optimizer)
+def trained(name, *stops):
+    for stop in stops:
+        state, buffer = jstep.TrainState.create(init, optimizer, mesh=mesh), Buffer()
+        state = jstep.train(
+            step, state, jstep.from_state(buffer), stop, hooks=[jstep.every(1, buffer.tell)], progress=False,
+            checkpoint_dir=os.path.join(directory, name), batch_sharding=rows, save_checkpoint_steps=5,
+        )
+    return weights(state) + buffer.priority.tobytes().hex()
+print("same", trained("whole", 12) == trained("parts", 5, 7, 12), flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes(tmp_path: Path) -> None:
+    assert [printed(lines, "same") for lines in run_all(TWO, 2, str(tmp_path))] == ["True", "True"]
