@@ -21,7 +21,7 @@ that stopped the run, and the initial values of held hyperparameters."""
 
 
 class _Memory(NamedTuple):
-    """What a checkpoint holds besides the state, of that which may change after it at the same step.
+    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
 
     Attributes:
         positions: The positions of the batches.

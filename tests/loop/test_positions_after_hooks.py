@@ -68,7 +68,7 @@ class UnknownAtFirst(Buffer):
 
 
 def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), step: Any = STEP, **kwargs: Any) -> Any:
-    """The end of a run in which the buffer is told the errors of each step, before other hooks are called."""
+    """The end of a run in which a hook tells the buffer the errors of each step, before other hooks are called."""
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     hooks = [jstep.every(1, buffer.tell), *hooks]
     return jstep.train(
@@ -106,7 +106,7 @@ def test_a_run_in_two_parts_is_a_whole_one(tmp_path: Path, kind: type[Buffer]) -
     np.testing.assert_array_equal(found.args[0], after(17, found.state)[0])
 
 
-def test_saves_on_their_cadence_hold_what_other_hooks_told(tmp_path: Path) -> None:
+def test_saves_on_their_cadence_hold_what_hooks_tell(tmp_path: Path) -> None:
     """Each checkpoint of a run resumes to its end, in several cuts."""
     run(Buffer(), 40, tmp_path, save_checkpoint_steps=10)
     for step in (10, 20, 30):
@@ -152,7 +152,7 @@ def fail_at(step: int, when: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("when", ["hook", "before_step", "step"])
 def test_an_error(tmp_path: Path, when: str) -> None:
-    """A batch whose step failed is made again; what hooks told after the last complete step is kept."""
+    """A batch whose step failed is made again; what hooks tell after the last complete step is kept."""
     with pytest.raises(ToldError):
         run(Buffer(), 40, tmp_path, **fail_at(23, when))
     assert jstep.Saver(tmp_path).latest_step() == 23
