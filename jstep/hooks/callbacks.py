@@ -43,9 +43,10 @@ class Callbacks:
         """Call `begin` of the callbacks; return whether one of them ends the run before any step.
 
         Raises:
+            TypeError: A callback has `get_state` without `set_state`.
             ValueError: Two callbacks have the same `key`.
         """
-        hook_state.check_keys(self._functions, self._where)
+        hook_state.check_owners(self._functions, self._where)
         self.stopped_by = None
         return any(self.each("begin", state))
 

@@ -26,10 +26,12 @@ class Hook:
     device: do it only when due. A state that a hook stores is donated to the next step, which deletes its arrays: copy
     what the hook needs later.
 
-    A hook keeps its state across restarts if it has `get_state()`, which returns a JSON-serializable value, and
-    `set_state(value)`. The value is saved with each checkpoint, and `set_state` is called with it after `begin`; if it
-    returns True, no step is run. The value is matched to a hook by its attribute `key`, a string that no other hook
-    has, or without a `key` by the name of its class and its attribute `watches`, such as the name of a metric. The
+    A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
+    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays and random generators; it is read once after `begin`,
+    so that a value of another type is an error before the first step, and is saved with each checkpoint. `set_state` is
+    called with it after `begin`; if it returns True, no step is run. The value is matched to a hook by its attribute
+    `key`, a string that no other hook has, whatever its class, or without a `key` by the name of its class and its
+    attribute `watches`, such as the name of a metric. The
     position in the list only matters between hooks that share all of these. One object may serve several runs, because
     `begin` starts from scratch.
 

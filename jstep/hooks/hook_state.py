@@ -1,17 +1,22 @@
 """Checkpointing of hook state, keyed by `key` or class, not by position.
 
-A hook, or a callback of an evaluation, is identified by its `key` if it has one, else by its class and its attribute
-`watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key: they are matched by their
-settings, and by order if these are equal too.
+A hook, or a callback of an evaluation, is identified by its `key` if it has one, whatever its class, else by its class
+and its attribute `watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key: they are
+matched by their settings, and by order if these are equal too.
 """
 
-import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jstep.core import tagged_json
+from jstep.core.exceptions import note
+
 _logger = logging.getLogger("jstep")
+
+_TAGGED = "is_tagged"
+"""The key that marks records whose state is tagged JSON."""
 
 
 class _Owner(NamedTuple):
@@ -19,13 +24,11 @@ class _Owner(NamedTuple):
 
     Attributes:
         key: Its key, or its class and what it watches.
-        made_by: The module and name of its class.
-        is_given: Whether the key was given.
+        made_by: The module and name of its class; None if the key was given.
     """
 
     key: str
-    made_by: str
-    is_given: bool
+    made_by: str | None
 
 
 def own_key(hook: Any) -> str | None:
@@ -51,24 +54,36 @@ def _class_names(hook: Any) -> tuple[str, str]:
 
 def _owner(hook: Any) -> _Owner:
     key, (described, made_by) = own_key(hook), _class_names(hook)
-    return _Owner(key or described, made_by, key is not None)
+    return _Owner(described, made_by) if key is None else _Owner(key, None)
 
 
 def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
     for hook in objects:
-        if callable(getattr(hook, "get_state", None)) and callable(getattr(hook, "set_state", None)):
+        if _has(hook, "get_state") and _has(hook, "set_state"):
             yield _owner(hook), hook
 
 
-def check_keys(objects: Iterable[Any], where: str = "hooks") -> None:
-    """Refuse duplicate keys.
+def _has(hook: Any, method: str) -> bool:
+    return callable(getattr(hook, method, None))
+
+
+def check_owners(objects: Iterable[Any], where: str = "hooks") -> None:
+    """Refuse states that could not be restored.
 
     Raises:
+        TypeError: An object has `get_state` without `set_state`.
         ValueError: Two objects with state were given the same `key`.
     """
+    objects = tuple(objects)
+    for hook in objects:
+        if _has(hook, "get_state") and not _has(hook, "set_state"):
+            raise TypeError(
+                f"{where}: {key_of(hook)} has get_state() without set_state(value), so its state would be saved and "
+                "never restored; add set_state, or rename get_state if no state has to be kept"
+            )
     seen: dict[str, Any] = {}
     for owner, hook in _stateful(objects):
-        if not owner.is_given:
+        if owner.made_by is not None:
             continue
         if owner.key in seen:
             both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
@@ -82,25 +97,42 @@ def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
     """Return the states of all objects as a JSON-serializable list, copied.
 
     Raises:
-        TypeError: A state is not JSON-serializable; names the object.
-        ValueError: Two objects have the same key.
+        TypeError: A state cannot be kept; names the object, the path in its state and the type.
     """
-    objects = tuple(objects)
-    check_keys(objects, where)
     return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
 
 
 def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
-    value = hook.get_state()
     try:
-        state = json.loads(json.dumps(_checked(value, "get_state()", 0), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+        value = hook.get_state()
+    except Exception as error:
+        note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
+        raise
+    try:
+        state = tagged_json.as_json(tagged_json.copied(value))
+    except tagged_json.UnsupportedError as error:
         raise TypeError(
-            f"{where}: what {owner.key}.get_state() returned is not JSON, and cannot be kept with a checkpoint: {error}"
-        ) from error
-    record = {"key": owner.key, "class": owner.made_by, "is_given": owner.is_given, "state": state}
+            f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
+            f"{error.what}, and a state may hold only {tagged_json.SUPPORTED}. Convert that value in get_state, and "
+            "back in set_state"
+        ) from None
+    made_by, is_given = _class_names(hook)[1], owner.made_by is None
+    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
     settings = _settings(hook)
     return record | {"settings": settings} if settings else record
+
+
+def _state_in(record: Mapping[str, Any], where: str) -> Any:
+    """The state in a record; jstep 0.3 and earlier wrote plain JSON."""
+    if not record.get(_TAGGED):
+        return record["state"]
+    try:
+        return tagged_json.decode(record["state"])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
+            "jstep, or was changed"
+        ) from None
 
 
 def _settings(hook: Any) -> dict[str, Any]:
@@ -109,29 +141,14 @@ def _settings(hook: Any) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _checked(value: Any, where: str, depth: int) -> Any:
-    """Refuse values that JSON would change: keys that are not strings, and NumPy or JAX numbers."""
-    if depth > 100:
-        raise ValueError(f"{where[:60]}… is nested more than 100 deep")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where}: the key {key!r} is {type(key).__name__}; keys of JSON are strings")
-            _checked(item, f"{where}[{key!r}]", depth + 1)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _checked(item, f"{where}[{i}]", depth + 1)
-    elif not isinstance(value, str | int | float | None):
-        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
-        raise TypeError(f"{where} is {type(value).__name__}, which is not a JSON value{hint}")
-    return value
-
-
 def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
-    A state that cannot be restored is logged: its hook is missing, has another class, or the run has another number of
-    hooks with the same key.
+    A state that cannot be restored is logged: its hook is missing, or the run has another number of hooks with the same
+    key.
+
+    Raises:
+        ValueError: The checkpoint's state of an object cannot be decoded.
     """
     if saved is None:
         return False
@@ -144,16 +161,21 @@ def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool
         here.setdefault(owner, []).append(hook)
     there: dict[_Owner, list[Any]] = {}
     for record in saved:
-        owner = _Owner(record["key"], record["class"], bool(record["is_given"]))
+        owner = _Owner(record["key"], None if record["is_given"] else record["class"])
         there.setdefault(owner, []).append(record)
     stop = False
     for owner, records in there.items():
         same_key = here.get(owner, [])
         if len(same_key) != len(records):
-            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key, here))
+            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key))
             continue
         for hook, record in _matched(same_key, records, where):
-            stop = bool(hook.set_state(record["state"])) or stop
+            made_by = _class_names(hook)[1]
+            if record["class"] != made_by:
+                _logger.info(
+                    "%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, record["class"], made_by
+                )
+            stop = bool(hook.set_state(_state_in(record, where))) or stop
     return stop
 
 
@@ -163,15 +185,12 @@ def _is_record(record: Any) -> bool:
     return isinstance(record["key"], str) and isinstance(record["class"], str)
 
 
-def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any], here: Iterable[_Owner]) -> str:
+def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any]) -> str:
     if same_key:
         return (
             f"the checkpoint has the states of {len(records)} {owner.key}, but the run has {len(same_key)}: they "
             "cannot be matched, and all of them start fresh; give each a different `key`"
         )
-    other = next((each.made_by for each in here if owner.is_given and each.is_given and each.key == owner.key), None)
-    if other is not None:
-        return f"the checkpoint has the state of {owner.key!r}, a {owner.made_by}; it is a {other} now and starts fresh"
     return f"the checkpoint has the state of {owner.key}, which is not among them any more"
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.core import tagged_json
 from jstep.core.checks import kind
+from jstep.core.tagged_json import as_json
 from jstep.distributed import agreement
-from jstep.loop import tagged_json
-from jstep.loop.tagged_json import as_json
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""

@@ -38,10 +38,12 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save
     source, items = started or _open_batches(run, batches)
-    hook_state.check_keys(run.hooks)
+    hook_state.check_owners(run.hooks)
     runner.begin()
     if run.restored is not None:
         _remember(run, runner)
+    elif run.saver is not None:
+        hook_state.get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
     if runner.is_done or run.first >= run.options.last_step:
         _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
         return

@@ -217,16 +217,14 @@ def run_with_callback(directory, stop, last_step=4):
     [
         (lambda: jstep.EarlyStopping("a", 30), lambda: jstep.EarlyStopping("a", 30, mode="max")),
         (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: jstep.EarlyStopping("b", 30, key="k")),
-        (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: Recorder("k")),
         (lambda: Recorder("k"), lambda: jstep.EarlyStopping("a", 30, key="k")),
         (
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, key="k"),
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
         ),
-        (lambda: Recorder("k"), lambda: Other("k")),
     ],
 )
-def test_other_modes_metrics_or_classes_start_fresh_and_warn(first, second, tmp_path, caplog):
+def test_other_modes_or_metrics_and_foreign_states_start_fresh_and_warn(first, second, tmp_path, caplog):
     run_with_callback(tmp_path, first(), 2)
     caplog.clear()
     assert run_with_callback(tmp_path, second()) == standalone_state(second, [3, 4])

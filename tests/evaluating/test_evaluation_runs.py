@@ -142,28 +142,6 @@ def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error
     assert jstep.global_step(caught.value.state) == 2
 
 
-class Unkept:
-    """A callback whose state is not JSON."""
-
-    def __call__(self, step, state, results):
-        return None
-
-    def get_state(self):
-        return {"best": np.float32(1)}
-
-    def set_state(self, value):
-        raise AssertionError
-
-
-def test_a_non_json_callback_state_fails_at_the_first_evaluation(tmp_path):
-    """It does not wait for the first save, which may be an hour later; without checkpoints it is not an error."""
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[Unkept()])
-    with pytest.raises(TypeError, match=r"what Unkept.get_state\(\) returned is not JSON") as caught:
-        train(10, [hook], checkpoint_dir=tmp_path)
-    assert jstep.global_step(caught.value.state) == 2
-    assert jstep.global_step(train(4, [hook])) == 4
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

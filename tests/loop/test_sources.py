@@ -9,8 +9,8 @@ import pytest
 from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
+from jstep.core.tagged_json import as_json
 from jstep.loop.sources import source_of
-from jstep.loop.tagged_json import as_json
 
 
 def test_a_sequence_starts_at_the_step():

@@ -198,21 +198,6 @@ def test_a_state_of_a_removed_hook_is_logged(tmp_path, caplog):
     assert "the state of Remembers, which is not among them any more" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{1, 2}, np.float32(1), jnp.ones(2), {3: 4}, {"a": [object()]}, float("nan"), b"x"],
-    ids=lambda x: type(x).__name__,
-)
-def test_a_state_that_is_not_json_names_the_hook(value, tmp_path):
-    class Wrong(Remembers):
-        def get_state(self):
-            return value
-
-    with pytest.raises(TypeError, match=r"Wrong.get_state\(\) returned is not JSON") as caught:
-        train(9, hooks=[Wrong()], checkpoint_dir=tmp_path, save_checkpoint_steps=3)
-    assert jstep.global_step(caught.value.state) == 3
-
-
 def test_hook_state_after_end_is_in_the_last_checkpoint(tmp_path):
     class Late(Remembers):
         def end(self, step, state):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.tagged_json import UnsupportedError, as_json, copied, decode
+from jstep.core.tagged_json import UnsupportedError, as_json, copied, decode
 
 
 def encode(value):

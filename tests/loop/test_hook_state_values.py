@@ -1,0 +1,194 @@
+"""States of hooks: what they may hold, when they are read, and to which hook they belong."""
+
+import json
+import logging
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import Calls, make_state, train
+
+import jstep
+
+
+class Keeps(jstep.Hook):
+    """A hook whose state is a value, and which counts how often it is read."""
+
+    def __init__(self, value=None, key=None):
+        self.value, self.key, self.reads = value, key, 0
+
+    def get_state(self):
+        self.reads += 1
+        return self.value
+
+    def set_state(self, value):
+        self.value = value
+
+
+class KeepsCallback(Keeps):
+    def __call__(self, step, state, results):
+        return None
+
+
+def evaluation(callback, **kwargs):
+    return jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback], **kwargs)
+
+
+def hooks_of(kept, where):
+    return [kept] if where == "hook" else [evaluation(kept)]
+
+
+VALUES = {
+    "arrays": {"best": np.arange(6.0, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False])},
+    "number": np.float32(1.5),
+    "generator": np.random.default_rng(3),
+    "tuple": (1, {2, 3}, b"x", {4: None}),
+    "nan": float("nan"),
+    "looks like a tag": {"$array": [1], "n": {"$tuple": 2}},
+    "plain": {"best": 0.1, "bad": 3, "names": ["a", None, True]},
+}
+
+
+def text(value):
+    state = value.bit_generator.state if isinstance(value, np.random.Generator) else value
+    return f"{type(value).__name__} {state!r}"
+
+
+@pytest.mark.parametrize("where", ["hook", "callback"])
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
+    kind = KeepsCallback if where == "callback" else Keeps
+    train(3, hooks=hooks_of(kind(value), where), checkpoint_dir=tmp_path)
+    found = kind()
+    train(5, hooks=hooks_of(found, where), checkpoint_dir=tmp_path)
+    assert text(found.value) == text(value)
+
+
+@pytest.mark.parametrize("where", ["hook", "callback"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": [0, threading.Lock()]}, r"get_state\(\)\['a'\]\[1\] is a value of type _thread.lock"),
+        (jnp.ones(2), r"get_state\(\) is a value of type jaxlib"),
+        (np.array([None]), r"get_state\(\) is a NumPy array of dtype object"),
+    ],
+    ids=["lock", "jax", "objects"],
+)
+def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(value, words, where, tmp_path):
+    calls = Calls()
+    kept = KeepsCallback(value)
+    with pytest.raises(TypeError, match=rf"the state of KeepsCallback cannot be kept .*: {words}"):
+        train(3000, hooks=[*hooks_of(kept, where), calls], checkpoint_dir=tmp_path)
+    assert calls.steps() == []
+    assert kept.reads == 1
+    assert jstep.latest_checkpoint(tmp_path) is None
+    assert jstep.global_step(train(4, hooks=hooks_of(kept, where))) == 4  # nothing is kept without checkpoints
+
+
+def test_also_in_a_run_that_resumes(tmp_path):
+    train(3, hooks=[Keeps(1)], checkpoint_dir=tmp_path)
+    calls = Calls()
+
+    class Locked(Keeps):
+        def set_state(self, value):
+            self.value = threading.Lock()
+
+    with pytest.raises(TypeError, match=r"the state of mine cannot be kept"):
+        train(9, hooks=[Locked(object(), key="mine"), calls], checkpoint_dir=tmp_path)
+    assert calls.steps() == []
+
+
+def test_the_state_is_read_once_and_after_begin(tmp_path):
+    class Opens(Keeps):
+        def begin(self, state):
+            self.value = {"rows": np.zeros(3)}
+
+        def get_state(self):
+            super().get_state()
+            return {"rows": self.value["rows"].copy()}
+
+        def before_step(self, step, state):
+            assert self.reads >= 1
+            self.value["rows"][step] += self.reads == 1
+
+    hook = Opens()
+    train(3, hooks=[hook], checkpoint_dir=tmp_path)
+    assert hook.value["rows"].tolist() == [1, 1, 1]
+
+
+def test_an_error_of_get_state_names_the_hook(tmp_path):
+    class Fails(Keeps):
+        def get_state(self):
+            raise RuntimeError("not yet")
+
+    with pytest.raises(RuntimeError, match="not yet") as caught:
+        train(3, hooks=[Fails()], checkpoint_dir=tmp_path)
+    assert any("Fails.get_state()" in line for line in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("where", ["hook", "callback"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_get_state_without_set_state_is_an_error(kept, where, tmp_path):
+    class OnlyGet:
+        key = None
+
+        def __call__(self, step, state, results):
+            raise AssertionError
+
+        def get_state(self):
+            raise AssertionError
+
+    calls = Calls()
+    with pytest.raises(TypeError, match=r"OnlyGet has get_state\(\) without set_state\(value\).*add set_state"):
+        train(9, hooks=[*hooks_of(OnlyGet(), where), calls], checkpoint_dir=tmp_path if kept else None)
+    assert calls.steps() == []
+
+
+def test_states_of_earlier_versions_are_read(tmp_path):
+    """Jstep 0.3 wrote plain JSON, whose dicts with one key may look like tags."""
+    value = {"$array": [1, {"x": None}]}
+    record = {"key": "Keeps", "class": f"{__name__}.Keeps", "is_given": False, "state": value}
+    inner = record | {"key": "KeepsCallback", "class": f"{__name__}.KeepsCallback"}
+    outer = {"key": "EvaluationHook(eval)", "class": "jstep.EvaluationHook", "is_given": False}
+    outer["state"] = {"step": 2, "owed": None, "then": [inner]}
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(make_state(2), extra={"hooks": [record, outer]})
+    hook, callback = Keeps(), KeepsCallback()
+    train(3, hooks=[hook, evaluation(callback)], checkpoint_dir=tmp_path)
+    assert hook.value == callback.value == value
+
+
+def test_a_state_that_was_changed_is_an_error_that_names_the_hook(tmp_path):
+    train(3, hooks=[Keeps(np.ones(2))], checkpoint_dir=tmp_path / "a")
+    with jstep.Saver(tmp_path / "a") as saver:
+        extra = json.loads(json.dumps(saver.extra()).replace('"$array"', '"$unknown"'))
+    with jstep.Saver(tmp_path / "b") as saver:
+        saver.save(make_state(3), extra=extra)
+    with pytest.raises(ValueError, match=r"hooks: the checkpoint's state of Keeps cannot be decoded .*unknown"):
+        train(9, hooks=[Keeps()], checkpoint_dir=tmp_path / "b")
+
+
+class Renamed(Keeps):
+    """The class of a hook after a change of its name."""
+
+
+def test_a_key_wins_over_the_class(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jstep")
+    train(3, hooks=[Keeps(7, key="mine"), Keeps(8)], checkpoint_dir=tmp_path)
+    renamed, without_key = Renamed(key="mine"), Renamed()
+    train(5, hooks=[without_key, renamed], checkpoint_dir=tmp_path)
+    assert renamed.value == 7
+    assert without_key.value is None
+    assert "'mine' was a" in caplog.text
+    assert "the state of Keeps, which is not among them any more" in caplog.text
+
+
+def test_a_subclass_of_a_stock_callback_keeps_its_state_by_its_key(tmp_path):
+    class Patient(jstep.EarlyStopping):
+        pass
+
+    train(4, hooks=[evaluation(jstep.EarlyStopping("loss", patience=30, key="k"))], checkpoint_dir=tmp_path)
+    stop = Patient("loss", patience=30, key="k")
+    train(8, hooks=[evaluation(stop)], checkpoint_dir=tmp_path)
+    assert stop.get_state()["bad"] == 3
