@@ -20,7 +20,8 @@ from jstep.tools.compiled.program import Array, Instruction, Program
 from jstep.tools.compiled.values import argument_of, instructions_of
 from jstep.tools.device_memory import bytes_of
 
-_BY_HAND = "shard_map"
+_BY_HAND = re.compile(r"\bshard_map\b")
+"""The mark in the names of operations of a `shard_map`, and of those that place its arguments as its specs request."""
 _PRODUCTS = {"dot", "convolution"}
 _OF_THE_LOSS = "jvp("
 """The mark in the names of operations traced for gradients, forward and backward."""
@@ -36,7 +37,8 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
       gives no warning.
     - A part of the state is not donated although the step returns a new one.
     - Slots are gathered.
-    - Parameters are gathered more often than the step uses them.
+    - Parameters are gathered more often than the step uses them. Gathers that a `shard_map` requests, of slots or
+      parameters, give no warning.
 
     Args:
         program: The compiled step.
@@ -220,7 +222,7 @@ def _gathered_parameters(
     often: dict[str, float] = {}
     for one, path, name, leaf in _gathers(moved, leaves):
         shape = one.frame.computation.instructions[name].shape
-        if path.startswith("params") and isinstance(shape, Array) and _BY_HAND not in one.instruction.op_name:
+        if path.startswith("params") and isinstance(shape, Array):
             share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
             often[path] = often.get(path, 0.0) + one.times * share
     used = uses() if max(often.values(), default=0) > 1 else {}
@@ -237,9 +239,13 @@ def _gathered_parameters(
 def _gathers(
     moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]
 ) -> Iterator[tuple[Exchange, str, str, Any]]:
-    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf."""
+    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf.
+
+    Those that a `shard_map` requests are left out.
+    """
     for one in moved:
-        for name, _ in one.parts() if one.kind == "all-gather" else ():
+        is_found = one.kind == "all-gather" and not _BY_HAND.search(one.instruction.op_name)
+        for name, _ in one.parts() if is_found else ():
             found = leaves.get(number) if (number := argument_of(one.frame, name)) is not None else None
             if found is not None and getattr(found[1], "sharding", None) is not None:
                 yield one, found[0], name, found[1]

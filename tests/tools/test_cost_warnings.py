@@ -207,6 +207,41 @@ def test_gathered_slots_warn():
     assert found.startswith(f"slots are gathered (slots['m']['a']; {4 * 64 * 32 // 1024} KiB per step)")
 
 
+@pytest.mark.thorough(except_for=["inside"])
+@pytest.mark.parametrize("how", ["inside", "specs", "nested", "scan"])
+def test_slots_gathered_by_a_shard_map_do_not_warn(how):
+    """An update that requests whole slots by hand, by a collective or by its specs, is no accident."""
+
+    def from_shard(m):
+        return 0 * m + jnp.sum(jax.lax.all_gather(m, "data", tiled=True) ** 2)
+
+    def from_whole(m):
+        return jnp.full((m.shape[0] // MESH.size, *m.shape[1:]), jnp.sum(m**2))
+
+    by_specs = jax.shard_map(from_whole, mesh=MESH, in_specs=P(), out_specs=P("data"), check_vma=False)
+    mapped = (
+        by_specs if how == "specs" else jax.shard_map(from_shard, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    )
+    mapped = jax.jit(jax.checkpoint(mapped)) if how == "nested" else mapped
+
+    def step(state, x, y):
+        _, sums = jax.value_and_grad(regression)(state.params, x, y)
+        m = state.slots["m"]["a"]
+        if how == "scan":
+            scale, _ = jax.lax.scan(lambda total, _: (total + mapped(m), None), jnp.zeros_like(m), length=3)
+        else:
+            scale = mapped(m)
+        slots = {**state.slots, "m": jax.tree.map(lambda m, g: 0.9 * m + g, state.slots["m"], sums)}
+        params = {**state.params, "a": state.params["a"] - scale}
+        return state.replace(params=params, slots=slots), {}
+
+    state = create(mlp, slot_axis="data")
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {}))
+    assert "all-gather" in jstep.cost(step, state, *PAIRS).collectives
+    assert warnings_for(step, state, *PAIRS) == []
+
+
 @pytest.mark.thorough
 def test_batch_outside_the_mesh_warns():
     """Its program differs from that of a run with a sharded batch."""
