@@ -83,6 +83,14 @@ def evaluator(
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
         {'auc': 1.0}
 
+        Their `weights` leave out padding, here the examples whose y is 0:
+
+        >>> def metrics(params, x, y):
+        ...     return {"auc": jstep.metrics.auc(params["w"] * x, y > 5, weights=y > 0)}
+        >>> evaluate = jstep.evaluator(metrics, batches)
+        >>> evaluate(jstep.TrainState.create({"w": -1.0}, jstep.adam()))
+        {'auc': 0.0}
+
     Source: Keras' `Model.evaluate`, which weights batches in float32.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")

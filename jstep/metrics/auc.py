@@ -12,7 +12,7 @@ from jstep.core.checks import as_int, one_of
 from jstep.core.contexts import internal_transfers
 from jstep.core.types import Array
 from jstep.metrics import checks
-from jstep.metrics.counts import Count, counted
+from jstep.metrics.counts import Total, each, joined
 
 _FINER = 32
 """Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
@@ -27,14 +27,14 @@ class Thresholds:
     Attributes:
         low: The lowest score of each bin.
         high: The highest score of each bin.
-        positive: The number of positive examples in each bin.
-        negative: The number of negative examples in each bin; a bin without examples is empty.
+        positive: The number, or weight, of positive examples in each bin.
+        negative: The number, or weight, of negative examples in each bin; a bin without examples is empty.
     """
 
     low: Array
     high: Array
-    positive: Count
-    negative: Count
+    positive: Total
+    negative: Total
 
 
 @jax.tree_util.register_dataclass
@@ -89,11 +89,12 @@ def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
     return float(np.sum(positive * np.where(is_span & ~is_first, spread, precision))) / total
 
 
-def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200) -> AUC:
+def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200, *, weights: Any = None) -> AUC:
     """Area under the ROC curve, or average precision, of a binary classifier.
 
-    Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)` for at most
-    `32 · num_thresholds` different scores (6400 by default), with exact counts up to 2⁴⁴ examples. If there are more,
+    Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
+    `sample_weight=weights`, for at most `32 · num_thresholds` different scores (6400 by default), with exact counts up
+    to 2⁴⁴ examples. If there are more,
     neighboring scores share a threshold, with about equally many examples for each. For a million different scores and
     the default, the area then differs by less than 1e-4 and the average precision by less than 1e-3; both errors
     shrink as `num_thresholds` grows. Scores may be any numbers: probabilities or logits;
@@ -104,6 +105,8 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200)
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
         num_thresholds: The number of thresholds, from 2 to 16384.
+        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
+            An example of weight 0 is ignored, whatever its score.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN
@@ -128,18 +131,21 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200)
     if number > _MOST:
         raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
     given, truth = map(checks.whole, checks.scores_and_truth(scores, labels))
-    each = Thresholds(given, given, counted(_one_of(truth)), counted(_one_of(~truth)))
-    return AUC(_fewer(each, number * _FINER), curve)
-
-
-def _one_of(condition: Array) -> Array:
-    return condition.astype(jnp.uint32)
+    weight = checks.weights_of(weights, labels)
+    if weight is not None:
+        weight = checks.whole(weight)
+    if weight is not None and weight.dtype != jnp.bool_:
+        # A wrong weight has the effect of a score that is NaN: bins cannot be compared by weights that are NaN.
+        given = jnp.where(jnp.isnan(weight), jnp.full_like(given, jnp.nan), given)
+        weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
+    bins = Thresholds(given, given, each(truth, weight), each(~truth, weight))
+    return AUC(_fewer(bins, number * _FINER), curve)
 
 
 def _both(first: Thresholds, second: Thresholds) -> Thresholds:
     """Concatenate the bins of both."""
-    both: Thresholds = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
-    return both
+    low, high = (jnp.concatenate(ends) for ends in ((first.low, second.low), (first.high, second.high)))
+    return Thresholds(low, high, joined(first.positive, second.positive), joined(first.negative, second.negative))
 
 
 def _fewer(given: Thresholds, most: int) -> Thresholds:
@@ -149,7 +155,8 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
     size, as measured by `_weight`; a score that exceeds this size by itself keeps its own bin.
     """
     given = _sorted(_both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given)))  # one bin at least
-    size = _weight(given.positive.approximate(), given.negative.approximate())
+    unit = jnp.minimum(given.positive.unit(), given.negative.unit())
+    size = _weight(given.positive.approximate(), given.negative.approximate(), unit)
     is_seen = size > 0
     is_new = _differs(given.low) | _differs(given.high)
     group = jnp.cumsum(is_new.astype(jnp.int32)) - 1
@@ -164,14 +171,19 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
     )
 
 
-def _weight(positive: Array, negative: Array) -> Array:
+def _weight(positive: Array, negative: Array, unit: Array) -> Array:
     """Weight each bin by its share of the positive examples, of the negative examples, and of their log ranks.
 
     Ranks are logarithmic because precision changes fastest at the highest scores.
+
+    Args:
+        positive: The number, or weight, of positive examples in each bin.
+        negative: The same of negative examples.
+        unit: The least of one example.
     """
     each = positive + negative
     above = jnp.cumsum(each[::-1])[::-1] - each
-    rank = jnp.log1p(each / (above + 1))
+    rank = jnp.log1p(each / (above + unit))
     return _share(positive) + _share(negative) + _share(rank)
 
 
@@ -185,7 +197,7 @@ def _sorted(given: Thresholds) -> Thresholds:
     half = jnp.asarray(0.5, given.low.dtype)
     low, high = (jnp.clip(end, limits.min, limits.max) for end in (given.low, given.high))
     middle = jnp.where(given.low == given.high, given.low, low * half + high * half)
-    is_empty = (given.positive.high | given.positive.low | given.negative.high | given.negative.low) == jnp.uint32(0)
+    is_empty = given.positive.approximate() + given.negative.approximate() == 0
     order = jnp.lexsort((given.low, middle, is_empty))
     ordered: Thresholds = jax.tree.map(lambda part: part[order], given)
     return ordered

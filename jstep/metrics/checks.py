@@ -81,6 +81,34 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Array, Array]:
     return at_least_float32(given).reshape(math.prod(truth.shape), given.shape[-1]), truth.reshape(-1)
 
 
+def weights_of(weights: Any, labels: Array) -> Array | None:
+    """Return flattened weights, a mask or floating-point numbers of float32 or wider; None if there are none.
+
+    A weight that is negative, infinite or NaN becomes NaN, and with it the metric.
+
+    Args:
+        weights: A weight for each label, or None.
+        labels: The labels as they were passed, before they are flattened.
+
+    Raises:
+        TypeError: Weights are not an array of numbers.
+        ValueError: Weights do not have the shape of the labels.
+    """
+    if weights is None:
+        return None
+    given = numbers(weights, "weights")
+    if given.shape != np.shape(labels):
+        raise ValueError(
+            f"weights has shape {given.shape}, labels has shape {np.shape(labels)}: must be equal, one weight for each "
+            "label; broadcast weights of whole sequences with jnp.broadcast_to(weights[:, None], labels.shape)"
+        )
+    given = given.reshape(-1)
+    if given.dtype == jnp.bool_:
+        return given
+    given = at_least_float32(given)
+    return jnp.where((given >= 0) & (given < jnp.inf), given, jnp.full_like(given, jnp.nan))
+
+
 def at_least_float32(array: Array) -> Array:
     """Convert an array to float32, or keep it in float64."""
     return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)

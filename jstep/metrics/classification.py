@@ -1,4 +1,8 @@
-"""Metrics of classifiers, computed from counts: accuracy, F1 score, confusion matrix and perplexity."""
+"""Metrics of classifiers, computed from counts or weights: accuracy, F1 score, confusion matrix and perplexity.
+
+Weights mean the same in all: an example counts with its weight, one of weight 0 not at all, whatever its label and
+scores. Without weights, and with a mask, counts are exact integers.
+"""
 
 import dataclasses
 import math
@@ -10,53 +14,53 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.contexts import internal_transfers
-from jstep.core.types import Array
 from jstep.metrics import checks
-from jstep.metrics.counts import Count, counted, how_many
+from jstep.metrics.counts import Count, Sum, Total, each, summed, total_of
 
 
-class _Counts:
-    """Base class of metrics that are counts, which are summed over the batches."""
+class _Totals:
+    """Base class of metrics that are totals, which are summed over the batches."""
 
     def merge(self, other: Self) -> Self:
         """Merge with another metric object."""
-        return cast(Self, jax.tree.map(operator.add, self, other, is_leaf=lambda part: isinstance(part, Count)))
+        return cast(Self, jax.tree.map(operator.add, self, other, is_leaf=lambda part: isinstance(part, Total)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Accuracy(_Counts):
-    """Result of `accuracy`: counts of one batch or several merged batches.
+class Accuracy(_Totals):
+    """Result of `accuracy`: totals of one batch or several merged batches.
 
     Attributes:
-        right: The number of correct predictions.
-        total: The number of labels.
+        right: The number, or weight, of correct predictions.
+        total: The number, or weight, of labels.
     """
 
-    right: Count
-    total: Count
+    right: Total
+    total: Total
 
     def compute(self) -> float:
-        """The accuracy; NaN without examples."""
-        total = int(self.total.exact())
-        return int(self.right.exact()) / total if total else math.nan
+        """The accuracy; NaN without examples, or if all weights are 0."""
+        total = self.total.exact().item()
+        return self.right.exact().item() / total if total else math.nan
 
 
-def accuracy(logits: Any, labels: Any) -> Accuracy:
-    """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits))`.
+def accuracy(logits: Any, labels: Any, *, weights: Any = None) -> Accuracy:
+    """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
         labels: `[...]`, the indices of the true classes.
+        weights: `[...]`, a weight of at least 0 for each label; a boolean mask works. By default each label counts
+            once. A label of weight 0 is ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
 
     Raises:
-        TypeError: Labels are not integers.
+        TypeError: Labels are not integers, or weights are not numbers.
         ValueError: The shapes do not match.
 
     Example:
@@ -67,33 +71,34 @@ def accuracy(logits: Any, labels: Any) -> Accuracy:
         0.667
     """
     given, truth = checks.logits_and_labels(logits, labels)
+    weight = checks.weights_of(weights, labels)
     right = jnp.argmax(given, axis=-1).astype(truth.dtype) == truth
-    return Accuracy(how_many(right), counted(jnp.uint32(truth.size)))
+    return Accuracy(total_of(right, weight), total_of(jnp.ones_like(right), weight))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class F1(_Counts):
-    """Result of `f1`: counts of one batch or several merged batches.
+class F1(_Totals):
+    """Result of `f1`: totals of one batch or several merged batches.
 
     Attributes:
-        both: The number of true positives.
-        predicted: The number of predicted positives.
-        true: The number of positive labels.
+        both: The number, or weight, of true positives.
+        predicted: The number, or weight, of predicted positives.
+        true: The number, or weight, of positive labels.
     """
 
-    both: Count
-    predicted: Count
-    true: Count
+    both: Total
+    predicted: Total
+    true: Total
 
     def compute(self) -> float:
         """2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn."""
-        either = int(self.predicted.exact()) + int(self.true.exact())
-        return 2 * int(self.both.exact()) / either if either else 0.0
+        either = self.predicted.exact().item() + self.true.exact().item()
+        return 2 * self.both.exact().item() / either if either else 0.0
 
 
-def f1(scores: Any, labels: Any, threshold: float = 0.5) -> F1:
-    """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold)`.
+def f1(scores: Any, labels: Any, threshold: float = 0.5, *, weights: Any = None) -> F1:
+    """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ examples.
 
@@ -101,6 +106,8 @@ def f1(scores: Any, labels: Any, threshold: float = 0.5) -> F1:
         scores: Probabilities or other scores, of any shape.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         threshold: Scores above it are predicted positive.
+        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
+            An example of weight 0 is ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -115,25 +122,26 @@ def f1(scores: Any, labels: Any, threshold: float = 0.5) -> F1:
         0.5
     """
     given, truth = checks.scores_and_truth(scores, labels)
+    weight = checks.weights_of(weights, labels)
     predicted = given > jnp.asarray(as_number(threshold, "threshold"), given.dtype)
-    return F1(how_many(predicted & truth), how_many(predicted), how_many(truth))
+    return F1(total_of(predicted & truth, weight), total_of(predicted, weight), total_of(truth, weight))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ConfusionMatrix(_Counts):
-    """Result of `confusion_matrix`: counts of one batch or several merged batches.
+class ConfusionMatrix(_Totals):
+    """Result of `confusion_matrix`: totals of one batch or several merged batches.
 
     Attributes:
-        matrix: Counts `[num_classes, num_classes]`; rows are true classes.
-        unknown: The number of examples whose prediction or label is not a class index.
+        matrix: Numbers, or weights, of examples, `[num_classes, num_classes]`; rows are true classes.
+        unknown: The number of examples of weight above 0 whose prediction or label is not a class index.
     """
 
-    matrix: Count
+    matrix: Total
     unknown: Count
 
-    def compute(self) -> dict[str, int]:
-        """Map `i/j` to the number of examples of class i that were predicted as class j.
+    def compute(self) -> dict[str, int | float]:
+        """Map `i/j` to the number, or weight, of examples of class i that were predicted as class j.
 
         Raises:
             ValueError: A prediction or a label is not a class index.
@@ -144,11 +152,11 @@ class ConfusionMatrix(_Counts):
                 f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
                 f"negative, {unknown} examples have others; leave them out, or give more classes"
             )
-        return {f"{i}/{j}": int(count) for i, row in enumerate(matrix) for j, count in enumerate(row)}
+        return {f"{i}/{j}": count.item() for i, row in enumerate(matrix) for j, count in enumerate(row)}
 
 
-def confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> ConfusionMatrix:
-    """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions)`.
+def confusion_matrix(predictions: Any, labels: Any, num_classes: int, *, weights: Any = None) -> ConfusionMatrix:
+    """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions, sample_weight=weights)`.
 
     Counts are exact up to 2⁴⁴ examples.
 
@@ -156,13 +164,15 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> Confusi
         predictions: The indices of the predicted classes, of any shape.
         labels: The indices of the true classes, of the same shape.
         num_classes: The number of classes.
+        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
+            An example of weight 0 is ignored, whatever its prediction and label.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
-        class i that were predicted as j.
+        class i that were predicted as j, or their weight.
 
     Raises:
-        TypeError: Predictions or labels are not integers.
+        TypeError: Predictions or labels are not integers, or weights are not numbers.
         ValueError: The shapes differ. From `compute`: a prediction or a label is not a class index.
 
     Example:
@@ -174,76 +184,80 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int) -> Confusi
     given, truth = checks.pair(
         checks.indices(predictions, "predictions"), checks.indices(labels, "labels"), ("predictions", "labels")
     )
+    weight = checks.weights_of(weights, labels)
     given, truth = checks.whole(given), checks.whole(truth)
+    weight = None if weight is None else checks.whole(weight)
     known = checks.is_class(given, size) & checks.is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + given.astype(jnp.int32)
     cell = jnp.where(known, cell, jnp.full_like(cell, size * size))  # out of range: left out
-    found = jax.ops.segment_sum(known.astype(jnp.uint32), cell, size * size)
-    return ConfusionMatrix(counted(found.reshape(size, size)), how_many(~known))
+    found = each(known, weight).segment_sum(cell, size * size)
+    matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), found)
+    counts = jnp.ones_like(known) if weight is None else weight != jnp.zeros((), weight.dtype)
+    return ConfusionMatrix(matrix, cast(Count, total_of(~known & counts)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Perplexity:
-    """Result of `perplexity`: sums over one batch or several merged batches.
+class Perplexity(_Totals):
+    """Result of `perplexity`: totals of one batch or several merged batches.
 
     Attributes:
-        loss: The sum of −log p(label), rounded.
-        rest: The rounding error of `loss`, so that the sum over many batches has twice the digits.
-        total: The number of labels.
+        loss: The sum of −log p(label), times the weights.
+        total: The number, or weight, of labels.
     """
 
-    loss: Array
-    rest: Array
-    total: Count
-
-    def merge(self, other: "Perplexity") -> "Perplexity":
-        """Merge with another metric object."""
-        loss = self.loss + other.loss
-        part = loss - self.loss
-        lost = (self.loss - (loss - part)) + (other.loss - part)  # the exact error of that sum (Knuth)
-        finite = jnp.isfinite(loss)
-        return Perplexity(
-            loss, jnp.where(finite, lost + self.rest + other.rest, jnp.zeros_like(lost)), self.total + other.total
-        )
+    loss: Sum
+    total: Total
 
     def compute(self) -> float:
-        """exp(mean of −log p(label)); NaN without labels."""
-        total = int(self.total.exact())
-        with internal_transfers():
-            loss, rest = (float(np.asarray(part, np.float64)) for part in (self.loss, self.rest))
+        """exp(mean of −log p(label)); NaN without labels, or if all weights are 0."""
+        total = self.total.exact().item()
         if not total:
             return math.nan
-        mean = (loss + rest) / total
+        mean = self.loss.exact().item() / total
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
-def perplexity(logits: Any, labels: Any) -> Perplexity:
+def perplexity(logits: Any, labels: Any, *, weights: Any = None) -> Perplexity:
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
-    Equal to `exp(sklearn.metrics.log_loss(labels, p))`. Logarithms are computed in float32 or wider; the sum over
-    batches has twice the digits of float32. If a label is not a class index, the result is NaN.
+    Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`. Logarithms are computed in float32 or
+    wider; sums have twice the digits of float32. If a label is not a class index, the result is NaN.
 
     Args:
         logits: `[..., classes]`.
         labels: `[...]`, the indices of the true classes.
+        weights: `[...]`, a weight of at least 0 for each label; a boolean mask works, such as `labels != padding`. By
+            default each label counts once. A label of weight 0 is ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
 
     Raises:
-        TypeError: Labels are not integers.
+        TypeError: Labels are not integers, or weights are not numbers.
         ValueError: The shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> round(jstep.metrics.perplexity(jnp.zeros((2, 3, 50)), jnp.ones((2, 3), int)).compute(), 3)
         50.0
+
+        Padding is left out by a mask:
+
+        >>> labels = jnp.array([[2, 1, -1], [0, -1, -1]])
+        >>> logits = jnp.zeros((2, 3, 50))
+        >>> round(jstep.metrics.perplexity(logits, labels, weights=labels >= 0).compute(), 3)
+        50.0
     """
     given, truth = checks.logits_and_labels(logits, labels)
+    weight = checks.weights_of(weights, labels)
     logs = jax.nn.log_softmax(given, axis=-1)
     chosen = truth.astype(jnp.int32)[:, None] == jnp.arange(given.shape[-1], dtype=jnp.int32)[None]
     picked = jnp.sum(jnp.where(chosen, logs, jnp.zeros_like(logs)), axis=-1)
     known = checks.is_class(truth, given.shape[-1])
-    loss = -jnp.sum(jnp.where(known, picked, jnp.full_like(picked, jnp.nan)))
-    return Perplexity(loss, jnp.zeros_like(loss), counted(jnp.uint32(truth.size)))
+    losses = -jnp.where(known, picked, jnp.full_like(picked, jnp.nan))
+    if weight is not None:
+        wider = np.promote_types(losses.dtype, weight.dtype)
+        factors = weight.astype(wider)
+        losses = jnp.where(factors == 0, jnp.zeros_like(factors), losses.astype(wider) * factors)
+    return Perplexity(summed(losses), total_of(jnp.ones_like(known), weight))

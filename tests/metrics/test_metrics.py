@@ -167,7 +167,10 @@ def test_bad_input(make, error, message):
 
 
 def test_signatures():
-    assert list(inspect.signature(M.auc).parameters) == ["scores", "labels", "curve", "num_thresholds"]
+    assert list(inspect.signature(M.auc).parameters) == ["scores", "labels", "curve", "num_thresholds", "weights"]
+    for name in MAKE:
+        weights = inspect.signature(getattr(M, name)).parameters["weights"]
+        assert (weights.kind, weights.default) == (inspect.Parameter.KEYWORD_ONLY, None)
     assert inspect.signature(M.auc).parameters["num_thresholds"].default == 200
     assert inspect.signature(M.f1).parameters["threshold"].default == 0.5
 

@@ -1,0 +1,252 @@
+"""Weights of `jstep.metrics`, compared with scikit-learn's `sample_weight`: ragged batches, meshes, masks, padding."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+
+sklearn = pytest.importorskip("sklearn.metrics")
+
+M = jstep.metrics
+CLASSES = 5
+ROWS = 103
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(0, CLASSES, ROWS).astype(np.int32)
+TRUTH = (RNG.random(ROWS) < 1 / (1 + np.exp(-2 * X[:, 0]))).astype(np.int32)
+IS_KEPT = RNG.random(ROWS) < 0.7
+FLOATS = np.where(IS_KEPT, RNG.exponential(size=ROWS), 0).astype(np.float32)
+WEIGHTS = {
+    "mask": IS_KEPT,
+    "floats": FLOATS,
+    "small": FLOATS * np.float32(1e-6),
+    "large": FLOATS * np.float32(1e6),
+    "integers": RNG.integers(0, 4, ROWS).astype(np.int8),
+    "bfloat16": FLOATS.astype(jnp.bfloat16),
+    "float16": FLOATS.astype(np.float16),
+}
+FIVE = jnp.arange(5.0)
+
+
+def metric_fn(params, batch):
+    logits, weights = batch["x"] * params["scale"], batch["weights"]
+    scores = logits[:, 0]
+    return {
+        "accuracy": M.accuracy(logits, batch["labels"], weights=weights),
+        "perplexity": M.perplexity(logits, batch["labels"], weights=weights),
+        "confusion": M.confusion_matrix(jnp.argmax(logits, axis=1), batch["labels"], CLASSES, weights=weights),
+        "f1": M.f1(jax.nn.sigmoid(scores), batch["truth"], weights=weights),
+        "roc": M.auc(scores, batch["truth"], weights=weights),
+        "pr": M.auc(scores, batch["truth"], curve="PR", weights=weights),
+    }
+
+
+def expected(weights):
+    weights = np.asarray(weights).astype(np.float64)
+    exponentials = np.exp(X.astype(np.float64))
+    softmax = exponentials / exponentials.sum(1, keepdims=True)
+    scores, predictions = X[:, 0], X.argmax(1)
+    matrix = sklearn.confusion_matrix(LABELS, predictions, labels=range(CLASSES), sample_weight=weights)
+    return {
+        "accuracy": sklearn.accuracy_score(LABELS, predictions, sample_weight=weights),
+        "perplexity": np.exp(sklearn.log_loss(LABELS, softmax, labels=range(CLASSES), sample_weight=weights)),
+        **{f"confusion/{i}/{j}": matrix[i, j] for i in range(CLASSES) for j in range(CLASSES)},
+        "f1": sklearn.f1_score(TRUTH, scores > 0, sample_weight=weights),
+        "roc": sklearn.roc_auc_score(TRUTH, scores, sample_weight=weights),
+        "pr": sklearn.average_precision_score(TRUTH, scores, sample_weight=weights),
+    }
+
+
+def make_state():
+    return jstep.TrainState.create({"scale": np.float32(1.0)}, jstep.gradient_descent(0.1))
+
+
+def source(size, weights):
+    # Examples of weight 0 have labels and scores that no metric could use.
+    unused = np.asarray(weights) == 0
+    x = np.where(unused[:, None], np.float32(np.nan), X)
+    arrays = {"x": x, "labels": np.where(unused, -100, LABELS), "truth": TRUTH, "weights": weights}
+    return jstep.batches(arrays, size, shuffle=False, num_epochs=1, drop_remainder=False)
+
+
+def check(found, weights):
+    values = expected(weights)
+    assert list(found) == list(values)
+    assert found == pytest.approx(values, rel=1e-6, abs=1e-12)
+    for name in values:
+        if name != "perplexity":  # totals of weights have twice the digits of float32
+            assert found[name] == pytest.approx(values[name], rel=1e-11, abs=1e-11), name
+
+
+@pytest.mark.thorough(except_for=["50-floats"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("size", [1, 50, ROWS])
+def test_equal_to_scikit_learn_on_ragged_batches(size, kind):
+    check(jstep.evaluator(metric_fn, source(size, WEIGHTS[kind]))(make_state()), WEIGHTS[kind])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["mask", "floats"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh(explicit, kind):
+    axis_type = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    state = jstep.shard_state(make_state(), mesh)
+    batch_sharding = NamedSharding(mesh, PartitionSpec("data"))
+    evaluate = jstep.evaluator(metric_fn, source(16, WEIGHTS[kind]), batch_sharding=batch_sharding)
+    check(evaluate(state), WEIGHTS[kind])
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        check(evaluate(state), WEIGHTS[kind])
+
+
+@pytest.mark.thorough
+def test_in_float64():
+    with jax.enable_x64(True):
+        metrics = metric_fn(
+            {"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": FLOATS.astype(np.float64)}
+        )
+        assert metrics["accuracy"].total.value.dtype == np.float64
+        values = expected(FLOATS)
+        assert {name: metrics[name].compute() for name in ("accuracy", "f1", "roc", "pr")} == pytest.approx(
+            {name: values[name] for name in ("accuracy", "f1", "roc", "pr")}, rel=1e-13
+        )
+
+
+@pytest.mark.thorough
+def test_a_mask_gives_the_same_bits_as_a_selection():
+    rows = np.flatnonzero(IS_KEPT)
+    part = {"x": X[rows], "labels": LABELS[rows], "truth": TRUTH[rows], "weights": None}
+    masked = metric_fn(
+        {"scale": 1.0}, next(iter(source(ROWS, IS_KEPT))) | {"x": X}
+    )  # scores of ignored examples are not NaN, to have the same program
+    selected = metric_fn({"scale": 1.0}, part)
+    for name, one in selected.items():
+        assert masked[name].compute() == one.compute(), name
+    counts = masked["confusion"].compute()
+    assert all(type(count) is int for count in counts.values())
+
+
+def test_perplexity_of_padded_sequences():
+    logits = RNG.normal(size=(4, 6, 7)).astype(np.float32)
+    lengths = np.array([6, 1, 0, 3])
+    is_token = np.arange(6) < lengths[:, None]
+    labels = np.where(is_token, RNG.integers(0, 7, (4, 6)), -1)
+    by_hand = [
+        -float(jax.nn.log_softmax(logits[i, j])[labels[i, j]]) for i in range(4) for j in range(6) if is_token[i, j]
+    ]
+    found = M.perplexity(logits, labels, weights=is_token)
+    assert found.compute() == pytest.approx(math.exp(np.mean(by_hand)), rel=1e-6)
+    assert math.isnan(M.perplexity(logits, labels).compute())
+    low = M.perplexity(logits.astype(jnp.bfloat16), labels, weights=is_token.astype(jnp.bfloat16))
+    assert low.compute() == pytest.approx(found.compute(), rel=2e-2)
+
+
+@pytest.mark.thorough
+def test_merging_with_a_batch_without_weights():
+    """Batches without weights count each example once, in either order."""
+    for name, weighted in metric_fn({"scale": 1.0}, next(iter(source(ROWS, FLOATS)))).items():
+        plain = metric_fn({"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": None})[name]
+        ones = np.ones(ROWS, np.float32)
+        same = metric_fn({"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": ones})[name]
+        expected_value = weighted.merge(same).compute()
+        assert weighted.merge(plain).compute() == pytest.approx(expected_value, rel=1e-12), name
+        assert jax.jit(lambda a, b: a.merge(b))(plain, weighted).compute() == pytest.approx(expected_value, rel=1e-12)
+
+
+@pytest.mark.thorough
+def test_weights_that_are_all_zero():
+    logits, labels, none = jnp.ones((5, 2)), jnp.ones(5, int), jnp.zeros(5)
+    for weights in (none, none == 1):
+        assert math.isnan(M.accuracy(logits, labels, weights=weights).compute())
+        assert math.isnan(M.perplexity(logits, labels, weights=weights).compute())
+        assert math.isnan(M.auc(FIVE, labels, weights=weights).compute())
+        assert M.f1(FIVE, labels, weights=weights).compute() == 0.0
+        assert set(M.confusion_matrix(labels, labels + 5, 2, weights=weights).compute().values()) == {0}
+        both = M.accuracy(logits, labels, weights=weights).merge(M.accuracy(logits, 1 - labels))
+        assert both.compute() == 1.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_wrong_weight_is_not_a_plausible_number(wrong):
+    weights, labels = jnp.ones(5).at[3].set(wrong), jnp.array([0, 1, 0, 1, 1])
+    logits = jnp.stack([FIVE, 2 - FIVE], axis=1)
+    metrics = [
+        M.accuracy(logits, labels, weights=weights),
+        M.perplexity(logits, labels, weights=weights),
+        M.f1(FIVE, labels, weights=weights),
+        M.auc(FIVE, labels, weights=weights),
+        M.auc(FIVE, labels, "PR", weights=weights),
+    ]
+    for one in metrics:
+        assert math.isnan(one.compute())
+        assert math.isnan(one.merge(one).compute())
+    matrix = M.confusion_matrix(labels, labels, 2, weights=weights).compute()
+    assert matrix["0/0"] == 2.0
+    assert math.isnan(matrix["1/1"])
+
+
+def test_labels_out_of_range_count_if_their_weight_is_positive():
+    labels = jnp.array([0, -1, 7, 1])
+    kept = M.confusion_matrix(jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 0.0, 0.5]))
+    assert kept.compute() == {"0/0": 2.0, "0/1": 0.0, "1/0": 0.5, "1/1": 0.0}
+    with pytest.raises(ValueError, match="1 examples have others"):
+        M.confusion_matrix(jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 1e-3, 0.5])).compute()
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (jnp.ones((5, 1)), ValueError, r"weights has shape \(5, 1\), labels has shape \(5,\): must be equal"),
+        (2.0, ValueError, r"weights has shape \(\), labels has shape \(5,\)"),
+        (jnp.ones(4), ValueError, r"weights has shape \(4,\)"),
+        ("balanced", TypeError, "weights: must be an array of numbers, got a str"),
+        (jnp.ones(5, complex), TypeError, "weights: must be an array of numbers"),
+        (jax.random.key(0), TypeError, "weights: must be an array of numbers"),
+    ],
+)
+@pytest.mark.parametrize("name", ["accuracy", "perplexity", "auc", "f1", "confusion_matrix"])
+def test_bad_weights(name, weights, error, message):
+    labels = jnp.ones(5, int)
+    make = {
+        "accuracy": lambda: M.accuracy(jnp.ones((5, 2)), labels, weights=weights),
+        "perplexity": lambda: M.perplexity(jnp.ones((5, 2)), labels, weights=weights),
+        "auc": lambda: M.auc(FIVE, labels, weights=weights),
+        "f1": lambda: M.f1(FIVE, labels, weights=weights),
+        "confusion_matrix": lambda: M.confusion_matrix(labels, labels, 2, weights=weights),
+    }[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.thorough
+def test_sums_of_weights_have_twice_the_digits():
+    """A sum of 200,000 weights in two bins is off by 1e-5 in plain float32."""
+    rng = np.random.default_rng(0)
+    weights = rng.exponential(size=200_000).astype(np.float32)
+    labels = rng.integers(0, 2, 200_000)
+    predictions = np.where(rng.random(200_000) < 0.1, 1 - labels, labels)
+    parts = [slice(0, 150_000), slice(150_000, 200_000)]
+    found = [M.confusion_matrix(predictions[i], labels[i], 2, weights=weights[i]) for i in parts]
+    matrix = sklearn.confusion_matrix(labels, predictions, sample_weight=weights.astype(np.float64))
+    values = {f"{i}/{j}": matrix[i, j] for i in range(2) for j in range(2)}
+    assert jax.jit(lambda a, b: a.merge(b))(*found).compute() == pytest.approx(values, rel=1e-10)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize(("curve", "bound"), [("ROC", 1e-4), ("PR", 1e-3)])
+def test_areas_with_many_distinct_scores(curve, bound, scale):
+    rng = np.random.default_rng(3)
+    labels = (rng.random(60_000) < 0.02).astype(np.int32)
+    scores = (rng.normal(size=60_000) + labels).astype(np.float32)
+    weights = (rng.exponential(size=60_000) * scale).astype(np.float32)
+    parts = [(scores[i : i + 7000], labels[i : i + 7000], weights[i : i + 7000]) for i in range(0, 60_000, 7000)]
+    found = jstep.evaluator(lambda params, s, t, w: {"area": M.auc(s, t, curve, weights=w)}, parts)(make_state())
+    reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
+    assert abs(found["area"] - reference(labels, scores, sample_weight=weights)) < bound
