@@ -73,14 +73,15 @@ def checkpoints_iterator(
 ) -> Iterator[int]:
     """Iterate over the steps of new checkpoints as they become complete, for an evaluator in another process.
 
-    Each time, the newest checkpoint that was not returned yet is returned, beginning with those that are there. Those
-    that were evicted meanwhile are skipped. A step that was deleted and saved again is new.
+    Each time, the newest checkpoint is returned if its step is higher than the one before, beginning with the newest
+    that is there: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted, and the
+    run resumed from an older one) the next step is one above those before the rewind.
 
     Args:
         directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
         prefix: The prefix of the checkpoint names.
-        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return those that are there
-            and wait for none; None to wait forever.
+        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return what is there and
+            not wait; None to wait forever.
         min_interval_secs: The minimum seconds from one step to the next.
 
     Returns:
@@ -100,7 +101,7 @@ def checkpoints_iterator(
         ...     for step in (10, 20):
         ...         _ = saver.save(jstep.TrainState.create({"w": 1.0}, optimizer, global_step=step))
         >>> list(jstep.checkpoints_iterator(directory, timeout=0))
-        [20, 10]
+        [20]
 
     Source: `tf.train.checkpoints_iterator`.
     """
@@ -112,19 +113,18 @@ def checkpoints_iterator(
 
 
 def _steps(store: Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
-    returned: set[int] = set()
+    step = _WAIT
     while True:
-        step = _next(store, prefix, returned, timeout, poll)
+        step = _next(store, prefix, step, timeout, poll)
         if step == _END:
             return
-        returned.add(step)
         at = time.monotonic()
         yield step
         time.sleep(max(at + interval - time.monotonic(), 0.0))
 
 
-def _next(store: Store, prefix: str, returned: set[int], timeout: float | None, poll: float) -> int:
-    """Wait for the next step, or for the end; the same on all processes."""
+def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
+    """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
     from jstep.distributed import agreement
@@ -136,7 +136,8 @@ def _next(store: Store, prefix: str, returned: set[int], timeout: float | None, 
         error, found = None, _WAIT
         if not is_distributed or jax.process_index() == 0:
             try:
-                found = _newest(store, prefix, returned)
+                newest = next((step for step, _ in store.newest_first(prefix)), _WAIT)
+                found = newest if newest > above else _WAIT
             except Exception as caught:
                 error, found = caught, _FAILED
             left = poll if deadline is None else deadline - time.monotonic()
@@ -150,17 +151,3 @@ def _next(store: Store, prefix: str, returned: set[int], timeout: float | None, 
         if found != _WAIT:
             return found
         time.sleep(poll if deadline is None else min(poll, max(deadline - time.monotonic(), 0.0)))
-
-
-def _newest(store: Store, prefix: str, returned: set[int]) -> int:
-    """Return the newest step that was not returned yet, and forget those that are no longer there."""
-    there, newest = set(), _WAIT
-    for step, _ in store.newest_first(prefix, frozenset(returned)):
-        if step in returned:
-            there.add(step)
-        elif newest == _WAIT:
-            newest = step
-        if not returned - there and newest != _WAIT:
-            break  # those further down matter no more
-    returned.intersection_update(there)
-    return newest

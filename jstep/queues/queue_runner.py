@@ -123,8 +123,7 @@ class QueueRunner:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
             TypeError: `coord` is not a Coordinator, or another argument is not a bool.
         """
-        if not (coord is None or isinstance(coord, Coordinator)):
-            raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
+        _check_coordinator(coord)
         daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
         with self._lock:
             busy = [t.name for t in self._threads if t.is_alive()]
@@ -258,6 +257,7 @@ def start_queue_runners(
         >>> print(queue.dequeue_many(5))
         [0 1 2 3 4]
     """
+    _check_coordinator(coord)
     daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
     with _collections_lock:
         runners = list(_open_runners(collection))
@@ -271,6 +271,11 @@ def start_queue_runners(
         for thread in threads:
             thread.start()
     return threads
+
+
+def _check_coordinator(coord: Any) -> None:
+    if not (coord is None or isinstance(coord, Coordinator)):
+        raise TypeError(f"coord={shown(coord)}: must be a Coordinator or None, got {kind(coord)}")
 
 
 def _open_runners(collection: Any) -> list[QueueRunner]:

@@ -1,4 +1,4 @@
-"""`checkpoints_iterator`: each new checkpoint once, the newest first; a fake clock in place of waiting."""
+"""`checkpoints_iterator`: the newest checkpoint whenever there is a newer one; a fake clock in place of waiting."""
 
 import os
 import shutil
@@ -40,23 +40,23 @@ def write(directory, *steps):
 
 def test_those_that_are_there(tmp_path):
     write(tmp_path, 1, 2, 30)
-    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0)) == [30, 2, 1]
+    assert list(jstep.checkpoints_iterator(tmp_path, timeout=0)) == [30]
     assert list(jstep.checkpoints_iterator(tmp_path, timeout=0, prefix="other")) == []
     assert list(jstep.checkpoints_iterator(tmp_path / "missing", timeout=0)) == []
     assert not (tmp_path / "missing").exists()
 
 
-def test_the_newest_comes_first_and_each_once(tmp_path):
-    write(tmp_path, 1, 2)
+def test_steps_only_grow(tmp_path):
+    write(tmp_path, 1, 5)
     steps = []
     for step in jstep.checkpoints_iterator(tmp_path, timeout=0):
         steps.append(step)
-        if step == 2:
-            write(tmp_path, 3, 4)
-            shutil.rmtree(tmp_path / "model-3")  # evicted before it was returned
-        if step == 4:
-            write(tmp_path, 2)  # replaced, and not new
-    assert steps == [2, 4, 1]
+        if step == 5:
+            write(tmp_path, 3, 7, 10)
+            shutil.rmtree(tmp_path / "model-10")  # evicted before it was returned
+        if step == 7:
+            write(tmp_path, 2, 6)
+    assert steps == [5, 7]
 
 
 def test_incomplete_checkpoints_wait_until_they_are_complete(tmp_path):
@@ -65,6 +65,7 @@ def test_incomplete_checkpoints_wait_until_they_are_complete(tmp_path):
     iterator = jstep.checkpoints_iterator(tmp_path, timeout=0)
     assert next(iterator) == 1
     os.rename(tmp_path / "model-2.orbax-checkpoint-tmp", tmp_path / "model-2")
+    write(tmp_path, 0)
     assert list(iterator) == [2]
 
 
@@ -76,22 +77,25 @@ def test_it_waits_and_ends_after_the_timeout(tmp_path, clock):
     assert max(clock.sleeps) == 1.0
 
 
-def test_a_step_that_was_deleted_and_saved_again_is_new(tmp_path, clock):
-    write(tmp_path, 1)
+def test_after_a_rewind_steps_only_grow(tmp_path, clock):
+    write(tmp_path, 9)
     clock._at = {
-        1.0: lambda: shutil.rmtree(tmp_path / "model-1"),
-        2.0: lambda: None,
-        3.0: lambda: write(tmp_path, 1),
+        1.0: lambda: shutil.rmtree(tmp_path / "model-9"),
+        2.0: lambda: write(tmp_path, 5),
+        3.0: lambda: write(tmp_path, 9),
+        4.0: lambda: write(tmp_path, 10),
     }
-    assert list(jstep.checkpoints_iterator(tmp_path, timeout=5)) == [1, 1]
+    assert list(jstep.checkpoints_iterator(tmp_path, timeout=5)) == [9, 10]
 
 
 def test_the_minimum_interval_counts_the_time_of_the_caller(tmp_path, clock):
-    write(tmp_path, 1, 2, 3)
+    write(tmp_path, 1)
     times = []
     for step in jstep.checkpoints_iterator(tmp_path, timeout=0, min_interval_secs=60):
         times.append(clock.now)
-        clock.now += 20 if step == 3 else 100
+        clock.now += 20 if step == 1 else 100
+        if step < 3:
+            write(tmp_path, step + 1)
     assert times == [0, 60, 160]
 
 
@@ -132,16 +136,4 @@ def test_two_processes_get_the_steps_of_the_first(tmp_path):
     write(tmp_path / "0", 1, 2)
     write(tmp_path / "1", 7)
     outputs = [[line for line in lines if line.startswith("result ")] for lines in run(TWO_PROCESSES, 2, tmp_path)]
-    assert outputs == [["result [2, 1]"]] * 2
-
-
-def test_a_step_saved_again_is_new_also_after_another_one(tmp_path):
-    """An evaluator that was busy during a rewind finds the new step first, and then the one that was saved again."""
-    write(tmp_path, 10)
-    steps = jstep.checkpoints_iterator(tmp_path, timeout=0)
-    assert next(steps) == 10
-    shutil.rmtree(tmp_path / "model-10")
-    write(tmp_path, 5)
-    assert next(steps) == 5
-    write(tmp_path, 10)
-    assert list(steps) == [10]
+    assert outputs == [["result [2]"]] * 2

@@ -101,6 +101,7 @@ def test_flags_must_be_booleans(value):
         (lambda: QueueRunner("q", [len]), "queue='q': must be a FIFOQueue"),
         (lambda: QueueRunner(FIFOQueue(1), [len]).create_threads(3), "coord=3: must be a Coordinator"),
         (lambda: add_queue_runner(3), "qr=3: must be a QueueRunner"),
+        (lambda: start_queue_runners("x", collection="empty"), "coord='x': must be a Coordinator"),
         (lambda: start_queue_runners(collection=3), "collection=3: must be a string"),
     ],
 )
