@@ -38,11 +38,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from jstep.core.meshes import mesh_of
     from jstep.core.placement import compiles_only
     from jstep.tools.cost import cost
-    from jstep.topologies.compilers import name_of, prepare
+    from jstep.topologies.compilers import name_of, prepare, require_compiler
     from jstep.topologies.names import parsed
 
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:
+        require_compiler(topology)
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
     step, state, *batch = _returned(place, name)
     mesh = mesh_of((state, batch))

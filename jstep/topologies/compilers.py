@@ -36,8 +36,25 @@ def devices_of(name: Name) -> Sequence[Any]:
     """
     with _lock:
         if name not in _made:
+            require_compiler(name)
+            prepare()
             _made[name] = _gpus(name) if name.kind in GPUS else _tpus(name)
         return _made[name]
+
+
+def require_compiler(name: Name) -> None:
+    """Check that the compiler of a topology is installed, without loading it.
+
+    Raises:
+        ImportError: It is not; the message has the command that installs it.
+    """
+    if name.kind not in GPUS:
+        if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
+            raise _missing(name, "libtpu", "tpu")
+    elif not _plugins():
+        raise _missing(name, "the CUDA plugin of JAX", "aot-cuda")
+    elif not _has_cuda_compiler():
+        raise _missing(name, "NVIDIA's compiler (ptxas and libdevice)", "aot-cuda")
 
 
 def name_of(device: Any) -> Name | None:
@@ -48,9 +65,6 @@ def name_of(device: Any) -> Name | None:
 
 
 def _tpus(name: Name) -> Sequence[Any]:
-    if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
-        raise _missing(name, "libtpu", "tpu")
-    prepare()
     options: dict[str, Any] = dict(TPUS[name.kind].options)
     if set(name.sizes) == {1}:
         options["chips_per_host_bounds"] = (1, 1, 1)
@@ -62,12 +76,6 @@ def _tpus(name: Name) -> Sequence[Any]:
 
 
 def _gpus(name: Name) -> Sequence[Any]:
-    plugins = [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _is_installed(found)]
-    if not plugins:
-        raise _missing(name, "the CUDA plugin of JAX", "aot-cuda")
-    if not _has_cuda_compiler():
-        raise _missing(name, "NVIDIA's compiler (ptxas and libdevice)", "aot-cuda")
-    prepare()
     size = "x".join(map(str, name.sizes))
 
     def make() -> Sequence[Any]:
@@ -78,7 +86,7 @@ def _gpus(name: Name) -> Sequence[Any]:
         return make()
     except NotImplementedError:
         # JAX was already initialized and discarded the plugin because there is no GPU.
-        importlib.import_module(plugins[0]).initialize()
+        importlib.import_module(_plugins()[0]).initialize()
         return make()
 
 
@@ -91,6 +99,11 @@ def prepare() -> None:
         settings |= _WITHOUT_GPUS
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
+
+
+def _plugins() -> list[str]:
+    """Return the installed CUDA plugins of JAX, the newest first."""
+    return [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _is_installed(found)]
 
 
 def _is_installed(module: str) -> bool:

@@ -18,24 +18,26 @@ class Tpu(NamedTuple):
             the compiler aborts the process or takes minutes.
         memory: Bytes of HBM per device that the compiler makes available to a program.
         options: Compiler options in addition to the size.
+        devices_per_chip: How many devices JAX shows for a chip.
     """
 
     device_kind: str
     largest: tuple[int, ...]
     memory: int
     options: Mapping[str, Any] = MappingProxyType({})
+    devices_per_chip: int = 1
 
 
 TPUS: Mapping[str, Tpu] = MappingProxyType(
     {
-        "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB)),
-        "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB)),
+        "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB), devices_per_chip=2),
+        "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB), devices_per_chip=2),
         # One device per chip, as on real hardware.
         "v4": Tpu("TPU v4", (16, 16, 16), int(30.75 * GIB), MappingProxyType({"chip_config_name": "megacore"})),
         "v5e": Tpu("TPU v5 lite", (16, 16), int(15.75 * GIB)),
         "v5p": Tpu("TPU v5", (28, 20, 16), int(95.74 * GIB)),
         "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB)),
-        "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB)),
+        "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB), devices_per_chip=2),
     }
 )
 """Name → generation. Memory is what the compiler reports when a program does not fit (libtpu 0.0.42 and 0.0.50)."""

@@ -1,5 +1,6 @@
 """Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -27,6 +28,11 @@ class Name(NamedTuple):
     def __str__(self) -> str:
         sizes = self.sizes[1:] if self.kind in GPUS and self.sizes[0] == 1 else self.sizes
         return f"{self.kind}:{'x'.join(map(str, sizes))}{f'*{self.slices}' if self.slices > 1 else ''}"
+
+    def device_count(self) -> int:
+        """Return the number of its devices, without a compiler."""
+        per_chip = 1 if self.kind in GPUS else TPUS[self.kind].devices_per_chip
+        return math.prod(self.sizes) * self.slices * per_chip
 
 
 def parsed(name: str, argument: str = "name") -> Name:

@@ -53,14 +53,14 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     count = None if axis_types is None else len(_checked_types(axis_types))
     if count is not None and count != (1 if checked is None else len(checked)):
         raise ValueError(f"axis_types={shown(axis_types)}: expected one for each axis of {shown(axes or ('data',))}")
-    devices = devices_of(known)
-    sizes = {"data": len(devices)} if checked is None else checked
-    if math.prod(sizes.values()) != len(devices):
-        raise ValueError(
-            f"axes={shown(axes)}: multiply to {math.prod(sizes.values())} devices, but {known} has {len(devices)}"
-        )
+    number = known.device_count()
+    sizes = {"data": number} if checked is None else checked
+    product = math.prod(sizes.values())
+    if product != number:
+        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
+    across = _axis_of_slices(known, sizes)
     types = tuple(axis_types or [AxisType.Auto] * len(sizes))
-    return Mesh(_arranged(known, sizes, devices), tuple(sizes), axis_types=types)
+    return Mesh(_arranged(known, sizes, across, devices_of(known)), tuple(sizes), axis_types=types)
 
 
 def _checked_axes(axes: Any) -> dict[str, int]:
@@ -79,16 +79,25 @@ def _checked_types(types: Any) -> tuple[AxisType, ...]:
     return tuple(types)
 
 
-def _arranged(name: Name, sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Arrange devices as `jax.make_mesh` does, with slices along the first axis divisible by their number."""
-    shape = tuple(sizes.values())
-    if name.slices == 1:
-        return _within_a_slice(shape, devices)
-    across = next((dim for dim, size in enumerate(shape) if size % name.slices == 0), None)
+def _axis_of_slices(name: Name, sizes: Mapping[str, int]) -> int:
+    """Return the number of the axis that spans the slices: the first one divisible by their number.
+
+    Raises:
+        ValueError: No axis is divisible by it.
+    """
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % name.slices == 0), None)
     if across is None:
         raise ValueError(
             f"axes={dict(sizes)}: one axis must be a multiple of the {name.slices} slices of {name}, which it spans"
         )
+    return across
+
+
+def _arranged(name: Name, sizes: Mapping[str, int], across: int, devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Arrange devices as `jax.make_mesh` does, with slices along the axis `across`."""
+    shape = tuple(sizes.values())
+    if name.slices == 1:
+        return _within_a_slice(shape, devices)
     inner = tuple(size // name.slices if dim == across else size for dim, size in enumerate(shape))
     each = [
         _within_a_slice(inner, [device for device in devices if device.slice_index == i]) for i in range(name.slices)

@@ -96,3 +96,15 @@ def test_a_bad_topology_fails_before_the_program_runs(tmp_path, capsys):
 def test_error_without_libtpu_names_the_extra(program, capsys):
     assert main(["cost", f"{program}:make", "--topology", "v5e:2x2"]) == 2
     assert "pip install 'jstep[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "aot-cuda")])
+def test_a_missing_compiler_fails_before_the_program_runs(tmp_path, capsys, monkeypatch, name, extra):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    for module in ("libtpu", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
+    assert main(["cost", f"{tmp_path}/never.py:make", "--topology", name]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}: " in error
+    assert f"pip install 'jstep[{extra}]'" in error

@@ -210,7 +210,7 @@ def test_gathered_slots_warn():
 @pytest.mark.thorough(except_for=["inside"])
 @pytest.mark.parametrize("how", ["inside", "specs", "nested", "scan"])
 def test_slots_gathered_by_a_shard_map_do_not_warn(how):
-    """An update that requests whole slots by hand, by a collective or by its specs, is no accident."""
+    """An update that requests whole slots by hand, by a collective or by its specs, is not an accident."""
 
     def from_shard(m):
         return 0 * m + jnp.sum(jax.lax.all_gather(m, "data", tiled=True) ** 2)

@@ -1,5 +1,6 @@
 """Validation of topology names before a compiler is called: libtpu aborts the process for some sizes."""
 
+import os
 import sys
 
 import pytest
@@ -116,6 +117,49 @@ def test_a_missing_compiler_error_names_the_package(monkeypatch):
         jstep.topology("v2:2x2")
     with pytest.raises(ImportError, match=r"a100:3: the CUDA plugin .*pip install 'jstep\[aot-cuda\]'"):
         jstep.topology("a100:3")
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "words"),
+    [
+        ("v5e:2x4", {"data": 4}, "multiply to 4 devices, but v5e:2x4 has 8"),
+        ("v3:2x4", {"data": 8}, "multiply to 8 devices, but v3:2x4 has 16"),  # two devices per chip
+        ("tpu7x:2x2x1", {"data": 4}, "multiply to 4 devices, but tpu7x:2x2x1 has 8"),
+        ("v4:2x2x1*3", {"data": 4}, r"but v4:2x2x1\*3 has 12"),
+        ("v5e:4x4*6", {"data": 4, "model": 24}, None),
+        ("v5e:4x4*6", {"data": 32, "model": 3}, "one axis must be a multiple of the 6 slices of v5e:4x4"),
+        ("h100:4x8", {"data": 8}, "multiply to 8 devices, but h100:4x8 has 32"),
+        ("b200:8", {"data": 3}, "multiply to 3 devices, but b200:8 has 8"),
+    ],
+)
+def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axes, words):
+    class ReachedError(Exception):
+        pass
+
+    def devices_of(name):
+        raise ReachedError
+
+    monkeypatch.setattr("jstep.topologies.topology.devices_of", devices_of)
+    with pytest.raises(ValueError, match=words) if words else pytest.raises(ReachedError):
+        jstep.topology(name, axes)
+
+
+def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, tmp_path):
+    """A plugin without NVIDIA's compiler is not loaded either, and no variable of the environment is set."""
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for variable in ("CUDA_HOME", "CUDA_PATH", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("jstep.topologies.compilers._has_cuda_compiler", lambda: False)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    monkeypatch.setattr("jstep.topologies.compilers.topologies.get_topology_desc", lambda *_, **__: 1 / 0)
+    before = dict(os.environ)
+    with pytest.raises(ImportError, match=r"h100:8: NVIDIA's compiler .*run: pip install 'jstep\[aot-cuda\]'"):
+        jstep.topology("h100:8", {"data": 8})
+    with pytest.raises(ImportError, match=r"v5e:2x4: libtpu .*run: pip install 'jstep\[tpu\]'"):
+        jstep.topology("v5e:2x4", {"data": 8})
+    assert dict(os.environ) == before
 
 
 def test_device_tables_are_plausible():
