@@ -18,9 +18,12 @@ from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.text import listing
 from jstep.distributed import agreement
+from jstep.stores.urls import is_url
 
-INTACT, COMPLETE, DELETE, MOVE, GONE = "intact", "complete", "delete", "move", "gone"
-"""Conditions of a checkpoint: verified, not verified, corrupted, not usable under its name now, and evicted."""
+INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
+"""Conditions of a checkpoint: verified, not verified, corrupted or not usable under its name now, and evicted."""
+CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
+"""Verdicts on a checkpoint: bytes of it have changed, or they are as they were written."""
 SHOWN = 3
 """Problems in a message."""
 VERIFIED = 2**28
@@ -93,19 +96,25 @@ class Reader:
                 f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
-        manifest, problem, way_out = None, "", DELETE
+        manifest, problem, verdict = None, "", CORRUPTED
         try:
             manifest = self._store.manifest(path)
         except FileNotFoundError:
             pass
+        except UnsupportedFormatError as error:
+            problem, verdict = str(error), UNREADABLE
         except CheckpointError as error:
-            problem, way_out = str(error), MOVE if isinstance(error, UnsupportedFormatError) else DELETE
+            problem = str(error)
+        except OSError as error:
+            if is_url(path):
+                raise  # the store is out of reach
+            problem, verdict = f"{short(error)}; make it readable for this user", UNREADABLE
         if agreement.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
-            problem, way_out = misnamed(self._prefix, step, manifest.step), MOVE
+            problem, verdict = misnamed(self._prefix, step, manifest.step), UNREADABLE
         if agreement.any_process(bool(problem)):
-            raise self._unusable(path, [problem or "see the error of another process"], way_out)
+            raise self._unusable(path, [problem or "see the error of another process"], verdict)
         assert manifest is not None
         return path, manifest
 
@@ -116,7 +125,7 @@ class Reader:
         broken = self._store.broken(self._prefix, step)
         if agreement.any_process(bool(broken)):
             path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
-            raise self._unusable(path, [problem], DELETE)
+            raise self._unusable(path, [problem], CORRUPTED)
         if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
@@ -202,7 +211,8 @@ class Reader:
             if agreement.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
             if agreement.any_process(bool(problems)):
-                raise self._unusable(path, problems or ["another process names the file"], DELETE)
+                problems = problems or ["another process names the file"]
+                raise self._unusable(path, problems, CORRUPTED, self._what_is_left(path, manifest))
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
@@ -215,30 +225,39 @@ class Reader:
         except (CheckpointError, OSError):
             return False
 
-    def _unusable(self, path: str, problems: Sequence[str], way_out: str) -> CheckpointError:
+    def _what_is_left(self, path: str, manifest: Manifest) -> str:
+        """Return what can still be read of a checkpoint, some of whose files are corrupted."""
+        if manifest.is_packed or is_url(path):
+            return ""
+        return (
+            f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, {manifest.step}) reads "
+            f"it unverified, and jstep.load_weights({path!r}, params, partial=True) those parameters that can be read."
+        )
+
+    def _unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
         """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.
 
         Args:
             path: The path of the checkpoint.
             problems: What is wrong with it.
-            way_out: `DELETE` if it is corrupted, `MOVE` if its bytes are as they were written.
+            verdict: `CORRUPTED` or `UNREADABLE`.
+            left: What can still be read of it.
         """
-        what = "is corrupted" if way_out == DELETE else "cannot be restored"
         try:
-            advice = self._advice(path, way_out)
+            advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {what}: {first_of(problems)}. {advice}.")
+        return CheckpointError(f"{path} {verdict}: {first_of(problems)}.{left} {advice}.")
 
-    def _advice(self, path: str, way_out: str) -> str:
+    def _advice(self, path: str) -> str:
         """Return which checkpoint to restore in place of one, and what is in the way of resuming from it."""
-        in_the_way: dict[str, str] = {}
+        in_the_way: list[str] = []
         left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
-            found, read = (way_out, 0) if other == path else condition(self._store, other, step, left)
+            found, read = (UNUSABLE, 0) if other == path else condition(self._store, other, step, left)
             left -= read
-            if found in (DELETE, MOVE):
-                in_the_way[other] = found
+            if found == UNUSABLE:
+                in_the_way.append(other)
             elif found != GONE:
                 restore = f"Saver.restore(target, step={step})"
                 instead = (
@@ -247,17 +266,15 @@ class Reader:
                     else f"The newest other checkpoint that is complete is step {step} ({other}): {restore} verifies "
                     "every byte of it, and restores it"
                 )
-                return instead + self._removal(in_the_way, step, "resume from it")
+                return instead + self._set_aside(in_the_way, step, "resume from it")
         none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
-        return none + self._removal(in_the_way, -1, "start from scratch")
+        return none + self._set_aside(in_the_way, -1, "start from scratch")
 
-    def _removal(self, in_the_way: dict[str, str], above: int, purpose: str) -> str:
-        """Return what to remove before `train` resumes from a step. What is intact is never to be deleted."""
-        in_the_way |= {path: DELETE for path, _ in self._store.broken(self._prefix, above)}
-        delete, move = ([path for path, found in in_the_way.items() if found == way] for way in (DELETE, MOVE))
-        steps = [f"delete {' and '.join(delete)}"] if delete else []
-        steps += [f"move {' and '.join(move)} to another directory"] if move else []
-        return f"; to {purpose}, {' and '.join(steps)}" if steps else ""
+    def _set_aside(self, in_the_way: list[str], above: int, purpose: str) -> str:
+        """Return the command that lets `train` resume from a step. It deletes nothing: this may be the last copy."""
+        broken = [path for path, _ in self._store.broken(self._prefix, above)]
+        commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
+        return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
 
 
 def read_and_verify(
@@ -317,19 +334,15 @@ def condition(store: Store, path: str, step: int, most: int) -> tuple[str, int]:
     try:
         manifest = store.manifest(path)
         if manifest.step != step:
-            return MOVE, 0
+            return UNUSABLE, 0
         nbytes = sum(int(record["bytes"]) for record in manifest.files.values())
         if nbytes > most:
             return COMPLETE, 0
-        return DELETE if store.find_corruption(path, manifest) else INTACT, nbytes
+        return UNUSABLE if store.find_corruption(path, manifest) else INTACT, nbytes
     except FileNotFoundError:
         return GONE, 0
-    except UnsupportedFormatError:
-        return MOVE, 0
-    except CheckpointError:
-        return DELETE, 0
-    except OSError:  # it cannot be read now, and may be intact
-        return MOVE, 0
+    except (CheckpointError, OSError):  # what cannot be read now may be intact
+        return UNUSABLE, 0
 
 
 def short(error: Exception) -> str:

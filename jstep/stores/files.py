@@ -1,12 +1,13 @@
-"""Reading of local files and objects, for logs and the command line, and atomic writing of files."""
+"""Reading of local files and objects, for logs and the command line, and atomic and durable writing of files."""
 
+import concurrent.futures
 import contextlib
 import errno
 import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 from jstep.stores.objects import Directory, Objects
@@ -87,13 +88,13 @@ def new_file(path: str) -> Iterator[BinaryIO]:
     with open(path, "xb") as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno(), path)
 
 
 def replace_file(path: str, data: bytes) -> None:
     """Write a file atomically: readers find the older one, or all of this one. Creates its folder."""
     folder, name = os.path.split(path)
-    os.makedirs(folder or ".", exist_ok=True)
+    make_folders(folder)
     partial = os.path.join(folder, f".{name}.{secrets.token_hex(16)}")
     try:
         with new_file(partial) as file:
@@ -106,11 +107,65 @@ def replace_file(path: str, data: bytes) -> None:
     sync_folder(folder)
 
 
+def make_folders(path: str) -> None:
+    """Create a folder and those above it, if necessary, and flush the entries of the new ones to disk."""
+    new, above = [], path
+    while above and not os.path.isdir(above):
+        new.append(above)
+        above = os.path.dirname(above)
+    os.makedirs(path or ".", exist_ok=True)
+    for folder in reversed(new):
+        sync_folder(os.path.dirname(folder))
+
+
+def sync(handle: int, path: str, *, data_only: bool = False) -> None:
+    """Flush an open file to disk.
+
+    Args:
+        handle: Its descriptor.
+        path: Its path, for the error.
+        data_only: Whether to flush data and size alone, which is enough for a file that only grows.
+
+    Raises:
+        OSError: The system could not write it.
+    """
+    try:
+        (os.fdatasync if data_only and hasattr(os, "fdatasync") else os.fsync)(handle)  # macOS has only the latter
+    except OSError as error:
+        raise OSError(error.errno, f"could not be flushed to disk: {error.strerror}", path) from error
+
+
+def sync_files(paths: Iterable[str], threads: int = 8) -> None:
+    """Flush files to disk, several at once: a disk serves them together.
+
+    Raises:
+        OSError: The system could not write one of them.
+    """
+    with concurrent.futures.ThreadPoolExecutor(threads, "jstep-sync") as pool:
+        for _ in pool.map(_sync_path, paths):
+            pass
+
+
+_NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
+"""Errors of systems that cannot flush a folder, or that do not let this user open it."""
+
+
 def sync_folder(folder: str) -> None:
-    """Flush the entries of a folder to disk, if the system supports that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Flush the entries of a folder to disk, if the system supports that.
+
+    Raises:
+        OSError: The system could not write them.
+    """
+    try:
+        _sync_path(folder or ".")
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
+
+
+def _sync_path(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        sync(handle, path)
+    finally:
+        os.close(handle)

@@ -11,6 +11,7 @@ import numpy as np
 from file_operations import before, disk_is_full, held
 
 import jstep
+from jstep.checkpoint.store.listing import UNUSED
 
 
 def state_at(step, value=0.0):
@@ -47,6 +48,11 @@ def listing(directory):
 
 def files_of(path):
     return sorted(p for p in glob.glob(f"{path}/**", recursive=True) if os.path.isfile(p))
+
+
+def read_files_of(path):
+    """Return the files of a checkpoint that are read: all but those in which Orbax describes it."""
+    return [file for file in files_of(path) if os.path.basename(file) not in UNUSED]
 
 
 def flip(path, at):

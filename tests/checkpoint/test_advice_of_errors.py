@@ -21,6 +21,11 @@ def saved(tmp_path):
     return str(tmp_path)
 
 
+def moved(directory, *steps):
+    """Return the command that moves the checkpoints of these steps aside."""
+    return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
+
+
 class Recorded(Directory):
     """Records what is verified; checkpoints below step 3 claim to have this many more bytes."""
 
@@ -39,35 +44,35 @@ class Recorded(Directory):
 
 
 def test_large_checkpoints_are_not_verified_for_a_message(saved):
-    flip(f"{saved}/model-3/_METADATA", 3)
+    flip(f"{saved}/model-3/manifest.ocdbt", 3)
     store = Recorded(saved, VERIFIED)
     with pytest.raises(CheckpointError) as error:
         Reader(store, "model", verify=True).restore(None, None, False, None, None)
-    assert f"model-3 is corrupted: {saved}/model-3/_METADATA: the checksum" in str(error.value)
+    assert f"model-3 is corrupted: {saved}/model-3/manifest.ocdbt: the checksum" in str(error.value)
     assert f"The newest other checkpoint that is complete is step 2 ({saved}/model-2)" in str(error.value)
     assert "Saver.restore(target, step=2) verifies every byte of it" in str(error.value)
-    assert str(error.value).endswith(f"; to resume from it, delete {saved}/model-3.")
+    assert str(error.value).endswith(f"; to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
     assert store.verified == [3]
 
 
 def test_small_ones_are_verified_up_to_a_limit(saved):
     for step in (2, 3):
-        flip(f"{saved}/model-{step}/_METADATA", 3)
+        flip(f"{saved}/model-{step}/manifest.ocdbt", 3)
     store = Recorded(saved, 0)
-    with pytest.raises(CheckpointError, match=f"newest intact .* step 1 .*delete {saved}/model-3 and {saved}/model-2"):
+    with pytest.raises(CheckpointError, match=f"newest intact .* step 1 .*{moved(saved, 3, 2)}"):
         Reader(store, "model", verify=True).restore(None, None, False, None, None)
     assert store.verified == [3, 2, 1]
 
 
 def test_the_limit_is_for_all_of_them_together(saved):
-    flip(f"{saved}/model-3/_METADATA", 3)
+    flip(f"{saved}/model-3/manifest.ocdbt", 3)
 
     def enlarge(manifest):
-        others = sum(record["bytes"] for name, record in manifest["files"].items() if name != "_METADATA")
-        manifest["files"]["_METADATA"]["bytes"] = VERIFIED - others
+        others = sum(record["bytes"] for name, record in manifest["files"].items() if name != "manifest.ocdbt")
+        manifest["files"]["manifest.ocdbt"]["bytes"] = VERIFIED - others
 
     edit_manifest(f"{saved}/model-2", enlarge)
-    with pytest.raises(CheckpointError, match=rf"complete is step 1 .*, delete {saved}/model-3 and {saved}/model-2\."):
+    with pytest.raises(CheckpointError, match=rf"complete is step 1 .*: {moved(saved, 3, 2)}\."):
         Saver(saved).restore()
 
 
@@ -78,7 +83,7 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
     assert "model-3 cannot be restored" in str(error.value)
     assert "read it with that version of jstep" in str(error.value)
     assert "newest intact checkpoint is step 2" in str(error.value)
-    assert str(error.value).endswith(f"to resume from it, move {saved}/model-3 to another directory.")
+    assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
 
 
 def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
@@ -92,10 +97,10 @@ def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
     flip(f"{saved}/model-3/manifest.json", 9)
     with pytest.raises(CheckpointError) as error:
         Reader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
-    assert f"delete {saved}/model-3 and move {saved}/model-2 and {saved}/model-1 to another" in str(error.value)
+    assert str(error.value).endswith(f"set aside what cannot be used: {moved(saved, 3, 2, 1)}.")
 
 
-@pytest.mark.parametrize("unreadable", ["manifest.json", "_METADATA"])
+@pytest.mark.parametrize("unreadable", ["manifest.json", "manifest.ocdbt"])
 def test_files_without_permission_are_not_called_missing(saved, monkeypatch, capsys, unreadable):
     def failing(function):
         def call(path, *args, **kwargs):
@@ -108,7 +113,7 @@ def test_files_without_permission_are_not_called_missing(saved, monkeypatch, cap
     for module, name in ((builtins, "open"), (os, "stat"), (os.path, "getsize")):
         monkeypatch.setattr(module, name, failing(getattr(module, name)))
     assert Saver(saved).all_steps() == [1, 2, 3]
-    with pytest.raises((PermissionError, CheckpointError), match=f"Permission denied: .*{unreadable}") as error:
+    with pytest.raises(CheckpointError, match=f"Permission denied: .*{unreadable}") as error:
         Saver(saved).restore(state_at(1))
     assert not any(word in str(error.value) for word in ("corrupted", "missing", "delete"))
     assert Saver(saved).restore(state_at(1), step=2).global_step == 2

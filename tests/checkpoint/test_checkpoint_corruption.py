@@ -1,18 +1,22 @@
 """Any corruption of a checkpoint is detected."""
 
 import os
+import re
 import shutil
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_states import NO_SLOTS, files_of, flip, save_all, state_at
+from checkpoint_states import NO_SLOTS, files_of, flip, read_files_of, save_all, state_at
 
 import jstep
 from jstep.checkpoint.format import manifest as _manifest
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
+
+MOVED = "`mv %s %s.aside.0`"
 
 
 class TestCorruption:
@@ -33,7 +37,7 @@ class TestCorruption:
 
     def test_any_flipped_byte_is_detected(self, saved):
         saver, path = saved
-        for file in files_of(path):
+        for file in read_files_of(path):
             size = os.path.getsize(file)
             for at in {0, 1, size // 3, size // 2, size - 2, size - 1}:
                 flip(file, at)
@@ -55,7 +59,7 @@ class TestCorruption:
 
     def test_any_truncated_file_is_detected(self, saved):
         saver, path = saved
-        for file in files_of(path):
+        for file in read_files_of(path):
             with open(file, "rb") as opened:
                 data = opened.read()
             for size in (0, len(data) // 2, len(data) - 1):
@@ -67,7 +71,7 @@ class TestCorruption:
 
     def test_appended_bytes_are_detected(self, saved):
         saver, path = saved
-        for file in files_of(path):
+        for file in read_files_of(path):
             with open(file, "ab") as opened:
                 opened.write(b"\0")
             self.assert_detected(saver, path, file)
@@ -77,10 +81,14 @@ class TestCorruption:
         with Saver(tmp_path) as saver:
             path = saver.save(state_at(1))
             saver.wait()
-            flip(f"{path}/_METADATA", 5)
-            message = f"No other checkpoint model-\\* in {tmp_path} is intact; to start from scratch, delete {path}\\."
-            with pytest.raises(CheckpointError, match=message):
+            flip(f"{path}/manifest.ocdbt", 5)
+            with pytest.raises(CheckpointError) as error:
                 saver.restore(state_at(0))
+            command = f"`mv {path} {path}.aside.0`."
+            assert str(error.value).endswith(
+                f"No other checkpoint model-* in {tmp_path} is intact; to start from scratch, set aside what cannot be "
+                f"used: {command}"
+            )
 
     def test_error_names_the_newest_intact_checkpoint(self, saved):
         saver, path = saved
@@ -103,13 +111,15 @@ class TestCorruption:
     def test_a_missing_file_is_an_error(self, saved, caplog):
         """A crash never leaves a checkpoint without one of its files, so a missing file was deleted by a user."""
         saver, path = saved
-        for file in files_of(path):
+        for file in read_files_of(path):
             os.rename(file, file + ".gone")
             for target in (state_at(0), None):
                 with pytest.raises(CheckpointError, match="newest intact checkpoint is step 2") as error:
                     saver.restore(target)
                 assert f"{path} is corrupted: {os.path.relpath(file, path)} is missing" in str(error.value)
-                assert f"delete {path}." in str(error.value)
+                assert str(error.value).endswith(
+                    f"to resume from it, set aside what cannot be used: {MOVED % (path, path)}."
+                )
             with pytest.raises(CheckpointError):
                 saver.extra()
             assert saver.latest_step() == 2
@@ -119,22 +129,28 @@ class TestCorruption:
         assert "model-3 is ignored: it is incomplete" in caplog.text
         assert saver.latest_step() == 3
 
-    def test_error_lists_the_checkpoints_to_delete(self, saved):
-        """It lists all that are newer than the newest intact one; deleting these is sufficient."""
+    def test_the_command_of_the_error_is_all_that_a_run_needs(self, saved):
+        """It moves all that are newer than the newest intact one, and deletes nothing."""
         saver, path = saved
         save_all(saver, [4, 5])
         directory = os.path.dirname(path)
-        flip(f"{directory}/model-5/_METADATA", 3)
+        flip(f"{directory}/model-5/manifest.ocdbt", 3)
         os.remove(f"{directory}/model-4/manifest.ocdbt")
         flip(f"{path}/manifest.json", 9)
         with pytest.raises(CheckpointError) as error:
             saver.restore(state_at(0))
         message = str(error.value)
-        for step in (3, 4, 5):
-            assert f"{directory}/model-{step}" in message.split("delete ")[1]
-            shutil.rmtree(f"{directory}/model-{step}")
         assert "model-2)" in message
+        assert "delete" not in message
+        (command,) = re.findall("`(mv .*)`", message)
+        before = {step: len(files_of(f"{directory}/model-{step}")) for step in (3, 4, 5)}
+        subprocess.run(command, shell=True, check=True, timeout=60)
+        for step in (3, 4, 5):
+            assert len(files_of(f"{directory}/model-{step}.aside.0")) == before[step]
         assert int(saver.restore(state_at(0)).global_step) == 2
+        saver.save(state_at(6))
+        saver.wait()
+        assert len(files_of(f"{directory}/model-5.aside.0")) == before[5], "the next save does not remove it"
         with pytest.raises(FileNotFoundError):
             saver.restore(state_at(0), step=5)
 
@@ -149,7 +165,7 @@ class TestCorruption:
                 saver.restore(state_at(0), step=step)
             assert "delete" not in str(error.value), "it is intact"
             with pytest.raises(
-                CheckpointError, match=r"newest intact checkpoint is step 3 .*move .*model-90 to another"
+                CheckpointError, match=r"newest intact checkpoint is step 3 .*`mv .*/model-90 .*/model-90\.aside\.0`"
             ):
                 saver.extra(step)
         shutil.rmtree(f"{directory}/model-90")

@@ -105,8 +105,8 @@ def test_json_nested_deeper_than_the_recursion_limit(saved):
 @pytest.mark.parametrize("record", [{"bytes": 3}, {"bytes": 3, "crc32": "ab"}, {"bytes": 3, "crc32": []}], ids=repr)
 def test_invalid_checksums(saved, record):
     saver, path = saved
-    edit_manifest(path, lambda data: data["files"].update({"_METADATA": record}))
-    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: .*_METADATA"):
+    edit_manifest(path, lambda data: data["files"].update({"manifest.ocdbt": record}))
+    with pytest.raises(CheckpointError, match=r"model-2 is corrupted: .*manifest\.ocdbt"):
         saver.restore(state_at(0))
 
 

@@ -6,6 +6,7 @@ process on another mesh, or with other shards, can verify them.
 
 import concurrent.futures
 import json
+import logging
 import os
 import re
 import zlib
@@ -13,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
+from jstep.checkpoint.store.listing import UNUSED
 from jstep.stores.errors import TruncatedError
-from jstep.stores.files import may_be_file
+from jstep.stores.files import may_be_file, sync_files
 from jstep.stores.objects import Objects, Pending, at_once
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
@@ -22,6 +24,7 @@ _PIECE = 2**20  # bytes that fit the cache of a core
 _PART = "checksums.process_"
 _AT_ONCE = 4
 """Concurrent reads of objects: 256 MB at most."""
+_logger = logging.getLogger("jstep")
 
 
 def files_below(checkpoint: str) -> list[str]:
@@ -61,6 +64,9 @@ def find_corruption(
 ) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
+    Wrong sizes are found without reading, and then no checksum is computed. Damage of files that nothing reads is a
+    warning.
+
     Args:
         checkpoint: The path of the checkpoint.
         manifest: Its manifest.
@@ -72,13 +78,44 @@ def find_corruption(
     expected = {path: record for path, record in manifest.files.items() if path not in others}
     root = os.path.realpath(checkpoint)
     outside = {path for path in expected if not is_below(root, path)}
-    there = [path for path in expected.keys() - outside if may_be_file(os.path.join(checkpoint, path))]
-    actual = records(checkpoint, there, threads)
-    return [
-        f"{os.path.join(checkpoint, path)}: {problem}"
-        for path, record in expected.items()
-        if (problem := "a link out of the checkpoint" if path in outside else difference(record, actual.get(path)))
-    ]
+    found = dict.fromkeys(outside, "a link out of the checkpoint")
+    found |= _differences(checkpoint, {path: expected[path] for path in expected.keys() - outside - UNUSED}, threads)
+    for path in expected.keys() & UNUSED - outside:
+        try:
+            found |= _differences(checkpoint, {path: expected[path]}, threads)
+        except OSError as error:
+            found[path] = error.strerror or "it cannot be read"
+    return _problems(checkpoint, {path: found[path] for path in expected}, is_first=share[0] == 0)
+
+
+def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], threads: int) -> dict[str, str]:
+    """Return how each file differs from its record; "" if it does not."""
+    there = [path for path in expected if may_be_file(os.path.join(checkpoint, path))]
+    sizes = {path: os.path.getsize(os.path.join(checkpoint, path)) for path in there}
+    found = {path: _difference_of_size(record, sizes.get(path)) for path, record in expected.items()}
+    if any(found.values()):
+        return found
+    actual = records(checkpoint, expected, threads)
+    return {path: difference(record, actual[path]) for path, record in expected.items()}
+
+
+def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool) -> list[str]:
+    """Return the problems of the files that are read; the first process warns of those of other files.
+
+    Args:
+        checkpoint: The path or URL of the checkpoint.
+        found: Path of a file → its problem; "" if it has none.
+        is_first: Whether this is the first of the processes that share the work.
+    """
+    unused = [f"{path} ({problem})" for path, problem in found.items() if problem and path in UNUSED]
+    if unused and is_first:
+        _logger.warning(
+            "%s: %s: nothing reads %s, and the checkpoint restores without",
+            checkpoint,
+            " and ".join(unused),
+            "this file" if len(unused) == 1 else "these files",
+        )
+    return [f"{checkpoint}/{path}: {problem}" for path, problem in found.items() if problem and path not in UNUSED]
 
 
 def is_below(root: str, path: str) -> bool:
@@ -86,12 +123,17 @@ def is_below(root: str, path: str) -> bool:
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
+def _difference_of_size(expected: Mapping[str, Any], size: int | None) -> str:
+    if size is None:
+        return "missing"
+    return f"{size} bytes instead of {expected['bytes']}" if size != expected["bytes"] else ""
+
+
 def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
     """Describe how the record of a file differs from the one in the manifest; "" if it does not."""
-    if actual is None:
-        return "missing"
-    if actual["bytes"] != expected["bytes"]:
-        return f"{actual['bytes']} bytes instead of {expected['bytes']}"
+    if wrong := _difference_of_size(expected, None if actual is None else actual["bytes"]):
+        return wrong
+    assert actual is not None
     sums = expected.get("crc32")
     if not isinstance(sums, list) or len(sums) != len(actual["crc32"]):
         return "the manifest has no checksums for it"
@@ -104,11 +146,8 @@ def find_corruption_of_copy(objects: Objects, above: str, manifest: Manifest, sh
     """Return descriptions of what is wrong with the objects of a checkpoint that was copied from a disk; see above."""
     paths = sorted(manifest.files)[share[0] :: share[1]]
     actual = _records_of_objects(objects, above, {path: manifest.files[path]["bytes"] for path in paths})
-    return [
-        f"{objects.at(above + path)}: {problem}"
-        for path in paths
-        if (problem := difference(manifest.files[path], actual.get(path)))
-    ]
+    found = {path: difference(manifest.files[path], actual.get(path)) for path in paths}
+    return _problems(objects.at(above.rstrip("/")), found, is_first=True)
 
 
 def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
@@ -137,8 +176,10 @@ def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) 
 
 
 def write_part(checkpoint: str, process: int) -> None:
-    """Compute the checksums of the files that one process wrote, and store them for `collect`."""
-    part = records(checkpoint, [path for path in files_below(checkpoint) if _is_of(path, process)])
+    """Flush the files that one process wrote to disk, and store their checksums for `collect`."""
+    paths = [path for path in files_below(checkpoint) if _is_of(path, process)]
+    _sync(checkpoint, paths)
+    part = records(checkpoint, paths)
     with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
         json.dump(part, file)
 
@@ -149,11 +190,18 @@ def _is_of(path: str, process: int) -> bool:
     return name != path.split("/")[0] and re.match(r"[0-9]*", name)[0] == str(process)  # type: ignore[index]
 
 
+def _sync(checkpoint: str, paths: Iterable[str]) -> None:
+    """Flush files to disk: of those that Orbax writes, tensorstore flushes some, and nobody the others."""
+    sync_files(os.path.join(checkpoint, path) for path in paths)
+
+
 def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
-    """Return the records of all files of a checkpoint: those that processes stored, and the rest computed here.
+    """Return the records of all files of a checkpoint, which are on the disk when this returns.
+
+    Several processes flush and record the files that they wrote; the others are flushed and recorded here.
 
     Raises:
-        OSError: One of several processes stored none: it has failed.
+        OSError: A file cannot be flushed or read; or one of several processes stored no records: it has failed.
     """
     found: dict[str, dict[str, Any]] = {}
     paths = files_below(checkpoint)
@@ -165,5 +213,6 @@ def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
             found |= json.load(file)
         os.remove(os.path.join(checkpoint, path))
     rest = [path for path in paths if path not in found and not path.startswith(_PART)]
+    _sync(checkpoint, rest)
     found |= records(checkpoint, rest)
     return dict(sorted(found.items()))

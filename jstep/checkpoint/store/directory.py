@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import shlex
 import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,10 +18,10 @@ from typing import Any
 from jstep.checkpoint.format.manifest import NAME, CheckpointError, Manifest
 from jstep.checkpoint.store import checksums, listing
 from jstep.checkpoint.store.claim import Claim, file_of
-from jstep.checkpoint.store.listing import DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
+from jstep.checkpoint.store.listing import ASIDE, DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
 from jstep.checkpoint.store.protocol import Commit
 from jstep.core.text import size
-from jstep.stores.files import sync_folder
+from jstep.stores.files import make_folders, sync_folder
 
 
 def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> None:
@@ -33,6 +34,7 @@ def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> Non
 
     Raises:
         FileNotFoundError: One of them was removed meanwhile.
+        OSError: The new name may not be on the disk.
     """
     replaced = final + REPLACED
     if os.path.lexists(final):
@@ -43,23 +45,31 @@ def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> Non
             _set_aside(final)
     sync_folder(temporary)
     os.rename(temporary, final)
-    lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
-    if lacks is not None:
-        # Another process is removing the folder, and continued after the rename.
+    try:
+        lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
+        if lacks is not None:  # another process is removing the folder, and continued after the rename
+            raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
+        sync_folder(os.path.dirname(final))
+    except OSError:
         evict(final)
         if os.path.lexists(replaced):
             os.rename(replaced, final)
-        raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
-    sync_folder(os.path.dirname(final))
+        raise
     remove(replaced)
 
 
 def _set_aside(path: str) -> None:
-    number = 0
-    while os.path.lexists(aside := f"{path}.set-aside-{number}"):
-        number += 1
+    aside = _unused(path + ".set-aside-")
     os.rename(path, aside)
     _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
+
+
+def _unused(stem: str) -> str:
+    """Return the first name that does not exist, of those that begin so and end with a number."""
+    number = 0
+    while os.path.lexists(name := f"{stem}{number}"):
+        number += 1
+    return name
 
 
 def evict(path: str) -> None:
@@ -117,30 +127,34 @@ def _restore_replaced(replaced: str, final: str) -> None:
     os.rename(replaced, final)
 
 
-_WORDS = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
-_CODES = {errno.ENOSPC, errno.EDQUOT}
+_FULL = {
+    errno.EDQUOT: ("the disk quota is exceeded", re.compile(r"Disk quota exceeded|EDQUOT")),
+    errno.ENOSPC: ("the disk is full", re.compile(r"No space left|ENOSPC|RESOURCE_EXHAUSTED")),
+}
+"""Code of an error → its description, and how libraries in C++ report it."""
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, reports a full disk or an exceeded quota."""
+def full(error: BaseException | None) -> int | None:
+    """Return the code of a full disk or an exceeded quota, if an error or one of its causes reports it."""
     seen = 0
     while error is not None and seen < 20:
-        if (isinstance(error, OSError) and error.errno in _CODES) or _WORDS.search(str(error)):
-            return True
+        for code, (_, words) in _FULL.items():
+            if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
+                return code
         error, seen = error.__cause__ or error.__context__, seen + 1
-    return False
+    return None
 
 
-def full_disk(directory: str, needed: int) -> OSError:
-    """Return the error to raise, with the bytes needed and the bytes free."""
+def full_disk(directory: str, needed: int, code: int) -> OSError:
+    """Return the error to raise for a full disk or an exceeded quota, with the bytes needed and the bytes free."""
     try:
         free = f"{size(shutil.disk_usage(directory).free)} free"
     except OSError:
         free = "free space unknown"
     return OSError(
-        errno.ENOSPC,
-        f"the disk is full ({size(needed)} needed, {free}: {os.strerror(errno.ENOSPC)}); make room, or keep "
-        "fewer checkpoints by max_to_keep",
+        code,
+        f"{_FULL[code][0]} ({size(needed)} needed, {free}: {os.strerror(code)}); make room, or keep fewer checkpoints "
+        "by max_to_keep",
     )
 
 
@@ -233,7 +247,7 @@ class Directory:
 
     def _make(self) -> None:
         try:
-            os.makedirs(self.directory, exist_ok=True)
+            make_folders(self.directory)
         except OSError as error:
             what = f"the directory of checkpoints cannot be created: {error.strerror}"
             raise OSError(error.errno, what, self.directory) from error
@@ -284,13 +298,17 @@ class Directory:
             raise
 
     def _explain(self, error: Exception) -> None:
-        if is_full(error):
-            raise full_disk(self.directory, self._bytes) from error
+        if (code := full(error)) is not None:
+            raise full_disk(self.directory, self._bytes, code) from error
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""
         self._is_cleaned = False
         remove(path + listing.TEMPORARY)
+
+    def command_to_set_aside(self, path: str) -> str:
+        """See `Store.command_to_set_aside`."""
+        return shlex.join(["mv", path, _unused(path + ASIDE)])
 
     def evict(self, path: str) -> None:
         """See `Store.evict`."""

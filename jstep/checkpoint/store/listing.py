@@ -51,8 +51,11 @@ IN_FLIGHT: dict[str, Any] = {}
 """Path of a temporary folder → the checkpointer that writes it."""
 REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one replaces it
 DELETED = ".jstep-deleted"
+ASIDE = ".aside."  # what the user sets aside, by the command that an error shows; a number follows
 
-OF_ORBAX = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"}
+UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
+"""Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
+OF_ORBAX = UNUSED | {"manifest.ocdbt"}
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
@@ -156,7 +159,7 @@ def _warn(path: str, lacks: str | None) -> None:
 
 
 def missing(path: str) -> str | None:
-    """Return the first missing file of a checkpoint; None if it is complete.
+    """Return the first missing file of a checkpoint, of those that are read; None if it is complete.
 
     What cannot be read, such as without permission, counts as present: it may be intact, and reading it raises why.
     """
@@ -167,7 +170,8 @@ def missing(path: str) -> str | None:
         return None if has_data(path) else NAME
     except OSError as error:
         return NAME if is_absent(error) else None
-    return next((file for file in manifest.files if not may_be_file(os.path.join(path, file))), None)
+    files = manifest.files.keys() - UNUSED
+    return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
 
 
 def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:

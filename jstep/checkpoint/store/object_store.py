@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shlex
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from jstep.checkpoint.store.packs import own_blocks
 from jstep.checkpoint.store.protocol import Commit, CorruptedError
 from jstep.distributed import agreement
 from jstep.stores.objects import Directory, at_once
+from jstep.stores.urls import bucket
 
 HURRIED = 5.0
 """Seconds for optional requests."""
@@ -215,6 +218,13 @@ class ObjectStore:
             with contextlib.suppress(OSError), self._objects.within(HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
                 self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
+
+    def command_to_set_aside(self, path: str) -> str:
+        """See `Store.command_to_set_aside`. The command is that of the cloud's own tool."""
+        aside = f"{path}{listing.ASIDE}{int(time.time())}"
+        if bucket(path)[0] == "gs":
+            return shlex.join(["gcloud", "storage", "mv", path, aside])
+        return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
     def evict(self, path: str) -> None:
         """See `Store.evict`. Deletes the manifest first, if it is unchanged, then our data."""

@@ -102,6 +102,7 @@ class _OneTransaction:
 
 
 _TIMEOUT = 2 * 3600  # seconds within which a write must end, on the slowest disk
+_ERRORS = 16  # a save writes its metadata twice, and each write may fail
 
 _logger = logging.getLogger("jstep")
 
@@ -266,7 +267,11 @@ class Checkpointer:
             silence()
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
-        self._async.save(path, args=SaveArgs(dict(arrays), compress))
+        try:
+            self._async.save(path, args=SaveArgs(dict(arrays), compress))
+        except Exception:
+            self._drop_errors()
+            raise
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, _nothing  # do not keep the function, and what it references, alive
@@ -280,12 +285,25 @@ class Checkpointer:
             return  # a fork does not have the threads
         try:
             with silenced():
-                self._async.wait_until_finished()
+                try:
+                    self._async.wait_until_finished()
+                except Exception:
+                    self._drop_errors()
+                    raise
             if self._failure.error is not None:
                 raise self._failure.error
         finally:
             self._failure.error = None
             self._forget()
+
+    def _drop_errors(self) -> None:
+        """Drop the other errors of a failed save: Orbax keeps one for each write, and raises it at the next save."""
+        for _ in range(_ERRORS):
+            try:
+                self._async.wait_until_finished()
+            except Exception:
+                continue
+            return
 
     def _forget(self) -> None:
         for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:

@@ -131,6 +131,9 @@ class Store(Protocol):
     def abandon(self, path: str) -> None:
         """Remove what a failed save left behind, as far as possible; never raises."""
 
+    def command_to_set_aside(self, path: str) -> str:
+        """Return a shell command that gives a checkpoint a name under which nothing finds or deletes it."""
+
     def evict(self, path: str) -> None:
         """Delete a checkpoint atomically; log a warning if that fails."""
 
