@@ -1,6 +1,7 @@
 """Weights in the checkpoints of Orbax and jstep: their arrays by name, read onto the shardings of a target."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.placement import target_sharding
+from jstep.core.text import listing
 from jstep.distributed import agreement
 from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts
@@ -24,6 +26,7 @@ from jstep.weights.place import from_host, from_parts
 PARAMS = "params"
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
+_logger = logging.getLogger("jstep")
 _BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 
 
@@ -177,11 +180,12 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
     return from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
 
 
-def open_jstep_checkpoint(path: str) -> Checkpoint:
+def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     """Return the arrays of a checkpoint, which is verified before the first is returned.
 
     Args:
         path: A folder that has a manifest.
+        partial: Whether to leave out the arrays that cannot be read, with a warning, if the checkpoint is corrupted.
 
     Raises:
         CheckpointError: The checkpoint is corrupted, or another version of jstep wrote it.
@@ -190,7 +194,9 @@ def open_jstep_checkpoint(path: str) -> Checkpoint:
     store = open_store(os.path.dirname(path))
     manifest = store.manifest(path)
     saved = dict(zip(unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True))
-    verified = False
+    if partial and jax.process_count() == 1:
+        saved = _readable(store, path, manifest, saved)
+    verified = partial and jax.process_count() == 1
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal verified
@@ -200,6 +206,30 @@ def open_jstep_checkpoint(path: str) -> Checkpoint:
         return {name: _value(saved[name], arrays) for name in shardings}
 
     return Checkpoint(path, {name: _array(name, leaf) for name, leaf in saved.items()}, read, f"jstep {manifest.jstep}")
+
+
+def _readable(store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
+    problems = store.find_corruption(path, manifest)
+    if not problems:
+        return dict(saved)
+    lost = [name for name, leaf in saved.items() if not _is_readable(store, path, manifest, leaf)]
+    _logger.warning(
+        "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
+        path,
+        first_of(problems),
+        " unverified: their values may be wrong" if not manifest.is_packed else "",
+        listing("cannot be read", [repr(name) for name in lost]),
+    )
+    return {name: leaf for name, leaf in saved.items() if name not in lost}
+
+
+def _is_readable(store: Store, path: str, manifest: Manifest, leaf: Leaf) -> bool:
+    try:
+        store.restore(path, manifest, {} if leaf.array is None else {leaf.array: None})
+    except Exception:  # tensorstore has no error types
+        return False
+    return True
 
 
 def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:

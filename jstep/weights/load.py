@@ -63,7 +63,8 @@ def load_weights(
         dtype: The dtype to cast floating tensors to, whatever the dtypes of target; None to require the dtypes of
             target. Integers and booleans are never cast.
         partial: Whether to load only what fits: the other leaves of target, which then must have values, are kept, and
-            everything missing, unused or mismatched is logged as a warning.
+            everything missing, unused or mismatched is logged as a warning. Of a corrupted checkpoint of jstep, the
+            arrays that can be read are loaded, with a warning that names the others and the corrupted files.
 
     Returns:
         A tree like target. Its new arrays share no memory with anything and may be donated.
@@ -101,7 +102,7 @@ def load_weights(
     """
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     refuse_compile_only(target, "target")
-    with open_source(path) as source:
+    with open_source(path, partial=partial) as source:
         found = source.fit(target, names, float_dtype)
         if found.problems() and not partial:
             raise _misfit(with_transform_problems(found), source.path)
@@ -182,15 +183,19 @@ def _float_dtype(dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def open_source(path: Any) -> "Iterator[_Files | Checkpoint]":
+def open_source(path: Any, *, partial: bool = False) -> "Iterator[_Files | Checkpoint]":
     """Open weights for reading, and check what describes them; no tensor is read.
+
+    Args:
+        path: The path of the weights.
+        partial: Whether of a corrupted checkpoint of jstep, the arrays that can be read are read.
 
     Raises:
         CheckpointError: A checkpoint of jstep is corrupted.
         FileNotFoundError: There are no weights at the path.
         ValueError: A file is corrupted, or a folder has several sets of weights.
     """
-    checkpoint = _checkpoint(local(path))
+    checkpoint = _checkpoint(local(path), partial=partial)
     if checkpoint is not None:
         yield checkpoint
         return
@@ -200,13 +205,13 @@ def open_source(path: Any) -> "Iterator[_Files | Checkpoint]":
         yield _Files(weights.path, weights.tensors, stack)
 
 
-def _checkpoint(path: str) -> Checkpoint | None:
+def _checkpoint(path: str, *, partial: bool) -> Checkpoint | None:
     """Return the checkpoint at a path; None if safetensors files are to be looked for there."""
     if not os.path.isdir(path) or any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
         return None
     if os.path.lexists(os.path.join(path, MANIFEST)):
         try:
-            return open_jstep_checkpoint(path)
+            return open_jstep_checkpoint(path, partial=partial)
         except CheckpointError:
             if has_data(path):
                 raise  # otherwise it is a file of another program

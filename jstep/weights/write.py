@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.store import claim as owner
-from jstep.stores.files import new_file, sync_folder
+from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.find import INDEX
 from jstep.weights.header import LARGEST, METADATA, confirm
 
@@ -94,7 +94,7 @@ class Files:
 
     def begin(self) -> None:
         """Create the folder if necessary."""
-        os.makedirs(self._folder or ".", exist_ok=True)
+        make_folders(self._folder)
 
     def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
         """A context that opens a file under its temporary name for writing."""
@@ -103,7 +103,8 @@ class Files:
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove those of an older save.
 
-        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one.
+        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
+        change that a later one relies on is flushed to disk before that.
 
         Args:
             shard_of: The number of the file of each tensor.
@@ -127,20 +128,27 @@ class Files:
                 with contextlib.suppress(OSError):
                     os.replace(final, temporary)
             raise
+        sync_folder(self._folder)
         if clash:
             for name, under in zip(self.names, first, strict=True):
                 _link(self._at(under), self._temporary(name))
                 os.replace(self._temporary(name), self._at(name))
             self._switch_index(self.names, shard_of, total_size)
+            sync_folder(self._folder)
         finals = [*self.names, index] if sharded else self.names
         stale = {*older, *first} - set(finals)
-        for name in [*sorted(stale, key=lambda name: name != index), *self._orphans()]:  # the index first
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._at(name))
-        sync_folder(self._folder)
+        if index in stale:
+            self._remove(index)
+            sync_folder(self._folder)
+        for name in [*sorted(stale - {index}), *self._orphans()]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._at(name))
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
-        """Replace the index with one that refers to files of these names."""
+        """Replace the index with one that refers to files of these names, which are on the disk before it is."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         found = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with new_file(self._temporary(self._base + INDEX)) as file:
