@@ -1,9 +1,12 @@
 """JAX's persistent compilation cache, enabled for the duration of a run."""
 
+import contextlib
+import importlib
 import logging
 import os
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import kind, shown
 from jstep.core.exceptions import scoped
+from jstep.stores.files import make_folders, sync_files, sync_folder
 from jstep.stores.urls import is_url
 
 _logger = logging.getLogger("jstep")
@@ -65,7 +69,8 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 
     The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
-    and the directory of another run is not used.
+    and the directory of another run is not used. Entries that a power cut left incomplete are removed at the start, and
+    those of this run are on the disk when it ends.
     """
     if directory is None:
         yield
@@ -89,12 +94,15 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
             with _lock:
                 _users.remove(directory)
         return
+    there = _entries(directory)
+    _remove_incomplete(there)
     try:
         yield
     finally:
         with _lock:
             _users.remove(directory)
             _set(before)
+        _sync(directory, _entries(directory) - there)
 
 
 def _set(settings: dict[str, Any]) -> None:
@@ -104,9 +112,60 @@ def _set(settings: dict[str, Any]) -> None:
     compilation_cache.reset_cache()
 
 
+_ENTRY = "-cache"
+"""The end of the names of JAX's entries."""
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def _entries(directory: str) -> set[str]:
+    with contextlib.suppress(OSError):
+        return {os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(_ENTRY)}
+    return set()
+
+
+def _remove_incomplete(entries: set[str]) -> None:
+    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and never replace it."""
+    for path in entries:
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            with open(path, "rb") as file:
+                data = file.read()
+            if not _is_whole(data):
+                os.remove(path)
+                _logger.info("%s is incomplete, as after a power cut, and was removed: its program is compiled", path)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether an entry can be decompressed: JAX uses zstandard if Python has it, and zlib otherwise."""
+    try:
+        if not data.startswith(_ZSTD):
+            zlib.decompress(data)
+        elif (decompress := _zstandard()) is not None:
+            decompress(data)
+    except Exception:  # each library has its own
+        return False
+    return True
+
+
+def _zstandard() -> Any:
+    for module in ("compression.zstd", "zstandard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).decompress
+    return None
+
+
+def _sync(directory: str, entries: set[str]) -> None:
+    try:
+        sync_files(entries)
+        sync_folder(directory)
+    except FileNotFoundError:  # another process emptied the cache
+        pass
+    except OSError as error:
+        _logger.warning("compile_cache=%s: %s; after a power cut its programs may be compiled again", directory, error)
+
+
 def _is_writable(directory: str) -> bool:
     try:
-        os.makedirs(directory, exist_ok=True)
+        make_folders(directory)
         with tempfile.TemporaryFile(dir=directory):
             return True
     except OSError as error:
