@@ -18,6 +18,16 @@ _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the sta
 def directory(directory: Any) -> str:
     """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
+        ) from None
+    if "\\" in path and os.sep != "\\":
+        raise ValueError(
+            f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
+        )
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
     return path

@@ -158,3 +158,17 @@ def test_tilde_in_a_path_is_expanded(tmp_path, monkeypatch):
     with jstep.summary.SummaryWriter("~/logs") as writer:
         writer.add_summary(jstep.summary.scalar("loss", 0.5), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "runs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a\\b", "must not contain a backslash"), ("x\udcff", "must be encodable as UTF-8")],
+)
+def test_directories_that_tensorstore_cannot_write(tmp_path, name, message):
+    steps = []
+    for directory in (tmp_path / name, tmp_path / name / "below"):
+        with pytest.raises(ValueError, match=message):
+            Saver(directory)
+        with pytest.raises(ValueError, match=message):
+            jstep.train(lambda state, x: steps.append(x), state_at(0), [1.0], last_step=1, checkpoint_dir=directory)
+    assert not steps
