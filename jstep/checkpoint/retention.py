@@ -91,10 +91,23 @@ class RetentionManager:
         self._times: dict[int, float] = {}
         self._whole: set[int] = set()
 
-    def commit_of(self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]]) -> Commit:
-        """Return the commit of a save whose manifest still lacks files, retention and left-out leaves."""
+    def commit_of(
+        self,
+        manifest: Manifest,
+        left_out: Callable[[], tuple[LeftOut, ...]],
+        flushes: Iterable[Callable[[], None]] = (),
+    ) -> Commit:
+        """Return the commit of a save.
+
+        Args:
+            manifest: The manifest, which still lacks files, retention and left-out leaves.
+            left_out: Returns the left-out leaves.
+            flushes: Functions to call before the checkpoint exists.
+        """
 
         def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
+            for flush in flushes:
+                flush()
             victims, retained = self.decide(manifest)
             sealed = dataclasses.replace(manifest, retention=retained.to_json(), files=files, left_out=left_out())
             return sealed, lambda: self.done(manifest, retained, victims)

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool, kind
-from jstep.core.exceptions import note
+from jstep.core.exceptions import note, scoped
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
@@ -33,8 +33,9 @@ class Saver:
 
     The newest checkpoint is the one of the highest step: to return to an earlier one permanently, delete all later
     ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
-    for a save in progress, and raises its error if it failed. If the process is killed (SIGKILL, power failure), a save
-    in progress is lost, so that up to two intervals of work may be lost.
+    for a save in progress, and raises its error if it failed. If the process is killed, or the machine loses power, a
+    save in progress is lost, so that up to two intervals of work may be lost; what `wait`, or the next call, has
+    acknowledged is not.
 
     One Saver at a time writes a prefix in a directory, from its first save (or `claim`) until `close`, the end of its
     process, or the end of the last reference to it. Another one, in this process or elsewhere, is refused with an
@@ -201,9 +202,10 @@ class Saver:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is corrupted: names the file, the newest intact checkpoint (one of more
-                than 256 MB is only checked for completeness), and what to delete to resume from it. Or the step in its
-                name differs from the step in its content, or a save failed in the background.
+            CheckpointError: The checkpoint is corrupted: names the file, what can still be read, the newest intact
+                checkpoint (one of more than 256 MB is only checked for completeness), and the command that moves the
+                corrupted one aside to resume from it. Or the step in its name differs from the step in its content, or
+                a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
             ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
@@ -317,6 +319,36 @@ class Saver:
         """
         with self._lock:
             self._writer.wait()
+
+    def settle(self) -> None:
+        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
+        with self._lock:
+            self._writer.settle()
+
+    @scoped
+    def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
+        r"""A context in which each save calls a function in the background, before its checkpoint exists.
+
+        What `flush` writes to disk, such as a log, is therefore never older than the newest checkpoint, and the caller
+        of `save` does not wait for it. An exception that it raises is an error of the save.
+
+        Args:
+            flush: A function of no arguments. On several processes, the first one calls it.
+
+        Example:
+            >>> import os, tempfile, jstep
+            >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
+            >>> directory = tempfile.mkdtemp()
+            >>> with open(f"{directory}/log.txt", "w") as log, jstep.Saver(directory) as saver:
+            ...     with saver.flushing(lambda: os.fsync(log.fileno())):
+            ...         _ = log.write("step 0\n"), log.flush()
+            ...         path = saver.save(state)
+        """
+        self._writer.flushes.append(flush)
+        try:
+            yield
+        finally:
+            self._writer.flushes.remove(flush)
 
     def close(self, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.

@@ -1,7 +1,7 @@
 """Writing checkpoints, one at a time in the background, and reporting failures."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -21,7 +21,11 @@ from jstep.distributed import agreement
 
 
 class Writer:
-    """Writer of the checkpoints of one prefix, which also deletes old ones."""
+    """Writer of the checkpoints of one prefix, which also deletes old ones.
+
+    Attributes:
+        flushes: Functions to call in the background before each checkpoint exists.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class Writer:
         self._store, self._prefix, self._retention = store, prefix, retention
         self._compress = compress
         self._saving: str | None = None
+        self._failure: Exception | None = None
+        self.flushes: list[Callable[[], None]] = []
 
     def claim(self, state: Any = None) -> None:
         """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
@@ -98,7 +104,8 @@ class Writer:
         try:
             records = left_out.started([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
-            self._store.save(path, arrays, compress, self._retention.commit_of(manifest, records))
+            commit = self._retention.commit_of(manifest, records, tuple(self.flushes))
+            self._store.save(path, arrays, compress, commit)
         except Exception as error:
             self._give_up(error)
         return path
@@ -109,11 +116,18 @@ class Writer:
         Raises:
             CheckpointError: The write failed.
         """
+        self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._give_up(failure)
+        self._saving = None
+
+    def settle(self) -> None:
+        """Wait until the write in progress has ended. If it failed, the next `wait` raises its error."""
         try:
             self._store.wait()
         except Exception as error:
-            self._give_up(error)
-        self._saving = None
+            self._failure = self._failure or error
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Remove what a failed save left behind, and raise the error that explains it."""
@@ -121,7 +135,7 @@ class Writer:
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
         raise CheckpointError(
-            f"{path} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
+            f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
             + newest_in_words(self._store, self._prefix)
         ) from error
 

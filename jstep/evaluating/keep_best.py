@@ -91,6 +91,8 @@ class KeepBest:
             ValueError: They have the same directory and prefix as those of the run.
         """
         saver, self._is_fresh = run.saver, run.restored is None
+        # A run that resumes from a checkpoint does not evaluate its step again: what it kept there must exist.
+        run.flushes.append(self._settle)
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -142,6 +144,11 @@ class KeepBest:
         if self._saver is not None:
             saver, self._saver = self._saver, None
             saver.close()
+
+    def _settle(self) -> None:
+        """Wait until the save in progress has ended; if it failed, the next call raises its error."""
+        if (saver := self._saver) is not None:
+            saver.settle()
 
     def _warn_of_another_run(self, start: int) -> None:
         best = max(self.values, key=self._worse_first)

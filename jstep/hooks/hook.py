@@ -111,6 +111,8 @@ class RunInfo:
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
         before_off_cadence: Called before what is done only because the run ends here, such as an evaluation that is not
             due: what it tells the object that makes the batches is not saved, or a resumed run would be another one.
+        flushes: Functions that are called in the background before each checkpoint of the run exists: they flush what
+            must not be older than the checkpoint. Hooks append theirs in `use_run`.
     """
 
     last_step: int | None
@@ -137,6 +139,7 @@ class RunInfo:
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
     before_off_cadence: Callable[[], None] = lambda: None
+    flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

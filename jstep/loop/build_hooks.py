@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jstep.hooks.step_counter import StepCounterHook
 from jstep.hooks.summary_saver import SummarySaverHook
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import RunSaverHook
+from jstep.loop.timeline_recorder import TimelineRecorder
 
 _logger = logging.getLogger("jstep")
 
@@ -27,12 +27,12 @@ _NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "c
 """Methods that `train` called on every hook in jstep 0.2 and earlier."""
 
 
-def build_hooks(run: Run, account: Callable[[], None]) -> None:
+def build_hooks(run: Run, recorder: TimelineRecorder) -> None:
     """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks.
 
     Args:
         run: The run.
-        account: Writes the times to the timeline; called when a save is certain, before it.
+        recorder: The recorder of its times.
     """
     options = run.options
     run.writer = _open_writer(run)
@@ -55,13 +55,17 @@ def build_hooks(run: Run, account: Callable[[], None]) -> None:
     if (run.saver is not None or _first(own, CheckpointSaverHook)) and not _first(own, NanLossHook):
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
-        # A run that resumes from a checkpoint does not write earlier summaries again.
-        flush = [] if run.writer is None else [run.writer.flush]
-        run.hooks.append(RunSaverHook(run, [*flush, account]))
+        # A run that resumes from a checkpoint does not write earlier summaries and times again.
+        before = [recorder.before_save] if run.writer is None else [run.writer.drain, recorder.before_save]
+        run.flushes += [recorder.flush] if run.writer is None else [run.writer.settle, recorder.flush]
+        run.hooks.append(RunSaverHook(run, before))
     for hook in run.hooks:
         if isinstance(hook, RunHook):
             run.closing.callback(hook.close)
             hook.use_run(run)
+    if run.saver is not None:
+        for flush in run.flushes:
+            run.closing.enter_context(run.saver.flushing(flush))
 
 
 def _first(hooks: list[Any], kind: type) -> Any:

@@ -34,7 +34,7 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
     if recorder.is_open:
         run.programs.cards = Cards(recorder.write, run, batches)
         run.closing.callback(run.programs.cards.close)
-    build_hooks(run, recorder.before_save)
+    build_hooks(run, recorder)
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save
     source, items = started or _open_batches(run, batches)

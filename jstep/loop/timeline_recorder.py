@@ -115,6 +115,11 @@ class TimelineRecorder:
         if self._timeline is not None:
             self._timeline.write(kind, to_disk=to_disk, **fields)
 
+    def flush(self) -> None:
+        """Flush the lines to the disk: none is older than the newest checkpoint."""
+        if (timeline := self._timeline) is not None:
+            timeline.flush()
+
     def before_save(self) -> None:
         """Write the line that precedes each checkpoint."""
         self.times(to_disk=True, checkpoint=self._run.step)

@@ -1,5 +1,6 @@
 """Growing files: objects that are uploaded periodically, since stores cannot append, and logs of JSON lines."""
 
+import contextlib
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from jstep.stores.errors import StoreError
+from jstep.stores.files import make_folders, sync, sync_folder
 from jstep.stores.objects import Objects
 from jstep.stores.urls import is_url, split
 
@@ -159,8 +161,8 @@ class LocalLines:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        if folder := os.path.dirname(path):
-            os.makedirs(folder, exist_ok=True)
+        make_folders(os.path.dirname(path))
+        self._is_named = False
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
         self._file.seek(0)
         found = self._file.read()
@@ -183,15 +185,22 @@ class LocalLines:
             raise OSError(f"{wrote} of {len(line)} bytes were written")
 
     def sync(self, *, to_disk: bool) -> None:
-        """Flush the lines durably with `to_disk`; the operating system has them already."""
-        if to_disk:
-            os.fsync(self._file.fileno())
+        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already."""
+        if not to_disk:
+            return
+        sync(self._file.fileno(), self.path, data_only=True)
+        if not self._is_named:
+            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+                sync_folder(os.path.dirname(self.path))
+            self._is_named = True
 
     def close(self) -> None:
         """Flush the lines and close the file."""
         if not self._file.closed:
-            self.sync(to_disk=True)
-            self._file.close()
+            try:
+                self.sync(to_disk=True)
+            finally:
+                self._file.close()
 
 
 class ObjectLines:

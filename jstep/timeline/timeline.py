@@ -60,11 +60,24 @@ class Timeline:
                 if self._is_object:
                     self._lines.sync(to_disk=to_disk)
             except OSError as error:
-                if not self._failing:
-                    _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
-                self._failing = True
+                self._warn(error)
             else:
                 self._failing = False
+
+    def flush(self) -> None:
+        """Flush the lines to the disk, if it is a file: `write` uploads objects."""
+        if self._is_object:
+            return
+        with self._lock:
+            try:
+                self._lines.sync(to_disk=True)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failing:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+        self._failing = True
 
     def close(self) -> None:
         """Close the timeline."""

@@ -1,5 +1,6 @@
 """Event files: location, name and first record, on a disk and below a URL."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from jstep.stores.files import make_folders, sync, sync_folder
 from jstep.stores.growing import ObjectAppender
 from jstep.stores.objects import Objects
 from jstep.stores.urls import is_url
@@ -35,7 +37,7 @@ class LocalFile:
         self._open()
 
     def _open(self) -> None:
-        self.path = self._new_path()
+        self.path, self._is_named = self._new_path(), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:
             self._append(self._first())
@@ -78,15 +80,27 @@ class LocalFile:
             raise
 
     def sync(self) -> None:
-        """Make the records visible to readers: those of a local file are."""
+        """Flush the records to disk, and the name of a new file.
+
+        Raises:
+            OSError: The system could not write them.
+        """
+        sync(self._file.fileno(), self.path, data_only=True)
+        if not self._is_named:
+            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+                sync_folder(os.path.dirname(self.path))
+            self._is_named = True
 
     def due(self) -> float:
         """Return the time for the next `sync`, by the monotonic clock; infinity if nothing is pending."""
         return math.inf
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Flush the records to disk, and close the file."""
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
 
 Sink: TypeAlias = LocalFile | ObjectAppender
@@ -122,7 +136,7 @@ def _first_record() -> bytes:
 
 
 def _new_path(logdir: str) -> str:
-    os.makedirs(logdir, exist_ok=True)
+    make_folders(logdir)
     return os.path.join(logdir, _file_name(filter(is_event_file, os.listdir(logdir))))
 
 

@@ -53,7 +53,7 @@ class Worker:
         self._changed = threading.Condition()
         self._jobs: collections.deque[tuple[Any, Any, float, int]] = collections.deque()
         self._bytes = self._waiting = 0
-        self._flushes = self._flushed = 0
+        self._flushes = self._flushed = self._last_to_disk = 0
         self._closing = self._ended = False
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -103,11 +103,13 @@ class Worker:
     def _has_room(self) -> bool:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
-    def flush(self) -> None:
-        """Wait until all queued jobs are in the file or have failed."""
+    def flush(self, *, to_disk: bool = True) -> None:
+        """Wait until all queued jobs are on the disk (or only in the file) or have failed."""
         with self._changed:
             self._flushes += 1
             number = self._flushes
+            if to_disk:
+                self._last_to_disk = number
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._flushed >= number or self._ended)
 
@@ -158,7 +160,8 @@ class Worker:
         if closing or flushes > self._flushed or (self._buffer and self._due <= time.monotonic()):
             self._flush()
         if flushes > self._flushed:
-            self._sink.sync()
+            if self._last_to_disk > self._flushed:
+                self._sync()
             with self._changed:
                 self._flushed = flushes
                 self._changed.notify_all()
@@ -201,7 +204,13 @@ class Worker:
 
     def _sync_when_due(self) -> None:
         if self._sink.due() <= time.monotonic():
+            self._sync()
+
+    def _sync(self) -> None:
+        try:
             self._sink.sync()
+        except OSError as error:
+            self._keep(error)
 
     def _close_sink(self) -> None:
         try:

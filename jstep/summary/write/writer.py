@@ -231,17 +231,32 @@ class SummaryWriter:
         self._put_event(worker, None, summary=proto("Summary")(value=values))
 
     def flush(self) -> None:
-        """Wait until everything added is in the file, including the arrays that are not ready.
+        """Wait until everything added is on the disk, including the arrays that are not ready.
+
+        Raises:
+            Exception: An event could not be written.
+        """
+        self.settle()
+        if self._worker is not None and not self._closed:
+            self._worker.check()
+
+    def drain(self) -> None:
+        """Wait until everything added is in the file, where readers see it, if not yet on the disk.
 
         Raises:
             Exception: An event could not be written.
         """
         if self._worker is not None and not self._closed:
-            self._worker.flush()
+            self._worker.flush(to_disk=False)
             self._worker.check()
 
+    def settle(self) -> None:
+        """Flush like `flush`; errors are raised by the next call."""
+        if self._worker is not None and not self._closed:
+            self._worker.flush()
+
     def close(self) -> None:
-        """Write everything added, close the file and end the thread. A second call does nothing.
+        """Write everything added, flush it to disk, close the file and end the thread. A second call does nothing.
 
         Raises:
             Exception: An event could not be written, and no earlier call has raised the error.
