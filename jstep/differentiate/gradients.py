@@ -1,7 +1,7 @@
 """Gradients of arbitrary functions of trees, and functions of gradients."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind
-from jstep.core.indexed_slices import IndexedSlices, is_slices
+from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import Attempts, sharded_like
 from jstep.core.types import Array, Updates
 
@@ -109,18 +109,25 @@ def stop_gradient(x: Any) -> Any:
     return jax.lax.stop_gradient(x)
 
 
-def map_gradients(fn: Callable[[Array], Array], grads: Updates) -> Updates:
+def map_gradients(fn: Callable[..., Array], grads: Updates, *others: Updates) -> Updates:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 
+    With several trees it combines gradients, such as those of two losses: `map_gradients(jnp.add, first, second)`. A
+    leaf that only some of them have is zeros in the others, and one that none has stays None. If all trees that have a
+    leaf have `IndexedSlices` there, `fn` gets the rows that any of them names, and the result names these; otherwise
+    they become dense.
+
     Args:
-        fn: A function of an array.
+        fn: A function of an array from each tree, of equal shapes.
         grads: A tree of gradients; None leaves are kept.
+        *others: Other trees of gradients with the same structure.
 
     Returns:
         A tree of the same structure.
 
     Raises:
         TypeError: `fn` is not a function.
+        ValueError: The structures differ, or the shapes at a leaf.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -128,10 +135,57 @@ def map_gradients(fn: Callable[[Array], Array], grads: Updates) -> Updates:
         >>> doubled = jstep.map_gradients(lambda g: 2 * g, {"table": rows, "frozen": None})
         >>> print(doubled["table"].values, doubled["table"].indices)
         [[2. 2.]] [3]
+        >>> jstep.map_gradients(lambda a, b: a + 2 * b, {"a": 1.0, "b": None}, {"a": 0.5, "b": 3.0})
+        {'a': 2.0, 'b': Array(6., dtype=float32, weak_type=True)}
     """
     as_function(fn, "fn", "of an array")
+    if not others:
+        return jax.tree.map(lambda g: _mapped(fn, g), grads, is_leaf=is_slices)
+    try:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, *leaves: _combined(fn, leaves, trees.path_str(keys)), grads, *others, is_leaf=_is_gradient
+        )
+    except (ValueError, TypeError) as error:
+        for i, other in enumerate(others):
+            structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_gradient) for tree in (grads, other)]
+            if structures[0] != structures[1]:
+                raise ValueError(
+                    f"others[{i}]: must have the structure of grads, with None for a leaf without a gradient, got "
+                    f"{structures[1]} and {structures[0]} in grads"
+                ) from error
+        raise
 
-    def leaf(x: Any) -> Any:
-        return dataclasses.replace(x, values=fn(x.values)) if isinstance(x, IndexedSlices) else fn(x)
 
-    return jax.tree.map(leaf, grads, is_leaf=is_slices)
+def _is_gradient(node: Any) -> bool:
+    return node is None or is_slices(node)
+
+
+def _mapped(fn: Callable[..., Array], gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return dataclasses.replace(gradient, values=fn(gradient.values))
+    return fn(gradient)
+
+
+def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
+    """The result of a function of the gradients of one leaf, of which some may be None."""
+    known = [g for g in leaves if g is not None]
+    if not known:
+        return None
+    shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in known}
+    if len(shapes) > 1:
+        raise ValueError(f"grads: the gradients at {trees.quoted(path)} have different shapes: {sorted(shapes)}")
+    if all(map(is_slices, known)):
+        return _combined_rows(fn, leaves, known)
+    whole = [g.to_dense() if is_slices(g) else g for g in leaves]
+    zeros = jnp.zeros_like(next(g for g in whole if g is not None))
+    return fn(*(zeros if g is None else g for g in whole))
+
+
+def _combined_rows(fn: Callable[..., Array], leaves: Sequence[Any], known: Sequence[IndexedSlices]) -> IndexedSlices:
+    """The result of a function of slices, on the rows that any of them names."""
+    indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in known])
+    shape, rows = known[0].dense_shape, []
+    for g in leaves:
+        values = [jnp.asarray(one.values) if one is g else jnp.zeros_like(one.values) for one in known]
+        rows.append(combined(IndexedSlices(jnp.concatenate(values), indices, shape)))
+    return within(dataclasses.replace(rows[0], values=fn(*(one.values for one in rows))))

@@ -1,8 +1,10 @@
 """Chain elements without a rule, and the leaves of custom optimizers."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
@@ -23,7 +25,7 @@ def element(
     """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
 
     Args:
-        fn: The transformation; it must handle None leaves and `IndexedSlices` itself.
+        fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
         hyper: Name → the value returned by `checked`.
         finished: Whether the updates include −learning_rate.
     """
@@ -34,7 +36,7 @@ def element(
         for name in held:
             if name not in slots:
                 raise missing_slot(name, slots)
-        return fn(updates, on_devices(params), step, values_at(hyper, step, slots)), {
+        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), {
             name: slots[name] for name in held
         }
 
@@ -45,12 +47,25 @@ def element(
     return Optimizer(Init(init, lambda params: roles, finished), update, report(hyper))
 
 
+def wide_updates(updates: Updates) -> Updates:
+    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots."""
+
+    def wide(u: Any) -> Any:
+        if is_slices(u):
+            return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
+        if not (trees.is_array(u) and trees.is_floating(u.dtype)):
+            return u
+        return u.astype(trees.compute_dtype(u.dtype))
+
+    return jax.tree.map(wide, updates, is_leaf=is_slices)
+
+
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     """A chain element from a pure function, without slots or hyperparameters.
 
     Args:
-        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays, `IndexedSlices` or
-            None, which stays None; the step is the number of updates applied so far.
+        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
+            `IndexedSlices` or None, which stays None; the step is the number of updates applied so far.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep

@@ -7,7 +7,7 @@ from jstep.core.slot_roles import Init, Roles, abstractly, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import shown_name
 from jstep.optimizers.offloading import can_load_slots, with_slots_loaded
-from jstep.optimizers.projected import moves
+from jstep.optimizers.projected import collecting_conditions, moves
 
 EMPTY_CONTEXT = Context()
 
@@ -37,7 +37,10 @@ def call_update(
     further = (context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
-        return optimizer.update(updates, slots, params, step, *further)
+        if isinstance(optimizer.init, Init):
+            return optimizer.update(updates, slots, params, step, *further)
+        with collecting_conditions(None):  # those inside a custom update may belong to a program of its own
+            return optimizer.update(updates, slots, params, step, *further)
 
     new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)
     return new if exact else moves(params, new), slots

@@ -1,5 +1,7 @@
 """New values of parameters in place of updates: what p + u cannot represent exactly."""
 
+import contextlib
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.exceptions import setting
 from jstep.core.indexed_slices import is_slices
 from jstep.core.placement import on_devices
 from jstep.core.types import Array, Params, Updates
@@ -50,3 +53,35 @@ def moves(params: Params, updates: Updates) -> Updates:
 def _difference(p: Any, new: Array) -> Array:
     dtype = trees.compute_dtype(jnp.result_type(p))
     return new.astype(dtype) - jnp.asarray(p).astype(dtype)
+
+
+Conditions = list[tuple[Params, Array]]
+"""Parameters, and whether they were updated: if not, their updates are zero."""
+
+_CONDITIONS: contextvars.ContextVar[Conditions | None] = contextvars.ContextVar("jstep_conditions", default=None)
+
+
+def collecting_conditions(into: Conditions | None) -> contextlib.AbstractContextManager[Conditions | None]:
+    """Collect the conditions of the updates made in a context; None if nothing outside may see them."""
+    return setting(_CONDITIONS, into)
+
+
+def report_condition(params: Params, condition: Array) -> None:
+    """Report that these parameters are updated only if a condition holds."""
+    collected = _CONDITIONS.get()
+    if collected is not None:
+        collected.append((params, condition))
+
+
+def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
+    """The condition under which each leaf was updated, in order; None if it was in any case.
+
+    Args:
+        params: The parameters.
+        collected: Conditions of some of them: trees with None in place of the others.
+    """
+    found: dict[Any, Array] = {}
+    for part, condition in collected:
+        for keys, _ in jax.tree_util.tree_leaves_with_path(part):
+            found[keys] = found[keys] & condition if keys in found else condition
+    return [found.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -199,12 +199,14 @@ def increment_global_step(state: Any, amount: Step = 1) -> Any:
     return state.replace(slots={**state.slots, **waiting}, global_step=later)
 
 
-def later_step(step: Array, by: Any = 1) -> Array:
-    """Return step + by; a traced step saturates at the largest value of its dtype.
+def later_step(step: Any, by: Any = 1) -> Array:
+    """Return step + by; a traced step saturates at the largest value of its dtype. A step of NumPy becomes a JAX array.
 
     Raises:
         ValueError: The step is concrete, and the sum does not fit the dtype.
     """
+    if isinstance(step, np.ndarray):
+        step = _as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)
     before, more = trees.concrete(step), trees.concrete(by)
     if before is not None and more is not None and int(before) + int(more) > last:

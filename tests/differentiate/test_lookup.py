@@ -139,6 +139,49 @@ def test_map_gradients() -> None:
         jstep.map_gradients(3, grads)
 
 
+def test_gradients_of_two_tasks_are_added() -> None:
+    """A leaf that one of them lacks is zeros there, slices name the rows that any of them names."""
+
+    def slices(values: Any, indices: Any) -> jstep.IndexedSlices:
+        return jstep.IndexedSlices(jnp.array(values)[:, None], jnp.array(indices), (6, 1))
+
+    one = {
+        "a": jnp.float32(1),
+        "b": None,
+        "none": None,
+        "t": slices([1.0, 2.0, 3.0], [4, 2, 4]),
+        "mixed": jnp.ones((6, 1)),
+    }
+    two = {"a": None, "b": jnp.float32(2), "none": None, "t": slices([10.0], [2]), "mixed": slices([5.0], [1])}
+    for jit in (lambda fn: fn, jax.jit):
+        total = jit(lambda *grads: jstep.map_gradients(lambda a, b: a + 2 * b, *grads))(one, two)
+        assert (float(total["a"]), float(total["b"]), total["none"]) == (1, 4, None)
+        np.testing.assert_array_equal(total["t"].to_dense()[:, 0], [0, 0, 22, 0, 4, 0])
+        assert set(np.asarray(total["t"].indices).tolist()) == {2, 4}
+        np.testing.assert_array_equal(total["mixed"][:, 0], [1, 11, 1, 1, 1, 1])
+        product = jit(lambda *grads: jstep.map_gradients(jnp.multiply, *grads))(one, two)
+        np.testing.assert_array_equal(product["t"].to_dense()[:, 0], [0, 0, 20, 0, 0, 0])
+        three = jit(lambda *grads: jstep.map_gradients(lambda a, b, c: a + b + c, *grads))(one, two, two)
+        assert (float(three["a"]), float(three["b"])) == (1, 4)
+    with pytest.raises(ValueError, match=r"others\[0\]: must have the structure of grads"):
+        jstep.map_gradients(jnp.add, one, {"a": 1.0})
+    with pytest.raises(ValueError, match="the gradients at 'a' have different shapes"):
+        jstep.map_gradients(jnp.add, one, {**two, "a": jnp.ones(3)})
+
+
+def test_gradients_of_two_losses_update_as_their_sum() -> None:
+    params = {"shared": jnp.float32(2), "a": jnp.float32(3), "b": jnp.float32(4), "unused": jnp.float32(5)}
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState.create(params, optimizer)
+    first = jstep.compute_gradients(lambda p: p["shared"] * p["a"])(params)[1]
+    second = jstep.compute_gradients(lambda p: p["shared"] * p["b"] ** 2)(params)[1]
+    both = jstep.compute_gradients(lambda p: p["shared"] * p["a"] + p["shared"] * p["b"] ** 2)(params)[1]
+    added = jstep.map_gradients(jnp.add, first, second)
+    assert added["unused"] is None
+    one, other = (jstep.apply_gradients(state, grads, optimizer) for grads in (added, both))
+    assert jax.tree.map(float, one.params) == jax.tree.map(float, other.params)
+
+
 def test_table_in_an_nnx_variable() -> None:
     nnx = pytest.importorskip("flax.nnx")
     graphdef, boxed = nnx.split(nnx.Embed(6, 2, rngs=nnx.Rngs(0)), nnx.Param)

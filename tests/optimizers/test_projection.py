@@ -112,6 +112,47 @@ def test_nothing_moves_where_an_update_was_skipped():
     assert bits(state.params) == bits(PARAMS)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
+    """Eagerly and compiled, below labels and scopes, and around another projection."""
+    sgd = jstep.gradient_descent(0.5)
+    bad = {"w": jnp.array([jnp.nan, 1.0]), "v": jnp.ones(2)}
+    params = {"w": jnp.array([0.5, 3.0]), "v": jnp.array([0.5, 3.0])}
+
+    def stepped(optimizer, gradients=bad):
+        step = lambda s, g: jstep.apply_gradients(s, g, optimizer)  # noqa: E731
+        state = jstep.TrainState.create(params, optimizer)
+        return (jax.jit(step) if compiled else step)(state, gradients).params
+
+    for inner in (
+        jstep.skip_nonfinite(sgd),
+        jstep.dynamic_loss_scale(sgd),
+        jstep.update_every(2, sgd),
+        jstep.scope("x", jstep.with_projection(jstep.skip_nonfinite(sgd), clip)),
+        jstep.with_moving_average(jstep.skip_nonfinite(sgd), jstep.ExponentialMovingAverage(0.5)),
+    ):
+        assert bits(stepped(jstep.with_projection(inner, clip))) == bits(params)
+    parts = jstep.partition({"w": jstep.skip_nonfinite(sgd), "v": sgd}, lambda path, leaf: path)
+    new = stepped(jstep.with_projection(parts, clip))
+    assert bits(new["w"]) == bits(params["w"])
+    assert float(jnp.abs(new["v"]).max()) == np.float32(0.1)
+    decayed = jstep.with_projection(jstep.chain(jstep.skip_nonfinite(sgd), jstep.decay_weights(0.1)), clip)
+    assert float(jnp.abs(stepped(decayed)["w"]).max()) == np.float32(0.1)
+    fine = jax.tree.map(jnp.ones_like, bad)
+    assert float(jnp.abs(stepped(jstep.with_projection(jstep.skip_nonfinite(sgd), clip), fine)["w"]).max()) == (
+        np.float32(0.1)
+    )
+
+
+def test_guards_in_a_program_of_a_custom_optimizer():
+    """Their conditions belong to that program: the projection cannot see them."""
+    guarded = jstep.skip_nonfinite(jstep.gradient_descent(0.5))
+    custom = jstep.Optimizer(guarded.init, jax.jit(guarded.update), guarded.hyperparameters)
+    custom = custom._replace(init=lambda params, global_step=0: guarded.init(params, global_step))
+    state = stepped(jstep.with_projection(custom, clip))
+    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
+
+
 def test_leaves_without_an_update_keep_their_value():
     state = stepped(jstep.with_projection(jstep.adam(0.5), clip), {**GRADIENTS, "half": None})
     assert bits(state.params["half"]) == bits(PARAMS["half"])

@@ -131,3 +131,18 @@ def test_an_age_that_was_replaced_by_hand(age: Any, later: Any) -> None:
     made = jstep.TrainState.create({"w": 1.0}, jstep.adam())
     made = made.replace(slots={**made.slots, "start_step": age})
     assert jstep.increment_global_step(made, 3).slots["start_step"] == later
+
+
+def test_steps_of_numpy() -> None:
+    for dtype in (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64):
+        for step in (dtype(10), np.array(10, dtype)):
+            for amount in (dtype(3), np.array(3, dtype)):
+                later = jstep.increment_global_step(step, amount)
+                assert isinstance(later, jax.Array)
+                assert (later.dtype, int(later)) == (jnp.int32, 13)
+    with pytest.raises(ValueError, match="does not fit int32"):
+        jstep.increment_global_step(np.array(2**31 - 1))
+    state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
+    by_hand = state.replace(global_step=np.array(10))
+    assert int(jstep.increment_global_step(by_hand).global_step) == 11
+    assert int(jstep.apply_gradients(by_hand, {"w": jnp.float32(1)}, jstep.adam()).global_step) == 11

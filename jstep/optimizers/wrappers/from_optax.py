@@ -27,10 +27,10 @@ def from_optax(
     """An optimizer from an Optax transformation, using its `init` and `update`; Optax itself is not imported.
 
     Its state becomes slots. State with the structure of the parameters, such as moments, is sharded like them, and is
-    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that is at first a
-    copy of the parameters, as `init` shows, is one of the restored parameters after a partial restore without it. The transformation works
-    in at least float32 and sees trainable leaves only. A gradient of None is replaced by zeros, and then neither the
-    leaf nor its state changes. `IndexedSlices` are converted to dense arrays.
+    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that is a copy of
+    the parameters at first, as its `init` shows, is one of the restored parameters after a partial restore without it.
+    The transformation works in at least float32 and sees trainable leaves only. A gradient of None is replaced by
+    zeros, and then neither the leaf nor its state changes. `IndexedSlices` are converted to dense arrays.
 
     A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
     `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` is the tree of

@@ -12,7 +12,7 @@ from jstep.core.indexed_slices import is_slices
 from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import add, apply_updates
-from jstep.optimizers.element import map_updates
+from jstep.optimizers.element import map_updates, wide_updates
 from jstep.optimizers.masks import leaf_numbers, partial_params
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update, inner_context
@@ -29,8 +29,9 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     bitwise equal to the rounded parameters of a float32 run on the same gradients.
 
     Args:
-        optimizer: The inner optimizer, which sees the master weights as its parameters and computes the updates u. Its
-            labels, masks and other predicates see the parameters themselves, with their dtypes.
+        optimizer: The inner optimizer, which sees the master weights as its parameters, gradients in float32 at least,
+            and computes the updates u. Its labels, masks and other predicates see the parameters themselves, with their
+            dtypes.
         dtype: The dtype of the master weights; wider parameters keep theirs.
 
     Returns:
@@ -68,9 +69,9 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        at_rounding = inner_context(at.context, lambda masters: jax.tree.map(_rounded, params, masters))
+        at_rounding = inner_context(at.context, lambda masters: jax.tree.map(_rounded, params, masters), wide_updates)
         with partial_params(params):
-            updates, inner = call_update(optimizer, updates, inner, whole, step, at_rounding, exact=True)
+            updates, inner = call_update(optimizer, wide_updates(updates), inner, whole, step, at_rounding, exact=True)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
             if not trees.is_none(found[i]):

@@ -9,10 +9,18 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function
+from jstep.core.placement import on_devices
 from jstep.core.types import Optimizer, Params, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.projected import Projected, is_update
+from jstep.optimizers.projected import (
+    Conditions,
+    Projected,
+    collecting_conditions,
+    conditions_of,
+    is_update,
+    report_condition,
+)
 from jstep.optimizers.wrap_optimizer import StepInputs, wrap_optimizer
 
 
@@ -32,8 +40,9 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
     Returns:
         An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
-        gradient, or the update was skipped. Averages around the projection average the projected parameters. Sparse
-        updates are added to their tables before the projection, which reads whole tables.
+        gradient, or a guard or `update_every`, around the projection or inside it, skipped its update. Averages around
+        the projection average the projected parameters. Sparse updates are added to their tables before the projection,
+        which reads whole tables.
 
     Raises:
         TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
@@ -57,15 +66,29 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params = at.params
-        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+        params, conditions = at.params, Conditions()
+        with collecting_conditions(conditions):
+            updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+        for one in conditions:
+            report_condition(*one)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
-        projected = [None if trees.is_none(u) else Projected(value) for u, value in zip(found, new, strict=True)]
+        before, after = jax.tree.leaves(params), jax.tree.leaves(moved)
+        rows = zip(found, new, before, after, conditions_of(params, conditions), strict=True)
+        projected = [None if trees.is_none(u) else _unless_skipped(*rest) for u, *rest in rows]
         return trees.structure(params).unflatten(projected), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)
+
+
+def _unless_skipped(new: Any, before: Any, moved: Any, condition: Any) -> Projected:
+    """The new value of a parameter, unless its update was skipped, by a guard or because it was not due."""
+    if condition is None:
+        return Projected(new)
+    before = on_devices(before)
+    # Behind a guard, another element of a chain may move the parameter.
+    return Projected(jnp.where(condition | jnp.any(moved != before), new, before))
 
 
 def _checked(params: Params, projected: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from jstep.optimizers.age import new_start_step
 from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.offloading import only_if
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.projected import Projected, is_projected, is_update
+from jstep.optimizers.projected import Projected, is_projected, is_update, report_condition
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 
 LAST_FINITE_STEP = "last_finite_step"
@@ -119,6 +119,7 @@ def conditional_update(
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
     roles = roles_of(optimizer, at.params)
+    report_condition(at.params, condition)
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
     found = trees.flatten_like(at.params, updates, "updates", is_leaf=is_update)

@@ -31,6 +31,72 @@ def test_params_are_a_rounded_float32_run(dtype: Any, make: Any) -> None:
         assert state.params[name].dtype == dtype
 
 
+def squared_descent(decay: float) -> jstep.Optimizer:
+    """A hand-written optimizer that computes in the dtype of its gradients."""
+
+    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        return jstep.map_gradients(lambda g: -decay * g * g, updates), {}
+
+    return jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+
+
+BLOCKS = {
+    **{
+        f"clip_{kind}": lambda kind=kind: jstep.clip_gradients(**{kind: 0.3})
+        for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive")
+    },
+    "centralize": jstep.centralize_gradients,
+    "normalize": jstep.normalize_gradients,
+    "normalize_each": lambda: jstep.normalize_gradients(per_leaf=True),
+    "noise": lambda: jstep.add_noise(0.01, 0.55, KEY),
+    "decay": lambda: jstep.add_weight_decay(0.1),
+    "scale": lambda: jstep.scale(0.3),
+    "trust": jstep.scale_by_trust_ratio,
+    "stateless": lambda: jstep.stateless(lambda u, p, step: jstep.map_gradients(lambda x: 0.3 * x, u)),
+    "stateless_clip": lambda: jstep.stateless(lambda u, p, step: jstep.clip_by_global_norm(u, 0.3)[0]),
+    "by_hand": lambda: squared_descent(0.3),
+}
+AROUND = {
+    "every": lambda one: jstep.update_every(2, one),
+    "accumulate": lambda one: jstep.update_every(2, one, accumulate=True),
+    "guard": jstep.skip_nonfinite,
+    "loss_scale": jstep.dynamic_loss_scale,
+    "cautious": jstep.cautious,
+    "lookahead": lambda one: jstep.lookahead(one, 2),
+    "label": lambda one: jstep.partition({"x": one}, lambda path, leaf: "x"),
+}
+
+
+@pytest.mark.thorough(except_for={"sparse": [False]})
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", [*BLOCKS, *AROUND])
+def test_masters_are_the_float32_run_on_the_same_gradients(name: str, sparse: bool) -> None:
+    sgd = jstep.gradient_descent(0.1)
+    optimizer = AROUND[name](sgd) if name in AROUND else jstep.chain(BLOCKS[name](), sgd)
+    start = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype("bfloat16")}
+    g = jnp.sin(jnp.arange(64.0)).reshape(8, 8).astype("bfloat16")
+    masters, wide = jstep.master_weights(optimizer), low(start, jnp.float32)
+    small, full = jstep.TrainState.create(start, masters), jstep.TrainState.create(wide, optimizer)
+    for _ in range(6):
+        grads = {"w": jstep.IndexedSlices(g[:3], jnp.array([1, 3, 1]), (8, 8)) if sparse else g}
+        small = jstep.apply_gradients(small, grads, masters)
+        full = jstep.apply_gradients(full, jstep.map_gradients(lambda x: x.astype("float32"), grads), optimizer)
+    np.testing.assert_array_equal(small.slots["master"]["w"], full.params["w"])
+
+
+def test_clipping_computes_in_float32_and_functions_keep_the_dtype() -> None:
+    """Without masters, too: the slots of what follows are those of the float32 gradients."""
+    g = jnp.sin(jnp.arange(64.0)).astype("bfloat16")
+    for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm"):
+        optimizer = jstep.chain(jstep.clip_gradients(**{kind: 0.003}), jstep.momentum(0.1, 0.9))
+        small = jstep.TrainState.create({"w": jnp.zeros(64, "bfloat16")}, optimizer)
+        full = jstep.TrainState.create({"w": jnp.zeros(64)}, optimizer)
+        small = jstep.apply_gradients(small, {"w": g}, optimizer)
+        full = jstep.apply_gradients(full, {"w": g.astype("float32")}, optimizer)
+        np.testing.assert_array_equal(small.slots["momentum"]["w"], full.slots["momentum"]["w"])
+    assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
+
+
 def test_inner_averages_are_those_of_the_master_weights() -> None:
     ema = jstep.ExponentialMovingAverage(0.5)
     state = run_jstep(
