@@ -36,6 +36,10 @@ def adam(
 
     t = step + 1 − start_step is the age of the slots, so that slots created at step 10 000 are bias-corrected as new.
 
+    This is TensorFlow's and Keras' Adam. The Adam of PyTorch, Optax and most papers is `adamw(…, weight_decay=0.0)`,
+    which adds ε after the bias correction. For a gradient g, the first updates are lr·g/(|g| + ε/√(1−β2)) and
+    lr·g/(|g| + ε): with ε = 1e-5 and g = 1e-4, 0.240·lr and 0.909·lr.
+
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of the first moment, in [0, 1). A schedule enters the correction as β1(step)^t.
