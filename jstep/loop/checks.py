@@ -47,8 +47,11 @@ def check(state: Any, last_step: int) -> None:
     refuse_compile_only(require_state(state), "state")
     if np.ndim(state.global_step):
         raise ValueError(
-            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population of "
-            "states, as vmap makes it, is trained by jax.vmap(train_step) in a custom loop, and saved by a Saver"
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
+            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, jax.eval_shape(create, "
+            "seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), and in "
+            "jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
+            "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
         )
     step = get_global_step(state)
     if step is None:
