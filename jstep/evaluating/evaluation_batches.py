@@ -9,10 +9,11 @@ import itertools
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -60,6 +61,7 @@ class EvaluationBatches:
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
         self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
         self._used = False
+        self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over all batches from the first.
@@ -83,10 +85,54 @@ class EvaluationBatches:
         if number == 0:
             raise ValueError(f"batches={shown(self._batches)}: empty, there is nothing to evaluate")
 
+    def first_shapes(self, shardings: Any) -> tuple[Any, ...] | None:
+        """Return the arguments of the first batch as shapes; None if it cannot be read without changing an evaluation.
+
+        The first batch of a loader is kept for the next evaluation.
+
+        Args:
+            shardings: As in `placed`.
+        """
+        batches = self._batches
+        try:
+            if isinstance(batches, BatchSequence):
+                batch = batches.shapes(0)
+            elif isinstance(batches, Sequence):
+                batch = copied(batches[0])
+            elif self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
+                return None
+            else:
+                if self._begun is None:
+                    iterator = iter(batches)
+                    self._begun = copied(next(iterator)), iterator
+                batch = self._begun[0]
+        except Exception:  # the evaluation raises it, unless what the batches need is not there yet
+            return None
+        args = trees.arguments_of(batch)
+        if shardings is None:
+            return jax.tree.map(_shape, args)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                np.shape(leaf), jnp.result_type(leaf), sharding=fitting(sharding, np.shape(leaf))
+            ),
+            args,
+            _leaf_shardings(shardings, args),
+        )
+
     def _items(self) -> Iterator[Any]:
+        if self._begun is not None:  # no batch of a loader is read twice
+            (first, rest), self._begun = self._begun, None
+            return itertools.chain([first], rest)
         if self._is_iterator and not hasattr(self._batches, "__iter__"):  # some have __next__ alone
             return map(next, itertools.repeat(self._batches))
         return iter(self._batches)  # also by __getitem__, until IndexError
+
+
+def _shape(leaf: Any) -> Any:
+    """The shape and dtype that a leaf has on a device; a JAX array, a shape or a Python number stays as it is."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or not hasattr(leaf, "dtype"):
+        return leaf
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
 
 def _check(batches: Any) -> None:

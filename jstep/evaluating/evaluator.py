@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,12 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import internal_transfers
+from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import agreement
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
+from jstep.hooks.evaluation import CheckedEvaluation
 from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers.schedule_free import schedule_free_params
 from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
@@ -56,6 +58,9 @@ def evaluator(
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
+        `EvaluationHook` checks it before the first step: metric_fn is traced with the shapes of the first batch, of
+        which nothing is computed. The batches are left alone if they are an iterator, which may be used only once, or
+        a loader that keeps a position, and on several processes.
 
     Raises:
         TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
@@ -98,9 +103,9 @@ def evaluator(
         use_averages = as_bool(use_averages, "use_averages")
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes, shardings = EvaluationBatches(batches), shardings_of(batch_sharding)
-    measure, merge = _measuring(metric_fn), _replicated(merge_objects)
+    computed, merge = _replicated(_computing(metric_fn)), _replicated(merge_objects)
 
-    def evaluate(state: TrainState) -> dict[str, float]:
+    def check_state(state: TrainState) -> None:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
         if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_single_process():
@@ -108,21 +113,47 @@ def evaluator(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
                 "one global batch, as in train"
             )
+
+    def check(state: TrainState) -> None:
+        check_state(state)
+        params: Any = state.params
+        if use_averages is not False:
+            params = jax.eval_shape(functools.partial(_params_of, use_averages=use_averages), state)
+        params = (params, *_model_state_of(state, has_model_state))
+        args = passes.first_shapes(shardings) if agreement.is_single_process() else None
+        if args is not None:
+            with using_mesh(mesh_of((state, args))), _explained(state, has_model_state, args):
+                jax.eval_shape(computed, params, args)
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        check_state(state)
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals(merge)
         for args in placed(passes, shardings):
             # Otherwise the processes may have different numbers of batches.
             if agreement.is_single_process() or _mesh_of_processes((params, args)) is not None:
                 raise_if_stop_requested()
-            with using_mesh(mesh_of((params, args))):
-                totals.add(measure(params, args))
+            with using_mesh(mesh_of((params, args))), _explained(state, has_model_state, args):
+                totals.add(_measured(computed, params, args))
         return totals.results()
 
-    return evaluate
+    return CheckedEvaluation(evaluate, check)
 
 
-def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
-    """Return `measure(params, args) -> metrics`, the compiled metric function."""
+@contextlib.contextmanager
+def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) -> Iterator[None]:
+    """Add a note to an error of the metric function that says what it may lack."""
+    try:
+        yield
+    except Exception as error:
+        explain_a_list(error, args)
+        if not has_model_state and MODEL_STATE in state.slots:
+            note(error, "jstep: the state has a model state; metric_fn takes it with evaluator(has_model_state=True)")
+        raise
+
+
+def _computing(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
+    """Return `compute(params, args) -> metrics`, which is traced."""
     name = getattr(metric_fn, "__name__", "metric_fn")
     attempts = Attempts(name)
 
@@ -130,23 +161,19 @@ def _measuring(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
         return attempts(lambda params, args: metrics_of(metric_fn(*params, *args), num_examples(args)), params, args)
 
     compute.__name__ = name
-    computed = _replicated(compute)
+    return compute
 
-    def measure(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
-        is_alone = _mesh_of_processes((params, args)) is None
-        try:
-            with contextlib.nullcontext() if is_alone else internal_transfers():
-                metrics: list[Metric] = computed(params, args)
-        except Exception as error:
-            explain_a_list(error, args)
-            raise
-        with internal_transfers():
-            for leaf in jax.tree.leaves([metric for metric in metrics if metric.kind != OBJECT]):
-                leaf.copy_to_host_async()
-        return metrics
 
-    return measure
+def _measured(computed: Callable[..., list[Metric]], params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
+    """Compute the metrics of a batch, and begin to read those that are summed on the host."""
+    # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
+    is_alone = _mesh_of_processes((params, args)) is None
+    with contextlib.nullcontext() if is_alone else internal_transfers():
+        metrics = computed(params, args)
+    with internal_transfers():
+        for leaf in jax.tree.leaves([metric for metric in metrics if metric.kind != OBJECT]):
+            leaf.copy_to_host_async()
+    return metrics
 
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,22 @@ from jstep.timeline.stopwatch import STEPPING
 _logger = logging.getLogger("jstep")
 
 
+class CheckedEvaluation:
+    """An `evaluate(state)` that finds before the first step what cannot work.
+
+    Args:
+        evaluate: `evaluate(state) -> {name: number}`.
+        check: `check(state)` raises the error that `evaluate(state)` would raise, without computing anything.
+    """
+
+    def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], check: Callable[[TrainState], None]) -> None:
+        self._evaluate, self.check = evaluate, check
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Evaluate the state."""
+        return self._evaluate(state)
+
+
 class EvaluationHook(RunHook):
     """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
 
@@ -37,6 +53,9 @@ class EvaluationHook(RunHook):
     At the end of a run, the state is evaluated even if no evaluation is due at that step. Such an evaluation is logged
     and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
     as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
+
+    What a `jstep.evaluator` cannot evaluate is an error before the first step: its metric function is evaluated for the
+    shapes of the first batch, and its averages and model state are looked up.
 
     If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
     run saves and exits, and the evaluation is repeated when the run is restarted.
@@ -144,9 +163,15 @@ class EvaluationHook(RunHook):
             self._callbacks.each("use_run", run)
 
     def begin(self, state: TrainState) -> bool:
-        """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
+        """Reset the clock and begin the callbacks; if one of them returns True, no step is run.
+
+        Raises:
+            Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
+        """
         self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
         super().begin(state)
+        if isinstance(self._evaluate, CheckedEvaluation):
+            self._evaluate.check(state)
         return self._callbacks.begin(state)
 
     def get_state(self) -> Any:
