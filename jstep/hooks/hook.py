@@ -148,10 +148,10 @@ class RunInfo:
             return None
         return hook.when_due(step, state, metrics)
 
-    def count_examples(self, steps: int) -> None:
-        """Count the examples of some steps more."""
+    def count_examples(self, steps: int, rows: int | None) -> None:
+        """Count the examples of some steps more, whose batches have so many rows, or not known how many."""
         known, unknown = self.examples
-        self.examples = (known, unknown + steps) if self.rows is None else (known + steps * self.rows, unknown)
+        self.examples = (known, unknown + steps) if rows is None else (known + steps * rows, unknown)
 
 
 def name_of(hook: Any) -> str:

@@ -90,7 +90,8 @@ def make_calls(
     many = None if sharding is None else placement(as_shardings(sharding, stacked=True))
     if plan is None:
         for step, (batch, position) in enumerate(items, start):
-            yield Call(arguments_of(batch if one is None else one(batch)), 1, step, position)
+            placed = batch if one is None else one(batch)
+            yield Call(placed if type(placed) is tuple else arguments_of(placed), 1, step, position)
         return
     step = start
     some: list[tuple[Any, Any]] = []
@@ -190,8 +191,8 @@ class BatchFeeder:
     ) -> None:
         self._watch = Stopwatch() if watch is None else watch
         self._read_ahead: ReadAhead = read_ahead or (NeverAhead() if source.is_of_state else ReadAhead())
-        self._read, self._stopping = functools.partial(next, made), stopping
-        self._reader, self._requested = Reader(self._read), 0
+        self._made, self._stopping = made, stopping
+        self._reader, self._requested = Reader(functools.partial(next, made)), 0
         self._waited = self._got = 0.0
         self.waiting = False
         self.steps, self._taken = 1, 0
@@ -209,15 +210,17 @@ class BatchFeeder:
         if self._stopping():
             raise StopWaiting
         watch = self._watch
-        before = watch.current
-        asked = watch.switch(watch.waiting)
+        clock, mark, before, waiting = watch.clock, watch.mark, watch.current, watch.waiting
+        asked = clock()
+        mark((waiting, asked))  # `watch.switch`, without the calls, which cost as much as a small batch
+        watch.current = waiting
         try:
             ahead = self._read_ahead.after_call(self._waited, asked - self._got, self.steps)
             if self._requested:
                 call: Call = self._reader.take()
                 self._requested -= 1
             elif self.live is None:
-                call = self._read()
+                call = next(self._made)
             else:
                 call = self._read_live(self.live)
             if ahead:
@@ -227,21 +230,23 @@ class BatchFeeder:
             self.waiting = False
             raise
         finally:
-            got = watch.switch(before)
+            got = clock()
+            mark((before, got))
+            watch.current = before
         self.waiting = False
         if self.live is not None:
             self.live.after_batch()
         self._waited, self._got = got - asked, got
         # If the wait is interrupted, the position stays before the batch, however much of it was read.
-        self.steps = call.steps
-        self._taken += call.steps
+        self.steps = steps = call.steps
+        self._taken += steps
         self._before, self.position = self.position, call.position
         return call
 
     def _read_live(self, live: LivePosition) -> Call:
         live.before_batch()
         try:
-            call = self._read()
+            call = next(self._made)
         except StopIteration:
             live.no_batch()
             raise

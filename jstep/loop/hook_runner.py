@@ -25,15 +25,18 @@ class HookRunner:
         run: The run, with all of its hooks.
 
     Attributes:
+        precedes_calls: Whether a hook has a `before_step`, for which `before` must be called.
         is_done: Whether one of the hooks ends the run before any step.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._hooks = run, run.hooks
         self._before = [hook for hook in run.hooks if _overrides(hook, "before_step")]
+        self.precedes_calls = bool(self._before)
         self._due: list[Due] = []
         self._ends: EndsAhead | None = None
-        self._next_check = run.first
+        self._next_check = self._counted = run.first
+        self._rows: int | None = None
         self.is_done = False
 
     def begin(self) -> None:
@@ -64,19 +67,28 @@ class HookRunner:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""
         run = self._run
         step = run.step
-        run.count_examples(step - first)
+        if run.rows != self._rows:
+            self._count_examples(first)
         if first >= self._next_check:
             self._check_step(first)
         for due in self._timed:
             if due.clock() >= due.deadline:
                 self._next_due = step
         if step >= self._next_due or run.pending:
+            self._count_examples(step)
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
-        if run.signals.to_stop():
+        signals = run.signals
+        if (signals.received is not None or signals.is_shared) and signals.to_stop():
             run.is_interrupted = True
         return run.is_interrupted or run.stopped_by is not None
+
+    def _count_examples(self, step: int) -> None:
+        """Count the examples up to a step: before hooks read them, and before batches of another size are counted."""
+        run = self._run
+        run.count_examples(step - self._counted, self._rows)
+        self._counted, self._rows = step, run.rows
 
     def _check_step(self, first: int) -> None:
         """Check, once for each stage, that its step advances the global step by one; waits for the device."""
@@ -164,6 +176,7 @@ class HookRunner:
         if run.step == run.first or run.is_over:
             return
         run.is_over = True
+        self._count_examples(run.step)
         errors: list[Exception] = []
         pending, run.pending = run.pending, []
         calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]

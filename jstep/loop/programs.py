@@ -142,6 +142,7 @@ class Programs:
         self._prepared: set[Any] = set()
         self._tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
+        self._attend_from = -1.0  # the step from which a call is attended
         self._constants = Constants({}, skip_metric_of(stages.values[0]))
         self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
         self._watch = watch
@@ -243,6 +244,17 @@ class Programs:
 
     def __call__(self, state: Any, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
+        # Calls of one step of `TrainStep` cost a small step no more than they must: the rest is decided before them.
+        if call.first >= self._attend_from or call.looped is not None:
+            return self._attended(state, call)
+        before, seconds = self._compilations[0], self._seconds[0]
+        result = self._run(self._stage, state, call)
+        if self._compilations[0] != before:
+            self._compiled_again(self._stage, call, seconds)
+        return result
+
+    def _attended(self, state: Any, call: Call) -> Any:
+        """Run the steps of a call that is the first of its stage, or looped, or that others look at."""
         if call.first >= self._until or call.first < self._stage.first:
             self._enter(call.first)
         if self.first_compiler is not None:
@@ -268,25 +280,31 @@ class Programs:
         if auto is not None:
             auto.after(began, result[0] if isinstance(result, tuple) else result)
         if self._compilations[0] != before:
-            if self._watch is not None:
-                self._watch.reassign(STARTING, self._seconds[0] - seconds)
-            if not is_first and (call.looped is not None or is_compiled(stage.single)):
-                self._log_recompilation(stage, call)
-        if is_first or self.dispatched.is_wanted or self.ahead_compiler is not None:
+            self._compiled_again(stage, call, seconds, is_first=is_first)
+        is_watched = self.dispatched.is_wanted or self.ahead_compiler is not None
+        if is_first or is_watched:
             self._record(stage, call, result, is_first)
+        self._attend_from = -1.0 if is_watched or not stage.is_train_step else self._until
         return result
 
+    def _compiled_again(self, stage: Stage, call: Call, seconds: float, *, is_first: bool = False) -> None:
+        """Count the time of a compilation since `seconds` as start-up, and log one that is not the first."""
+        if self._watch is not None:
+            self._watch.reassign(STARTING, self._seconds[0] - seconds)
+        if not is_first and (call.looped is not None or is_compiled(stage.single)):
+            self._log_recompilation(stage, call)
+
     def _run(self, stage: Stage, state: Any, call: Call) -> Any:
-        step, looped = stage.single, call.looped
+        step, looped, sums = stage.single, call.looped, self.sums
         try:
             if looped is not None:
-                sums = self.sums.begin(looped.columns, state.global_step)
-                new, (metrics, sums), constants = looped.step.run(state, np.int32(call.steps), sums, *call.args)
-                self.sums.ran(call.first, call.steps, sums, constants)
+                before = sums.begin(looped.columns, state.global_step)
+                new, (metrics, after), constants = looped.step.run(state, np.int32(call.steps), before, *call.args)
+                sums.ran(call.first, call.steps, after, constants)
             elif stage.is_train_step:
                 new, metrics, constants = step.run(state, *call.args)
-                if self.sums.is_wanted and type(metrics) is dict:
-                    self.sums.add_traced(call.first, metrics, constants)
+                if sums.is_wanted and type(metrics) is dict:
+                    sums.add_traced(call.first, metrics, constants)
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:
@@ -388,10 +406,6 @@ def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
 
 class _SlowInLoopsError(Exception):
     """XLA runs a step much slower in a loop than by itself."""
-
-
-def _name(step: Any, *, among_others: bool) -> str:
-    return name_of_step(step) if among_others else getattr(step, "__name__", "train_step")
 
 
 def _single(step: Any, several: bool) -> Any:

@@ -17,6 +17,9 @@ _APART = 16
 """The time between trials, as a multiple of the time of a trial that cost nothing."""
 _MOST_CALLS = 64
 """The most calls from one decision to the next: enough for a good estimate."""
+_HAND_OVER = 1e-4
+"""The seconds that a step must wait for its batch before a thread is tried: handing a batch over wakes a thread twice
+and moves the interpreter's lock as often, which takes tens of microseconds, and more beside busy processes."""
 AHEAD = 2
 """The number of calls whose batches the thread reads ahead of the loop."""
 
@@ -65,8 +68,8 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
     """Return how to read the next batches.
 
     Trials last longer and longer, for better estimates. After each, the next one waits until its loss is a small share
-    of the time of the run. As long as the loop reads the batches itself and waits next to nothing for them, a thread
-    could gain nothing and there is no trial.
+    of the time of the run. As long as the loop reads the batches itself and waits next to nothing for them, or less than
+    handing them over would take, a thread could gain nothing and there is no trial.
 
     Args:
         choice: How batches were read.
@@ -80,7 +83,7 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
         longer = min(2 * choice.trial, _MOST_CALLS)
         return Choice(choice.ahead if wins else not choice.ahead, calls=choice.trial, trial=longer, patience=patience)
     patience = choice.patience - now * steps
-    if patience > 0 or not (choice.ahead or waited > _SHARE * now):
+    if patience > 0 or not (choice.ahead or waited > max(_SHARE * now, _HAND_OVER)):
         return choice._replace(calls=min(2 * choice.calls, _MOST_CALLS), patience=patience)
     return Choice(not choice.ahead, calls=choice.trial, is_trial=True, usual=now, trial=choice.trial)
 

@@ -50,8 +50,14 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
         call: The batches, from `jstep.loop.batch_feeder.make_calls`.
     """
     result = run_call(loop.state, call)
-    if loop.metrics is None or _size_of(call) != loop.size:
-        loop.size, loop.rows = _size_of(call), _rows(call)
+    # The size of one leaf, a cheap check for changes: it runs at each call.
+    leaf = call.args[0] if call.args else None
+    if type(leaf) is dict:
+        leaf = next(iter(leaf.values()), None)
+    shape, axis = getattr(leaf, "shape", None), call.is_stacked
+    size = shape and shape[axis : axis + 1]
+    if size != loop.size or loop.metrics is None:
+        loop.size, loop.rows = size, _rows(call)
     loop.state, loop.metrics = result
     loop.step = call.first + call.steps
 
@@ -80,16 +86,6 @@ def run_steps(loop: LoopState, run_call: RunCall, calls: Iterable[Call], stop: i
         take_steps(loop, run_call, call)
         if loop.step >= stop:
             break
-
-
-def _size_of(call: Call) -> Any:
-    """The batch size of one leaf, a cheap check for changes: it runs at each call."""
-    leaf = call.args[0] if call.args else None
-    if type(leaf) is dict:
-        leaf = next(iter(leaf.values()), None)
-    shape = getattr(leaf, "shape", None)
-    axis = call.is_stacked
-    return None if shape is None else shape[axis : axis + 1]
 
 
 def _rows(call: Call) -> int | None:

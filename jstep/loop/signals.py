@@ -43,6 +43,7 @@ class StopSignals:
 
     Attributes:
         on_first: Called by the handler at the first signal.
+        is_shared: Whether there are several processes, so that `to_stop` must be called after each call.
         received: The first signal; None until one is received.
         at_once: Whether a second SIGINT was received.
         interrupts: Whether to stop waiting for batches: a signal was received, and this is the only process.
@@ -51,6 +52,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.on_first: Callable[[], None] = lambda: None
         self._alone = agreement.is_single_process()
+        self.is_shared = not self._alone
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
         self.at_once = self.interrupts = self._agreed = False

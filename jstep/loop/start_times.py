@@ -1,6 +1,7 @@
 """Timing and threads of the start-up, in which restoring, compiling and the first batch overlap."""
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -44,12 +45,14 @@ class StartTimes:
             self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
 
     def first_of(self, items: CopiedBatches) -> CopiedBatches:
-        """Yield the same batches, and time the first one."""
+        """Return the same batches, and time the first one, which is made when it is needed."""
+        return itertools.chain(self._first_of(items), items)
+
+    def _first_of(self, items: CopiedBatches) -> CopiedBatches:
         with self.part("first batch"):
             first = next(items, None)
         if first is not None:
             yield first
-            yield from items
 
     @scoped
     def compiling(self) -> Iterator[None]:
@@ -108,6 +111,14 @@ class FirstBatch:
         self._to_peek = None
 
     def __iter__(self) -> CopiedBatches:
+        return itertools.chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[CopiedBatches]:
+        """Yield the first batch by itself, and then the other ones."""
+        yield self._made()
+        yield self._items
+
+    def _made(self) -> CopiedBatches:
         future, self._first = self._first, None
         assert future is not None
         is_done(future, lambda: False)
@@ -123,7 +134,6 @@ class FirstBatch:
             raise error
         else:
             self._items = self._again()
-        yield from self._items
 
 
 def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:

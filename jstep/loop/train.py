@@ -169,11 +169,13 @@ def _take_steps(run: Run) -> None:
     """Run the calls, and the hooks around them, until the run ends."""
     timed = functools.partial(run.watch.part, HOOKS)
     run_call = audited(run.programs, run.programs.repeated, run.hooks, timed)
+    runner, last_step = run.runner, run.options.last_step
     try:
         for call in run.feeder or ():
-            run.runner.before()
+            if runner.precedes_calls:
+                runner.before()
             take_steps(run, run_call, call)
-            if run.runner.after(call.first) or run.step >= run.options.last_step:
+            if runner.after(call.first) or run.step >= last_step:
                 break
     except StopWaiting:
         run.is_interrupted = True

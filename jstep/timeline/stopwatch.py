@@ -26,6 +26,8 @@ class Stopwatch:
         clock: A function that returns the time in seconds.
 
     Attributes:
+        clock: The clock.
+        mark: Appends a switch, `(part, time)`. Only the loop's path to a batch uses it, to switch without a call.
         current: The current part.
         waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
 
@@ -40,17 +42,18 @@ class Stopwatch:
     """
 
     def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+        self.clock = clock
         self._since = clock() - before
         self._folded = STARTING
         self._totals = dict.fromkeys(PARTS, 0.0)
         self._marks: deque[tuple[str, float]] = deque()
+        self.mark = self._marks.append
         self._lock = threading.Lock()
         self.current = self.waiting = STARTING
 
     def switch(self, part: str) -> float:
         """Switch to another part, and return the time of the clock."""
-        now = self._clock()
+        now = self.clock()
         self._marks.append((part, now))
         self.current = part
         return now
@@ -67,7 +70,7 @@ class Stopwatch:
 
     def reassign(self, part: str, seconds: float) -> None:
         """Reassign the last `seconds` seconds to a part."""
-        now = self._clock()
+        now = self.clock()
         self._marks.extend(((part, now - seconds), (self.current, now)))
 
     def started(self) -> None:
@@ -78,7 +81,7 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part so far."""
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             totals, current, since, take = self._totals, self._folded, self._since, self._marks.popleft
             for _ in range(len(self._marks)):
                 part, at = take()
@@ -91,6 +94,7 @@ class Stopwatch:
     def stop(self) -> None:
         """Stop recording, when the times are no longer read."""
         self._marks = deque(maxlen=0)
+        self.mark = self._marks.append
 
 
 _trained: set[int] = set()

@@ -4,13 +4,16 @@ import itertools
 import logging
 import threading
 import time
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_runs import DATA, OPTIMIZER, train
 
 import jstep
+from jstep.data.placement import copied
 
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["a"] - x) ** 2), OPTIMIZER)
 
@@ -121,12 +124,62 @@ def test_tensors_give_the_results_of_arrays(kind, steps_per_call):
 
 
 def test_tensors_are_converted_without_a_copy():
-    from jstep.data.placement import copied
-
     array = np.ones(8, np.float32)
     for kind in (WithNumpy, WithDlpack):
         assert np.shares_memory(copied({"x": kind(array)}, fresh=True)["x"], array)
         assert not np.shares_memory(copied({"x": kind(array)})["x"], array)
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: (x, 1.5), lambda x: {"b": x, "a": x}, lambda x: Pair(x, [x])])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0),
+        np.arange(6).reshape(2, 3).T,
+        np.arange(12)[::-2],
+        np.arange(6).astype(">i4"),
+        np.zeros((0, 3)),
+        np.array(2, np.int8),
+        np.ones(3, jnp.bfloat16),
+        np.arange(2**17, dtype=np.float32)[1:],
+        np.ma.masked_array([1, 2, 3]),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_a_copy_has_the_values_and_the_structure_of_the_batch(make, array):
+    batch = make(array)
+    found = copied(batch)
+    assert type(found) is (np.ndarray if batch is array else type(batch))
+    assert jax.tree.structure(found) == jax.tree.structure(batch)
+    for copy, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(batch), strict=True):
+        if leaf is array:
+            assert type(copy) is np.ndarray
+            assert not np.shares_memory(copy, array)
+            assert copy.dtype == array.dtype
+        assert np.array_equal(copy, leaf)
+    fresh = copied(batch, fresh=True)
+    assert all(a is b for a, b in zip(jax.tree.leaves(fresh), jax.tree.leaves(batch), strict=True))
+
+
+def test_jax_arrays_are_not_copied_wherever_they_are():
+    array, host = jnp.ones(3), np.ones(3)
+    for batch in (array, (array, host), {"x": host, "y": array}, ({"x": array}, host)):
+        assert [leaf is array for leaf in jax.tree.leaves(copied(batch))] == [
+            leaf is array for leaf in jax.tree.leaves(batch)
+        ]
+
+
+def test_the_copy_of_a_large_array_is_where_a_program_can_use_it():
+    for size in (2**18, 2**18 + 1, 2**20):
+        copy = copied(aligned(size, offset=1))
+        assert copy.ctypes.data % 64 == 0
+        assert copy.flags.c_contiguous
+        assert copy.flags.writeable
 
 
 @pytest.mark.parametrize("bad", [{"x": np.ones(1024, np.float32), "name": "a"}, ["text"], np.array(["a"])])

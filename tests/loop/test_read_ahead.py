@@ -29,6 +29,11 @@ def test_there_is_no_trial_of_a_thread_that_has_nothing_to_hide():
     assert decide(Choice(calls=64), calls(0.0, 1.0)).calls == 64
 
 
+def test_there_is_no_trial_for_batches_that_take_less_than_handing_them_over():
+    assert not decide(Choice(), calls(9e-5, 1e-5)).is_trial
+    assert decide(Choice(), calls(2e-4, 1e-5)).is_trial
+
+
 def test_waiting_starts_a_trial():
     assert decide(Choice(), calls(0.5, 1.0)) == Choice(ahead=True, calls=8, is_trial=True, usual=1.5, trial=8)
 
