@@ -4,7 +4,8 @@
 # installed.
 #
 #   tests/nightly.sh [pytest arguments]
-#   STEPS="lowest soak" tests/nightly.sh      only these of: newest lowest optimized soak compilers launchers slurm
+#   STEPS="lowest soak" tests/nightly.sh      only these of: benchmarks newest lowest optimized soak compilers launchers
+#                                             slurm
 #
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
 # It ends with a summary of results and times; the exit code is 1 if a step failed.
@@ -45,6 +46,7 @@ optimized() { # pytest arguments
             tests/training "$@"
 }
 
+step benchmarks env PYTHONPATH=. "$python" tests/benchmarks/check.py # first, while nothing else has begun
 step newest env PYTHON="${newest:-python3}" tests/versions.sh newest -m "" "$@"
 step lowest env PYTHON="$python" tests/versions.sh lowest -m "" "$@"
 step optimized optimized "$@"

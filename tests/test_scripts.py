@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-STEPS = ("newest", "lowest", "optimized", "soak", "compilers", "launchers", "slurm")
+STEPS = ("benchmarks", "newest", "lowest", "optimized", "soak", "compilers", "launchers", "slurm")
 
 
 def test_scripts_parse() -> None:
@@ -29,7 +29,8 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
-        "python": f'[ "$1" = tests/soak.py ] && step=soak || step=optimized; [ "$step" != "{failing}" ]',
+        "python": "case $1 in tests/soak.py) step=soak ;; tests/benchmarks/*) step=benchmarks ;; *) step=optimized ;; esac; "
+        f'[ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():
         (directory / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{command}\n")

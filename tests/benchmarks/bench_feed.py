@@ -1,10 +1,10 @@
-"""Overhead of feeding in `train`, compared with a bare `for` loop over the same batches.
+"""Overhead of feeding in `train`, compared with a bare `for` loop of the same step over the same batches.
 
     python tests/benchmarks/bench_feed.py
 
-`train` runs with its default hooks, and decides for itself whether a thread reads the batches ahead. Small batches are
-two NumPy arrays from a generator; they are read while nothing else runs, and while other processes keep all cores but
-one busy. All threads of `train` wait for the cores then, so compare it with `train` in which no thread reads.
+`train` logs, writes summaries and saves checkpoints, and decides for itself whether a thread reads the batches ahead.
+Batches are two NumPy arrays, 32 × 64 floats and 32 labels: from a generator, from a function of the step, and from
+`jstep.batches`. They are read while nothing else runs, and while another process is busy on each core but one.
 
 The loader takes 10 ms per batch, but has the first ones at hand; its steps wait 10 ms for something else. Reading ahead
 can halve their time.
@@ -25,23 +25,44 @@ import jax
 import numpy as np
 from _timing import report
 from bench_step import init_params, loss_fn
+from bounds import BOUNDS
 
 import jstep
-from jstep.loop import read_ahead
 
-SECS = 0.01
+SECS, UNTIMED = 0.01, 4
+ROWS = np.random.default_rng(0).normal(size=(6400, 64)).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 10, 6400)
 
 
-def small_batches(count):
+def generator(count):
     rng = np.random.default_rng(0)
     for _ in range(count):
         yield rng.normal(size=(32, 64)).astype(np.float32), rng.integers(0, 10, 32)
 
 
+def function(count):
+    def batch(step):
+        rows = slice(32 * step % len(ROWS), 32 * step % len(ROWS) + 32)
+        return ROWS[rows], LABELS[rows]
+
+    return batch
+
+
+def own_batches(count):
+    return jstep.batches((ROWS, LABELS), 32)
+
+
 def loader(count):
-    for n, batch in enumerate(small_batches(count)):
+    for n, batch in enumerate(generator(count)):
         time.sleep(SECS * (n >= 8))
         yield batch
+
+
+def in_turn(batches, count):
+    """What a bare loop goes through."""
+    if hasattr(batches, "__next__"):
+        return batches
+    return map(batches if callable(batches) else batches.__getitem__, range(count))
 
 
 @contextlib.contextmanager
@@ -57,6 +78,27 @@ def busy_processes():
             process.wait()
 
 
+class Timer(jstep.Hook):
+    """Times all steps but the first, excluding opening and closing files at both ends."""
+
+    def __init__(self, pause=0):
+        self.pause, self.started = pause, None
+
+    def after_step(self, step, state, metrics):
+        if self.started is None:
+            if step == UNTIMED:
+                self.started = time.perf_counter()
+        elif self.pause:
+            time.sleep(self.pause)
+
+    def end(self, step, state):
+        jax.block_until_ready(state)
+        self.taken = (time.perf_counter() - self.started) / (step - UNTIMED)
+
+    def next_due(self, step):
+        return step + 1 if self.pause or step < UNTIMED else 2**62
+
+
 def main():
     logger = logging.getLogger("jstep")  # lines are formatted but not shown
     logger.addHandler(logging.StreamHandler(io.StringIO()))
@@ -70,45 +112,20 @@ def main():
 
     def bare(source, pause):
         def run(calls):
-            batches, timer = source(calls), Timer()
-            state, _ = train_step(fresh(), *next(batches))
-            timer.start()
-            for batch in batches:
+            batches, timer, state = in_turn(source(calls), calls), Timer(), fresh()
+            for step, batch in enumerate(batches, 1):
                 state, _ = train_step(state, *batch)
-                if pause:
+                if pause and timer.started is not None:
                     time.sleep(pause)
-            return timer.stop(state) / (calls - 1)
+                if step == UNTIMED:
+                    timer.started = time.perf_counter()
+            timer.end(step, state)
+            return timer.taken
 
         return run
 
-    class Timer(jstep.Hook):
-        """Times all steps but the first, excluding opening and closing files at both ends."""
-
-        def __init__(self, pause=0):
-            self.pause, self.started = pause, None
-
-        def start(self):
-            self.started = time.perf_counter()
-
-        def stop(self, state):
-            jax.block_until_ready(state)
-            return time.perf_counter() - self.started
-
-        def after_step(self, step, state, metrics):
-            if self.started is None:
-                self.start()
-            elif self.pause:
-                time.sleep(self.pause)
-
-        def end(self, step, state):
-            self.taken = self.stop(state) / (step - 1)
-
-        def next_due(self, step):
-            return step + 1 if self.pause or self.started is None else 2**62
-
-    def looped(source, pause, decide=read_ahead.decide):
+    def looped(source, pause):
         def run(calls):
-            read_ahead.decide = decide
             directory, timer = tempfile.mkdtemp(), Timer(pause)
             jstep.train(
                 train_step, fresh(), source(calls), calls, hooks=[timer],
@@ -119,25 +136,25 @@ def main():
 
         return run
 
-    def compare(title, source, calls, pause, rounds, of_bare, of_direct):
+    def compare(title, sources, calls, rounds, pause=0, unit=1e6):
         if os.environ.get("JSTEP_QUICK_BENCHMARKS"):
-            rounds = 3
-        contenders = {
-            "train": looped(source, pause),
-            "train, no thread reads": looped(source, pause, lambda choice, calls: read_ahead.Choice(calls=64)),
-            "bare loop": bare(source, pause),
-        }
+            rounds, calls = 3, calls // 5
+        contenders = {}
+        for name, source in sources.items():
+            contenders |= {f"bare loop, {name}": bare(source, pause), f"train, {name}": looped(source, pause)}
+        for run in contenders.values():
+            run(50)
         times = {name: [] for name in contenders}
         for _, (name, run) in itertools.product(range(rounds), contenders.items()):
             times[name].append(run(calls))
-        bounds = {("train", "bare loop"): of_bare, ("train", "train, no thread reads"): of_direct}
-        return report(title, times, bounds, 1e3)
+        return report(title, times, {pair: bound for pair, bound in BOUNDS["feed"].items() if pair[0] in times}, unit)
 
-    good = compare("Small batches from a generator", small_batches, 5_000, 0, 15, 1.15, 1.05)
+    sources = {"generator": generator, "function": function, "jstep.batches": own_batches}
+    good = compare("Small batches of NumPy arrays", sources, 5_000, 21)
     with busy_processes():
-        good &= compare("The same, other processes busy", small_batches, 5_000, 0, 15, 1.5, 1.1)
-    good &= compare("A loader of 10 ms, the first batches at hand", loader, 300, SECS, 5, 0.6, 0.6)
-    return good
+        busy = {f"{name}, busy": source for name, source in sources.items()}
+        good &= compare("The same, other processes busy", busy, 5_000, 21)
+    return good & compare("A loader whose first batches are at hand", {"loader of 10 ms": loader}, 300, 5, SECS, 1e3)
 
 
 if __name__ == "__main__":
