@@ -81,19 +81,18 @@ class Piece:
         columns: What was accumulated.
         array: The sums on the device; None if nothing was.
         fixed: The sums of constant metrics.
+
+    Attributes:
+        names: The names of the metrics.
     """
 
     def __init__(
         self, first: int, steps: int, columns: Columns, array: Any, fixed: Mapping[str, tuple[float, float]]
     ) -> None:
         self._first, self._steps, self._columns, self._array, self._fixed = first, steps, columns, array, fixed
+        self.names = [*columns.names, *fixed]
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the metrics."""
-        return [*self._columns.names, *self._fixed]
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
@@ -219,17 +218,22 @@ class MetricSums:
 
     Args:
         limits: The numbers of consecutive skipped updates that hooks report.
+
+    Attributes:
+        is_wanted: Whether a hook is registered.
     """
 
     def __init__(self, limits: Iterable[int] = ()) -> None:
         self.limits = tuple(sorted(set(limits)))
+        self.is_wanted = False
         self._intervals: list[Interval] = []
         self._has_means = False
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
         self._known: dict[_Layout, _Layout] = {}
         self._traced: Constants | None = None
         self._selected: _Layout | None = None
-        self._unread: list[tuple[_Layout, int, Constants, list[Any]]] = []
+        self._unread: list[Metrics] = []  # of consecutive steps of `_traced`
+        self._unread_first = self._unread_stop = -1
         self._pending: list[tuple[list[Any], Any]] = []
         self._layout: _Layout | None = None
         self._columns: Columns | None = None
@@ -252,12 +256,8 @@ class MetricSums:
             self.limits = tuple(sorted({*self.limits, max_skipped}))
         self._intervals.append(Interval())
         self._has_means = self._has_means or means
+        self.is_wanted = True
         return len(self._intervals) - 1
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a hook is registered."""
-        return bool(self._intervals)
 
     # Calls that accumulate by themselves.
 
@@ -278,8 +278,7 @@ class MetricSums:
 
     def empty(self, columns: Columns, like: Any) -> Sums:
         """Sums of no step, as `begin` returns at first."""
-        sharding = _sharding_of(like)
-        key = columns, sharding
+        key = columns, (sharding := _sharding_of(like))
         if key not in self._empty:
             with internal_transfers():
                 self._empty[key] = Sums(_put(columns.empty(), sharding), _put(np.int32(0), sharding))
@@ -293,26 +292,33 @@ class MetricSums:
     # Calls of one step.
 
     def add_traced(self, first: int, metrics: Metrics, constants: Constants) -> None:
-        """Add the metrics of the step after `first`, soon: the bookkeeping of several steps is done together.
+        """Add the metrics that a compiled step computed, as `add`: `read` does the bookkeeping of several together.
 
-        Args:
-            first: The step before it.
-            metrics: The metrics that a compiled step computed.
-            constants: Its constant metrics, by whose identity the program is known.
+        The program is known by the identity of its constant metrics.
         """
-        if constants is not self._traced:
-            self._traced, layout = constants, self._layout_of(metrics, constants.skipped)
-            self._selected = self._known.setdefault(layout, layout)
-        selected = self._selected
+        if constants is not self._traced or first != self._unread_stop:
+            self.read()
+            if constants is not self._traced:
+                self._traced, layout = constants, self._layout_of(metrics, constants.skipped)
+                self._selected = self._known.setdefault(layout, layout)
+            self._unread_first = first
+        self._unread_stop, selected = first + 1, self._selected
         assert selected is not None
-        self._unread.append((selected, first, constants, [metrics[name] for name in selected.computed]))
+        # A mapping that has nothing else is kept as it is; any other one would keep large arrays alive.
+        names = selected.computed
+        self._unread.append(metrics if len(metrics) == len(names) else {name: metrics[name] for name in names})
         if len(self._unread) >= selected.room:
-            self._read()
+            self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Do the bookkeeping that `add_traced` has put off; must be called before a hook can change the mappings."""
         unread, self._unread = self._unread, []
-        for one in unread:
-            self._add(*one)
+        if unread:
+            layout: Any = self._selected
+            constants: Any = self._traced  # both are known, by `add_traced`
+            calls = [[metrics[name] for name in layout.computed] for metrics in unread]
+            self._add(layout, self._unread_first, constants, calls)
+            self._unread_first = self._unread_stop
 
     def add(
         self,
@@ -331,29 +337,33 @@ class MetricSums:
             constants: Its constant metrics.
             kinds: Their kinds, as from `kinds_of`, if these may change from step to step.
         """
-        self._read()
+        self.read()
         key = (*metrics, skip, kinds)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layout_of(metrics, skip)
             layout = self._layouts[key] = self._known.setdefault(layout, layout)
         halves = _halves([metrics[n] for n in layout.plain], layout.columns.dtype) if layout.plain else None
-        self._add(layout, first, constants, [metrics[name] for name in layout.computed], halves)
+        self._add(layout, first, constants, [[metrics[name] for name in layout.computed]], halves)
 
-    def _add(self, layout: _Layout, first: int, constants: Constants, values: list[Any], plain: Any = None) -> None:
+    def _add(
+        self, layout: _Layout, first: int, constants: Constants, calls: list[list[Any]], plain: Any = None
+    ) -> None:
+        """Add consecutive calls of one step."""
         if layout is not self._layout:
             self.cut()
             self._layout, self._columns = layout, layout.columns
-        self._follow(first, 1, constants)
+        self._follow(first, len(calls), constants)
         if not layout.columns.names and layout.columns.loss is None:
             return
-        self._pending.append(([_local(value) for value in values] if layout.is_global else values, plain))
-        if len(self._pending) >= layout.room:
-            self.flush()
+        for values in calls:
+            self._pending.append(([_local(value) for value in values] if layout.is_global else values, plain))
+            if len(self._pending) >= layout.room:
+                self.flush()
 
     def flush(self) -> None:
         """Process pending metrics, before they are passed to code that may donate them."""
-        self._read()
+        self.read()
         if not self._pending or self._layout is None:
             return
         pending, self._pending = self._pending, []
@@ -379,7 +389,7 @@ class MetricSums:
 
     def cut(self) -> None:
         """End the current piece: hand its sums to all hooks, and start from zero."""
-        self._read()
+        self.read()
         if self._stop <= self._first:
             return
         self.flush()
@@ -395,7 +405,7 @@ class MetricSums:
 
     def latest(self) -> Totals | None:
         """The sums since the last cut; None without a step. Waits for the device."""
-        self._read()
+        self.read()
         if self._stop <= self._first or self._columns is None:
             return None
         self.flush()
@@ -426,9 +436,8 @@ class MetricSums:
     def _fold(self) -> None:
         """Add up the constants of the latest steps."""
         steps, self._constant_steps = self._constant_steps, 0
-        if self._constants is None or not steps:
-            return
-        for name, value in self._constants.values.items():
+        constants = NONE if self._constants is None or not steps else self._constants
+        for name, value in constants.values.items():
             if is_number(value):
                 total, count = self._fixed.get(name, (0.0, 0.0))
                 self._fixed[name] = total + float(value) * steps, count + steps
@@ -484,9 +493,8 @@ def _put(value: Any, sharding: Any) -> Any:
 def _without_nan_checks() -> contextlib.AbstractContextManager[object]:
     """Disable JAX's checks for NaN and infinity: here, such sums are results, not errors."""
     flags: Any = jax.config
-    if not (flags.jax_debug_nans or flags.jax_debug_infs):
-        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    stack.enter_context(jax.debug_nans(False))
-    stack.enter_context(jax.debug_infs(False))
+    if flags.jax_debug_nans or flags.jax_debug_infs:
+        stack.enter_context(jax.debug_nans(False))
+        stack.enter_context(jax.debug_infs(False))
     return stack

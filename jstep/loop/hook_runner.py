@@ -105,6 +105,7 @@ class HookRunner:
 
     def _call_due_hooks(self) -> None:
         run = self._run
+        run.sums.read()
         step, watch = run.step, run.watch
         error: Exception | None = None
         failed: Any = None
@@ -176,6 +177,7 @@ class HookRunner:
         if run.step == run.first or run.is_over:
             return
         run.is_over = True
+        run.sums.read()
         self._count_examples(run.step)
         errors: list[Exception] = []
         pending, run.pending = run.pending, []

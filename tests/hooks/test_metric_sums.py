@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jstep
 from jstep.hooks import metric_sums_program
 from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import columns_of
@@ -251,3 +252,32 @@ def test_later_calls_and_others_are_added_in_order():
     sums.add_traced(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5
+
+
+def test_steps_that_a_program_did_not_follow_are_added_once_each():
+    """The bookkeeping of traced steps is put off: gaps, repetitions and other calls between them must end it."""
+    sums = MetricSums()
+    number = sums.subscribe()
+    constants = Constants({}, None)
+    for step in (0, 1, 2, 7, 8, 8, 9):
+        sums.add_traced(step, {"loss": jnp.float32(step)}, constants)
+    sums.add(10, {"loss": jnp.float32(10)})
+    sums.add_traced(11, {"loss": jnp.float32(11)}, constants)
+    totals = sums.take(number).totals
+    assert totals.sums["loss"] == (56.0, 9.0)
+    assert totals.last == 12
+
+
+def test_a_hook_may_change_the_mapping_of_the_metrics():
+    """Hooks are called after the metrics of earlier steps, and of this one, were taken."""
+    optimizer = jstep.gradient_descent(0.5)
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+
+    def rows(*hooks):
+        found = []
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        hooks = [*hooks, jstep.MetricsHook(lambda *row: found.append(row), every_n_steps=4, mean=True)]
+        jstep.train(step, state, lambda n: jnp.float32(n), 10, hooks=hooks, progress=False)
+        return found
+
+    assert rows(jstep.every(3, lambda step, state, metrics: metrics.clear())) == rows()
