@@ -29,7 +29,8 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
         "chromium": "",  # installed: the script would install it, on the machine that runs the tests
-        "python": "case $1 in tests/soak.py) step=soak ;; tests/benchmarks/*) step=benchmarks ;; *) step=optimized ;; esac; "
+        "python": "case $1 in tests/soak.py) step=soak ;; tests/benchmarks/*) step=benchmarks ;; "
+        "*) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():

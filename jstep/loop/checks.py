@@ -48,9 +48,9 @@ def check(state: Any, last_step: int) -> None:
     if np.ndim(state.global_step):
         raise ValueError(
             f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
-            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, jax.eval_shape(create, "
-            "seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), and in "
-            "jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
+            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, "
+            "jax.eval_shape(create, seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), "
+            "and in jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
             "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
         )
     step = get_global_step(state)

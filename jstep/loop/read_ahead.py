@@ -68,8 +68,8 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
     """Return how to read the next batches.
 
     Trials last longer and longer, for better estimates. After each, the next one waits until its loss is a small share
-    of the time of the run. As long as the loop reads the batches itself and waits next to nothing for them, or less than
-    handing them over would take, a thread could gain nothing and there is no trial.
+    of the time of the run. As long as the loop reads the batches itself and waits next to nothing for them, or less
+    than handing them over would take, a thread could gain nothing and there is no trial.
 
     Args:
         choice: How batches were read.

@@ -113,7 +113,7 @@ def test_systems_that_cannot_flush_folders(tmp_path, monkeypatch):
             save(saver, state_at(number))
 
 
-def test_a_failure_is_told_once(tmp_path):
+def test_a_failure_is_raised_once(tmp_path):
     with Saver(tmp_path) as saver:
         save_all(saver, [1])
         fault = before("open", "*/model-2.*/_CHECKPOINT_METADATA", failing(errno.EIO), mode="w")

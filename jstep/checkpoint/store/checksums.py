@@ -64,8 +64,8 @@ def find_corruption(
 ) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
-    Wrong sizes are found without reading, and then no checksum is computed. Damage of files that nothing reads is a
-    warning.
+    Wrong sizes are found without reading, and then no checksum is computed. A corrupted file that nothing
+    reads is a warning.
 
     Args:
         checkpoint: The path of the checkpoint.
@@ -191,7 +191,7 @@ def _is_of(path: str, process: int) -> bool:
 
 
 def _sync(checkpoint: str, paths: Iterable[str]) -> None:
-    """Flush files to disk: of those that Orbax writes, tensorstore flushes some, and nobody the others."""
+    """Flush files to disk: of those that Orbax writes, tensorstore flushes some, and no program the others."""
     sync_files(os.path.join(checkpoint, path) for path in paths)
 
 
