@@ -39,6 +39,7 @@ class Role(enum.Enum):
     COPY = "a value for each parameter, at first a copy of it, in any dtype"
     MASTER = "such a copy, which is the parameter of the optimizer inside"
     MASTER_COPY = "a value for each parameter, at first a copy of its master"
+    AVERAGE = "an average of each parameter that begins at zeros, or at values of its own"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
@@ -46,7 +47,8 @@ COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates: a step without an update advances them."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 """Slots that begin as copies of the parameters: they follow if the parameters are restored without them."""
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *COPIES)
+_WITH_A_START = (*COPIES, Role.AVERAGE)
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START)
 _HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
@@ -88,7 +90,7 @@ class Roles(Mapping[str, Role | None]):
         return f"Roles({', '.join(self._roles)})"
 
     def _of_structure(self) -> dict[str, Role | None]:
-        return {name: None if role in COPIES else role for name, role in self.items()}
+        return {name: None if role in _WITH_A_START else role for name, role in self.items()}
 
     @property
     def _are_unknown(self) -> bool:
@@ -145,6 +147,9 @@ def roles_in(state: Any) -> Roles:
     return found if isinstance(found, Roles) else NO_ROLES
 
 
+Labels = list[str | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Init:
     """An `Optimizer.init` that also describes its slots without creating them.
@@ -154,12 +159,15 @@ class Init:
         roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
         finished: Whether the updates include −learning_rate, ready to be added to the parameters.
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
+        labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
+            all leaves have the same optimizer.
     """
 
     make: Callable[[Params, Step], Slots]
     roles: Callable[[Params], Roles]
     finished: bool = False
     guarded: bool = False
+    labels: Callable[[Params], Labels | None] = lambda params: None
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots for `params` at `global_step`."""
@@ -177,8 +185,7 @@ _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvar
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     """The slots of an optimizer for some parameters, and their roles. Uses no device."""
-    # The slots that a compiled function returns are not the objects that were made inside it.
-    init = inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
+    init = _unwrapped(optimizer)
     if isinstance(init, Init):
         return init.roles(params)
     declared: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "copies", ()), Role.COPY)
@@ -189,6 +196,17 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         return Roles(declared, complete=False)
     known = copies_in(lambda given: init(given, 0), params) | declared | inherited
     return of_slots(slots, params, known, lambda both: _traced(init, both)[0])
+
+
+def _unwrapped(optimizer: Optimizer) -> Any:
+    """The `init` of an optimizer, without a jit: the slots that it returns are not the objects made inside it."""
+    return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
+
+
+def labels_of(optimizer: Optimizer, params: Params) -> Labels | None:
+    """The labels of `Init`, of any optimizer."""
+    init = _unwrapped(optimizer)
+    return init.labels(params) if isinstance(init, Init) else None
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import COPIES, Role, Roles
+from jstep.core.slot_roles import Role, Roles
 from jstep.core.types import Array, Slots, Updates
 from jstep.optimizers.held import shown_name
 
@@ -45,7 +45,7 @@ def became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Roles
     values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
     for name, tree in after.items():
-        if roles.get(name) in (None, *COPIES):
+        if name not in roles or not roles.has_one_value(name):
             both = on_devices((before[name], tree))
             pairs = zip(*map(jax.tree.leaves, both), strict=True)
             inexact = [(old, new) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)]

@@ -1,11 +1,15 @@
 """Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jstep.core.slot_roles import Init, Role, Roles, roles_of
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
+import jax
+
+from jstep.core import trees
+from jstep.core.indexed_slices import is_slices
+from jstep.core.slot_roles import Init, Labels, Role, Roles, labels_of, roles_of
+from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
@@ -32,12 +36,15 @@ class StepInputs(NamedTuple):
         step: The step.
         context: The context, for the inner optimizer.
         h: The values of the wrapper's hyperparameters at the step.
+        starts: The `start_step` of each leaf, in order: the step minus the updates that had a gradient of its label.
+            None for a leaf that is never updated, and if the wrapper is not aged.
     """
 
     params: Params
     step: Step
     context: Context
     h: Hyper
+    starts: list[Array | None]
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
@@ -53,13 +60,18 @@ class Own:
         roles: The roles of some of them.
         hyper: Its hyperparameters, as returned by `checked`; those that are held are slots, too.
         aged: Whether it needs an age. It is that of the inner optimizer's `start_step` if there is one, otherwise of a
-            separate slot. In both cases the update gets it as `start_step`, and need not return it.
+            separate slot; around a `partition` each label has a separate slot. The update gets them as `at.starts`.
+        counted: `counted(step)`: whether the age counts an update, if it does not count all. Then it is never that of
+            the inner optimizer.
+        age_scope: The prefix of the separate slots; by default the name of the wrapper.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aged: bool = False
+    counted: Callable[[Step], Array] | None = None
+    age_scope: str | None = None
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots, but for the age."""
@@ -73,6 +85,43 @@ class Own:
 
 
 _NOTHING = Own()
+
+
+class Ages(NamedTuple):
+    """The ages of a wrapper.
+
+    Attributes:
+        of_leaves: The slot with the `start_step` of each leaf, in order; None for a leaf that is never updated.
+        slots: These slots → whether the wrapper keeps them; otherwise the inner optimizer does.
+    """
+
+    of_leaves: Labels
+    slots: Mapping[str, bool]
+
+    def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
+        """The slots that the wrapper keeps, after an update: later by one if it did not count for their leaves."""
+        updated = (
+            {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None} if self.slots else set()
+        )
+        new: Slots = {}
+        for slot in (name for name, is_own in self.slots.items() if is_own):
+            start = starts[slot]
+            waits = None if own.counted is None else ~own.counted(step)
+            if slot not in updated:
+                start = start + 1
+            elif waits is not None:
+                start = start + waits.astype(start.dtype)
+            new[slot] = start
+        return new
+
+
+def trained(optimizer: Optimizer, params: Params) -> Params:
+    """The parameters that an optimizer may update, with None for those that a `partition` freezes."""
+    labels = labels_of(optimizer, params)
+    if labels is None:
+        return params
+    leaves, treedef = trees.flatten(params)
+    return treedef.unflatten([None if label is None else p for label, p in zip(labels, leaves, strict=True)])
 
 
 def wrap_optimizer(
@@ -102,49 +151,68 @@ def wrap_optimizer(
     Raises:
         ValueError: Both have a slot or a hyperparameter of the same name.
     """
-    hyper, own_roles, aged = own.hyper, own.all_roles(), own.aged
+    hyper, own_roles = own.hyper, own.all_roles()
     added = Optimizer(
         Init(own.init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
     )
     parts = {f"the optimizer in {by}": optimizer, by: added}
     check_names(parts)
+    age_role = Role.AGE if own.counted is None else Role.OWN_AGE
+    age_scope = by if own.age_scope is None else own.age_scope
 
-    def age_slot(inner: Roles) -> str:
-        name = START_STEP
-        while inner.get(name, Role.AGE) is not Role.AGE:  # that of an optimizer that skips steps
-            name = f"{by}/{name}"
-        return name
+    def labels(params: Params) -> Labels | None:
+        with partial_params(params):
+            return labels_of(optimizer, params)
+
+    def age_slots(params: Params) -> Ages:
+        inner, found = roles_of(optimizer, params), labels(params) if own.aged else None
+        if not own.aged:
+            return Ages([], {})
+        if found is None:
+            slot = START_STEP if own.counted is None else f"{age_scope}/{START_STEP}"
+            slots: Labels = [slot] * len(jax.tree.leaves(params))
+            known = {slot}
+        else:
+            slots = [None if label is None else f"{age_scope}/{label}/{START_STEP}" for label in found]
+            known = {slot for slot in slots if slot is not None}
+        free = {slot: slot for slot in known}
+        for slot in known:
+            while inner.get(free[slot], age_role) is not age_role:  # that of an optimizer that skips steps
+                free[slot] = f"{by}/{free[slot]}"
+        return Ages([free.get(slot or "") for slot in slots], {name: name not in inner for name in free.values()})
 
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-            age = age_slot(roles_of(optimizer, params))
+            ages = age_slots(params)
         slots = merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
-        return slots | ({age: new_start_step(global_step)} if aged and age not in inner else {})
+        return slots | {age: new_start_step(global_step) for age, is_own in ages.slots.items() if is_own}
 
     def all_roles(params: Params) -> Roles:
-        inner = roles_of(optimizer, params)
-        age = Roles({age_slot(inner): Role.AGE} if aged else {})
-        return inner_roles(inner).joined(own_roles).joined(age)
+        ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
+        return inner_roles(roles_of(optimizer, params)).joined(own_roles).joined(ages)
 
     @loads_slots
     def whole(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        age = age_slot(roles_of(optimizer, params)) if aged else None
-        for name in (*own_roles, *([age] if age else [])):
+        ages = age_slots(params)
+        for name in (*own_roles, *ages.slots):
             if name not in slots:
                 raise missing_slot(name, slots)
         inner = own_slots(optimizer, slots, params)
         mine = {name: slots[name] for name in own_roles}
-        seen = mine | ({START_STEP: slots[age]} if age else {})
-        at = StepInputs(params, step, context, values_at(hyper, step, slots))
-        updates, inner, changed = update(updates, inner, seen, at)
-        return updates, mine | ({age: slots[age]} if age else {}) | changed | inner
+        starts = {name: slots[name] for name in ages.slots}
+        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
+        at = StepInputs(
+            params, step, context, values_at(hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
+        )
+        updates, inner, changed = update(updates, inner, mine, at)
+        return updates, mine | later | changed | inner
 
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     return Optimizer(
-        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe),
+        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe, labels=labels),
         whole,
         merged_hyperparameters(parts),
         optimizer.takes_context or takes_context,

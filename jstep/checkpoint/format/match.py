@@ -59,12 +59,14 @@ class Match:
         missing: Paths of the target that the checkpoint lacks.
         extra: Paths of the checkpoint that the target does not use.
         differing: Descriptions of leaves that differ in shape or dtype.
+        untrained: Paths of the checkpoint for which the target has no use: averages of parameters that are not updated.
     """
 
     wanted: list[Wanted]
     missing: list[str]
     extra: list[str]
     differing: list[str]
+    untrained: list[str]
 
     def differences(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
@@ -117,12 +119,16 @@ def match(target: Any, manifest: Manifest, averages: str | None, names: Names | 
     guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
     of_guards = {i for i in found.missing if leaves[i].keys in guards}
     passed_over = set(own)  # by averages in their place
+    unused = [key for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)]
+    paths, roles = {path for path, _ in own}, roles_in(target)
+    untrained = [key for key in unused if slots.is_of_untrained(saved[key].keys, paths, roles)]
     copies = {} if all(found.sources) else _restored_copies(slots.copied(target), found.sources)
     return Match(
         [_wanted(leaf, found.sources[i], i in of_guards, copies.get(i)) for i, leaf in enumerate(leaves)],
         [leaves[i].id[0] for i in found.missing if i not in of_guards],
-        [key[0] for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)],
+        [key[0] for key in unused if key not in untrained],
         found.differing,
+        [key[0] for key in untrained],
     )
 
 
@@ -164,7 +170,7 @@ def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int])
 
 def _is_extra(key: _Id, source: Leaf | LeftOut, averages: str | None) -> bool:
     """Return whether a saved leaf that the target does not use is worth a message."""
-    return isinstance(source, Leaf) and not _is_average(key[0], averages) and key[0] not in _ages_of(averages)
+    return isinstance(source, Leaf) and not _is_average(key[0], averages) and not _is_age_of(averages, key[0])
 
 
 def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
@@ -246,13 +252,13 @@ def _is_average(path: str, slot: str | None) -> bool:
     return slot is not None and (path == f"slots/{slot}" or path.startswith(f"slots/{slot}/"))
 
 
-def _ages_of(slot: str | None) -> tuple[str, ...]:
-    """Return the paths that the age of averages with zero_debias may have: that of their optimizer, or their own."""
+def _is_age_of(slot: str | None, path: str) -> bool:
+    """Return whether a path may be the age of averages with zero_debias, which may be that of their optimizer."""
     if slot is None:
-        return ()
-    scope, name = f"slots/{slot}".rsplit("/", 1)
-    own = f"{scope}/with_moving_average"
-    return f"{scope}/start_step", f"{own}/start_step", f"{own}/{name}/start_step"
+        return False
+    scope = f"slots/{slot}".rpartition("/")[0]
+    own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
+    return own or path == f"{scope}/start_step"
 
 
 def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:

@@ -18,8 +18,9 @@ _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale",
 _WIDTHS = {"int32", "int64"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 _AGE = "start_step"
-_OUTSIDE_GUARDS = ("with_moving_average", "lookahead")
-"""The wrappers that shared the age of a guard inside them before jstep 0.3."""
+_AVERAGING, _LOOKAHEAD = "with_moving_average", "lookahead"
+_WITH_AGES = (_AVERAGING, _LOOKAHEAD)
+"""The wrappers that shared the age of a guard inside them before jstep 0.3, and of all labels until then."""
 _OF_ADADELTA = {"accum": "accumulator", "accum_update": "accumulator_update"}
 """The slots of `adadelta`, and their names in jstep 0.2."""
 
@@ -128,22 +129,57 @@ def former_paths(targets: Mapping[str, Keys], saved: Collection[str]) -> dict[st
         saved: The paths of the checkpoint.
     """
     renamed: dict[str, str] = {}
+    names = {keys[1] for keys in targets.values() if len(keys) > 1 and keys[0] == SLOTS}
     for path, keys in targets.items():
         if len(keys) < 2 or keys[0] != SLOTS or path in saved:
             continue
         name = keys[1].rpartition("/")[2]
         scope = f"{SLOTS}/{keys[1].removesuffix(name)}"
         leaf = path.removeprefix(scope + name)
-        if name == _AGE:
-            above, _, wrapper = scope.removesuffix("/").rpartition("/")
-            is_alone = sum(other.startswith(scope) for other in targets) == 1  # a label of this name has other slots
-            if wrapper in _OUTSIDE_GUARDS and is_alone and f"{above}/{_AGE}" in saved:
-                renamed[path] = f"{above}/{_AGE}"
+        shared = _shared_age(keys[1], names, saved) if name == _AGE else None
+        # A label with the name of a wrapper has other slots.
+        if shared and all(other.endswith(f"/{_AGE}") for other in targets if other.startswith(scope)):
+            renamed[path] = shared
         if name in _OF_ADADELTA and all(
             scope + new + leaf in targets and scope + old + leaf in saved for new, old in _OF_ADADELTA.items()
         ):
             renamed[path] = scope + _OF_ADADELTA[name] + leaf
     return renamed
+
+
+def _shared_age(slot: str, slots: Collection[str], saved: Collection[str]) -> str | None:
+    """Return the path in the checkpoint of the age that a wrapper once shared, for the slot of its own age.
+
+    Args:
+        slot: The slot: `with_moving_average/start_step`, with a label or the name of the averages before its last part.
+        slots: The slots of the target.
+        saved: The paths of the checkpoint.
+    """
+    parts = slot.split("/")
+    wrapper = next((i for i in reversed(range(len(parts))) if parts[i] in _WITH_AGES), None)
+    if wrapper is None:
+        return None
+    above, below = parts[:wrapper], parts[wrapper + 1 : -1]
+    if below and "/".join([*above, below[0]]) in slots:  # averages with an age of their own, which labels shared
+        above = parts[: wrapper + 2]
+    path = "/".join([SLOTS, *above, _AGE])
+    return path if path in saved and path != f"{SLOTS}/{slot}" else None
+
+
+def is_of_untrained(keys: Keys, params: Collection[str], roles: Roles) -> bool:
+    """Return whether a slot that a target lacks is an average of a parameter that its optimizer never updates.
+
+    Until jstep 0.3 averages and slow weights were kept for all parameters.
+
+    Args:
+        keys: The keys of the slot's leaf in the checkpoint.
+        params: The paths of the target.
+        roles: The roles of the target's slots.
+    """
+    if len(keys) < 2 or keys[0] != SLOTS or keys[1] not in roles:
+        return False
+    averaged = roles[keys[1]] in (Role.COPY, Role.MASTER_COPY, Role.AVERAGE)
+    return averaged and "/".join((_PARAMS, *keys[2:])) in params
 
 
 def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
@@ -169,9 +205,12 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
         if len(key) < 2 or key[0] != "slots" or key[1] in starts or is_ageless(key, leaves[index][1], roles):
             continue
         of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
-        own = f"{_scope(key[1])}with_moving_average/{key[1].rpartition('/')[2]}/{_AGE}"
-        is_copy = key[1] in roles and roles[key[1]] in COPIES  # no bias correction, but by an age of its own
-        start = own if own in starts else None if is_copy else of_scope
+        averaging = f"{_scope(key[1])}{_AVERAGING}/"
+        own = f"{averaging}{key[1].rpartition('/')[2]}/"
+        role = roles.get(key[1])
+        first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]
+        # A copy has no bias correction, but by an age of its own.
+        start = min(first, default=None if role in COPIES else of_scope, key=lambda s: not s.startswith(own))
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())

@@ -3,7 +3,7 @@
 import warnings
 
 from jstep.core.checks import as_text
-from jstep.core.slot_roles import Init, Roles, roles_of
+from jstep.core.slot_roles import Init, Labels, Roles, labels_of, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.offloading import loads_slots
@@ -79,11 +79,17 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             new |= own
         return updates, new
 
+    def labels(params: Params) -> Labels | None:
+        known = [found for one in optimizers if (found := labels_of(one, params)) is not None]
+        rows = list(zip(*known, strict=True))
+        return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
+
     init = Init(
         lambda params, step: merged_slots(parts, params, step),
         lambda params: merged_roles(parts, params),
         finished=bool(finished),
         guarded=is_guarded(optimizers[0]),
+        labels=labels,
     )
     return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
 
@@ -123,8 +129,12 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         updates, own = call_update(optimizer, updates, mine, params, step, context, exact=True)
         return updates, prefixed(name, own)
 
+    def labels(params: Params) -> Labels | None:
+        inner = labels_of(optimizer, params)
+        return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
+
     return Optimizer(
-        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer)),
+        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer), labels=labels),
         update,
         lambda step: prefixed(name, optimizer.hyperparameters(step)),
         optimizer.takes_context,

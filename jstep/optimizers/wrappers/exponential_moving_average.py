@@ -11,6 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_function, as_int
+from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
 from jstep.core.selection import VarList
@@ -26,7 +27,7 @@ from jstep.core.types import (
     Updates,
     require_optimizer,
 )
-from jstep.optimizers.age import age_of, new_start_step
+from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import add
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import checked, value_at
@@ -35,8 +36,8 @@ from jstep.optimizers.match_gradients import find_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
-from jstep.state.train_state import START_STEP, TrainState
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, trained, wrap_optimizer
+from jstep.state.train_state import TrainState
 
 NAME = "ExponentialMovingAverage"
 DECAY = "decay"
@@ -111,11 +112,7 @@ class ExponentialMovingAverage:
             if not trees.is_trainable(p):
                 return None
             dtype = trees.compute_dtype(jnp.result_type(p))
-            return (
-                jnp.zeros_like(p, dtype=dtype)
-                if self.zero_debias and not self.start_step
-                else jnp.array(p, dtype=dtype, copy=True)
-            )
+            return jnp.zeros_like(p, dtype=dtype) if self.starts_at_zeros else jnp.array(p, dtype=dtype, copy=True)
 
         return jax.tree.map(leaf, params)
 
@@ -164,6 +161,11 @@ class ExponentialMovingAverage:
             still = jnp.where(self.is_due(num_updates), jnp.asarray(rate, trees.default_float()), 0.0)
             rate = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
         return rate
+
+    @property
+    def starts_at_zeros(self) -> bool:
+        """Whether the averages start at zeros, not from the parameters."""
+        return self.zero_debias and not self.start_step
 
     @property
     def waits(self) -> bool:
@@ -242,10 +244,14 @@ def with_moving_average(
             copies of the parameters.
 
     Returns:
-        An `Optimizer` with one more slot, named `ema.name`. With zero_debias, the age of the averages comes from the
-        optimizer's `start_step`, which is added if missing. Those with start_step or every, which not every update
-        moves, have an age of their own, `with_moving_average/name/start_step`. Inside `skip_nonfinite`, a skipped
-        update leaves the averages unchanged; inside `master_weights`, the master weights are averaged.
+        An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
+        gradient of the leaf, so in a step of several updates, such as those of the players of a GAN, once for each of
+        its own. Leaves that a `partition` freezes have no average. With zero_debias, the age of the averages comes from
+        the optimizer's `start_step`, which is added if missing; around a `partition` each label has a separate one,
+        `with_moving_average/label/start_step`, which counts the updates that have a gradient of its leaves. Averages
+        with start_step or every, which not every update moves, have an age of their own,
+        `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
+        the averages unchanged; inside `master_weights`, the master weights are averaged.
 
     Raises:
         ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
@@ -283,43 +289,55 @@ def with_moving_average(
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
-    # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
-    age_slot = f"with_moving_average/{ema.name}/{START_STEP}" if ema.zero_debias and ema.waits else None
     is_constant = not (callable(ema.decay) or isinstance(ema.decay, Held))
     hyper = {} if is_constant else {f"{ema.name}/{DECAY}": ema.decay}
 
     def fresh(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
-        chosen = averaged(params)
+        updated = treedef.flatten_up_to(trained(optimizer, params))
+        chosen = [is_one and p is not None for is_one, p in zip(averaged(params), updated, strict=True)]
         if initial is not None:
             leaves = _initial(initial, params, chosen)
         return ema.init(treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, chosen, strict=True)]))
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
         params, after = at.params, jnp.asarray(at.step) + 1
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         now = dataclasses.replace(ema, decay=at.h[f"{ema.name}/{DECAY}"]) if hyper else ema
-        age, changed = None, {}
-        if ema.zero_debias:
-            start = own[START_STEP if age_slot is None else age_slot]
-            if age_slot is not None:
-                start = start + (~ema.is_due(after)).astype(start.dtype)
-                changed = {age_slot: start}
-            age = age_of(at.step, start)
-        rate, averages = now.rate(after, age), trees.flatten_like(params, own[ema.name], "averages")
+        averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
-            if averages[i] is not None:
-                averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **changed}
+        rates: dict[int, tuple[Any, Any]] = {}  # one for each label
 
-    copied = initial is None and not (ema.zero_debias and not ema.start_step)
-    roles = {ema.name: Role.COPY} if copied else {}
-    averages = Own({ema.name: fresh}, roles, hyper, aged=ema.zero_debias)
-    if age_slot is not None:
-        slots = {ema.name: fresh, age_slot: lambda params, step: new_start_step(step)}
-        averages = Own(slots, {**roles, age_slot: Role.OWN_AGE}, hyper)
-    return wrap_optimizer(optimizer, "with_moving_average", update, averages)
+        def rates_of(start: Any) -> tuple[Any, Any]:
+            """The rate of a leaf with a gradient, and of one without."""
+            if id(start) not in rates:
+                age = None if start is None else age_of(at.step, start)
+                # What begins at zeros takes the first value, even if it does not change.
+                first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
+                rates[id(start)] = now.rate(after, age), first
+            return rates[id(start)]
+
+        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
+            if averages[i] is None:
+                continue
+            rate = rates_of(at.starts[i] if at.starts else None)[gradients[i] is None]
+            if rate is not None:
+                averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
+
+    copied = initial is None and not ema.starts_at_zeros
+    waits = ema.zero_debias and ema.waits
+    own = Own(
+        {ema.name: fresh},
+        {ema.name: Role.COPY if copied else Role.AVERAGE},
+        hyper,
+        aged=ema.zero_debias,
+        # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
+        counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
+        age_scope=f"with_moving_average/{ema.name}" if waits else None,
+    )
+    return wrap_optimizer(optimizer, "with_moving_average", update, own)
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:

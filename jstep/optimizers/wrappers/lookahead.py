@@ -17,9 +17,9 @@ from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
-from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.wrap_optimizer import Own, StepInputs, trained, wrap_optimizer
 from jstep.optimizers.wrappers.exponential_moving_average import params_from_slot
-from jstep.state.train_state import START_STEP, TrainState
+from jstep.state.train_state import TrainState
 
 SLOW = "slow"
 
@@ -29,13 +29,15 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
 
     Args:
         optimizer: The inner optimizer, which updates the fast weights; these are the parameters.
-        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots.
+        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots: all updates
+            of the optimizer, or if it is a `partition`, for each label those that have a gradient of its leaves.
         slow_step_size: The step size α, in [0, 1], of the slow weights towards the fast ones.
 
     Returns:
         An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
-        hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing.
-        A leaf without a gradient at a synchronizing update is not synchronized.
+        hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing, or around a
+        `partition` from `lookahead/label/start_step`. A leaf without a gradient at a synchronizing update is not
+        synchronized; leaves that the partition freezes have no slow weights.
 
     Raises:
         ValueError: A number is out of its range, or the optimizer already has such a slot or hyperparameter.
@@ -55,7 +57,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, due = at.params, age_of(at.step, own[START_STEP]) % period == 0
+        params = at.params
         updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context)
         treedef = trees.structure(params)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
@@ -66,7 +68,9 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
             return _synchronised(u.to_dense() if is_slices(u) else u, p, own[SLOW], rate, due)
 
         for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
-            if u is not None:
+            start = at.starts[i]
+            if u is not None and start is not None:
+                due = age_of(at.step, start) % period == 0
                 found[i], new = per_leaf(rule, path, {SLOW: slows[i]}, u, p, rate, due)
                 slows[i] = new[SLOW]
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
@@ -76,7 +80,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         "lookahead",
         update,
         Own(
-            {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), params, step)},
+            {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
             {SLOW: Role.COPY},
             hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
             aged=True,

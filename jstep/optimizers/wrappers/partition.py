@@ -8,7 +8,7 @@ import jax
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.indexed_slices import is_slices
-from jstep.core.slot_roles import AGES, Init, Roles, roles_of
+from jstep.core.slot_roles import AGES, Init, Labels, Roles, labels_of, roles_of
 from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, partial_params
@@ -68,8 +68,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
     check_names(called)
 
-    def labels_of(params: Params) -> list[str | None]:
-        found = []
+    def labelled(params: Params) -> Labels:
+        found: Labels = []
         for path, leaf in own_leaves(params):
             label = labels(path, leaf)
             if not (label is None or (isinstance(label, str) and label in parts)):
@@ -81,8 +81,15 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return found
 
     def split(params: Params) -> dict[str, _Part]:
-        labelled = labels_of(params)
-        return {label: _Part(one, params, [mine == label for mine in labelled]) for label, one in parts.items()}
+        names = labelled(params)
+        return {label: _Part(one, params, [mine == label for mine in names]) for label, one in parts.items()}
+
+    def inner_labels(params: Params) -> Labels:
+        with partial_params(params):
+            names = labelled(params)
+            inner = {label: labels_of(part.optimizer, part.params) for label, part in split(params).items()}
+        below = {label: iter(found) for label, found in inner.items() if found is not None}
+        return [next(below[label]) if label in below else label for label in names]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with partial_params(params):
@@ -132,6 +139,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         roles,
         finished=any(makes_finished_updates(part) for part in parts.values()),
         guarded=all(is_guarded(part) for part in parts.values()),
+        labels=inner_labels,
     )
     takes_context = any(part.takes_context for part in parts.values())
     return Optimizer(init_of_all, update, merged_hyperparameters(called), takes_context)

@@ -1,0 +1,251 @@
+"""Wrappers around the whole optimizer in steps of several updates: each leaf counts the updates with its gradient."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+EMA = jstep.ExponentialMovingAverage
+NAME = EMA(0.9).name
+PLAYERS = ("d", "g")
+ORDERS = {
+    "in turn": [("d", False), ("g", True)],
+    "critic twice": [("d", False), ("d", False), ("g", True)],
+    "by steps": [("d", True), ("d", True), ("d", True), ("g", True)],
+    "then a step": [("g", False), ("d", False), (None, True)],
+}
+"""Updates of a cycle: the player, and whether the update increments the step."""
+
+
+def players(rate: float = 1.0) -> jstep.Optimizer:
+    return jstep.partition({name: jstep.gradient_descent(rate) for name in PLAYERS}, lambda path, leaf: path[0])
+
+
+def gradient(state: jstep.TrainState, player: str) -> Any:
+    """Gradients that differ from update to update, and of one player only."""
+    return {name: jnp.cos(3 * state.params[name] + 1) if name == player else None for name in PLAYERS}
+
+
+def run(optimizer: jstep.Optimizer, order: Sequence[Any], cycles: int = 6, jit: bool = True) -> Any:
+    """Return the states after each update, and the player of each."""
+
+    def update(state: jstep.TrainState, player: str, increment: bool) -> jstep.TrainState:
+        return jstep.apply_gradients(state, gradient(state, player), optimizer, increment_global_step=increment)
+
+    apply = jax.jit(update, static_argnums=(1, 2)) if jit else update
+    state = jstep.TrainState.create({"d": 1.0, "g": 2.0}, optimizer)
+    states = [(None, state)]
+    for player, increment in list(order) * cycles:
+        state = jstep.increment_global_step(state) if player is None else apply(state, player, increment)
+        states.append((player, state))
+    return states
+
+
+def averages_by_hand(states: Any, player: str, ema: jstep.ExponentialMovingAverage) -> list[float]:
+    """The averages of one player's parameter, by its own updates alone."""
+    average = 0.0 if ema.zero_debias and not ema.start_step else float(states[0][1].params[player])
+    entered, found = 0, []
+    for (_, before), (moved, after) in itertools.pairwise(states):
+        number = int(before.global_step) + 1
+        if moved == player:
+            since = number - ema.start_step
+            due = since > 0 and since % ema.every == 0
+            entered += due
+            rate = 1 - ema.decay
+            if ema.num_updates:
+                rate = max(rate, 9 / (10 + number))
+            if ema.zero_debias and due:
+                rate = 1 / entered if rate == 0 else rate / (1 - (1 - rate) ** entered)
+            rate = 1.0 if since <= 0 else rate if due else 0.0
+            average += rate * (float(after.params[player]) - average)
+        found.append(average)
+    return found
+
+
+AVERAGES = {
+    "plain": EMA(0.9),
+    "zero_debias": EMA(0.9, zero_debias=True),
+    "num_updates": EMA(0.9, num_updates=True),
+    "every": EMA(0.9, every=2),
+    "swa": EMA(1.0, zero_debias=True, start_step=3, every=2),
+    "swa from zeros": EMA(1.0, zero_debias=True, every=2),
+}
+
+
+@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", AVERAGES)
+def test_an_average_moves_in_the_updates_with_its_gradient(name: str, order: str) -> None:
+    ema = AVERAGES[name]
+    states = run(jstep.with_moving_average(players(), ema), ORDERS[order], cycles=8)
+    for player in PLAYERS:
+        want = averages_by_hand(states, player, ema)
+        got = [float(state.slots[NAME][player]) for _, state in states[1:]]
+        # Before its first update, an average from zeros may have taken the value of its parameter.
+        first = next(i for i, value in enumerate(want) if value)
+        np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lookahead_counts_the_updates_of_each_leaf(order: str) -> None:
+    states = run(jstep.lookahead(players(), 3, 0.5), ORDERS[order])
+    for player in PLAYERS:
+        alone = jstep.lookahead(jstep.gradient_descent(1.0), 3, 0.5)
+        state = jstep.TrainState.create({player: states[0][1].params[player]}, alone)
+        for moved, whole in states[1:]:
+            if moved == player:
+                grads = {player: jnp.cos(3 * state.params[player] + 1)}
+                state = jstep.apply_gradients(state, grads, alone)
+            np.testing.assert_allclose(whole.params[player], state.params[player], rtol=1e-6)
+            np.testing.assert_allclose(whole.slots["slow"][player], state.slots["slow"][player], rtol=1e-6)
+
+
+WRAPPED = {
+    "masters": (jstep.master_weights, NAME),
+    "scope": (lambda one: jstep.scope("all", one), f"all/{NAME}"),
+    "guard": (jstep.skip_nonfinite, NAME),
+    "scale": (lambda one: jstep.dynamic_loss_scale(one, initial=1.0), NAME),
+    "every": (lambda one: jstep.update_every(1, one), NAME),
+    "chain": (lambda one: jstep.chain(jstep.clip_gradients(by_value=9.0), one), NAME),
+    "label": (lambda one: jstep.partition({"x": one}, lambda path, leaf: "x"), f"x/{NAME}"),
+    "lookahead": (lambda one: jstep.lookahead(one, 1, 1.0), NAME),
+}
+
+
+@pytest.mark.thorough(except_for={"wrapper": ["scope", "label"]})
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_under_other_wrappers(wrapper: str) -> None:
+    """Guards, labels and scopes pass ages on, and the labels of what is inside."""
+    around, slot = WRAPPED[wrapper]
+    ema = EMA(0.9, zero_debias=True)
+    inner = jstep.chain(jstep.scale(1.0), jstep.scope("s", jstep.skip_nonfinite(players())))
+    plain = run(jstep.with_moving_average(players(), ema), ORDERS["critic twice"])[-1][1]
+    state = run(around(jstep.with_moving_average(inner, ema)), ORDERS["critic twice"])[-1][1]
+    for player in PLAYERS:
+        np.testing.assert_allclose(state.params[player], plain.params[player], rtol=1e-6)
+        np.testing.assert_allclose(state.slots[slot][player], plain.slots[NAME][player], rtol=1e-6)
+
+
+def test_labels_of_labels() -> None:
+    """Each innermost label counts its own updates."""
+    inner = jstep.partition({"x": jstep.gradient_descent(1.0), "y": jstep.adam()}, lambda path, leaf: path[-1])
+    parts = jstep.partition({"d": inner, "g": jstep.gradient_descent(1.0)}, lambda path, leaf: path[0])
+    optimizer = jstep.with_moving_average(parts, EMA(0.9, zero_debias=True))
+    state = jstep.TrainState.create({"d": {"x": 1.0, "y": 1.0}, "g": 1.0, "free": None}, optimizer)
+    ages = sorted(name for name in state.slots if name.endswith("start_step"))
+    assert ages == ["d/y/start_step", *(f"with_moving_average/{label}/start_step" for label in ("d/x", "d/y", "g"))]
+    state = jstep.apply_gradients(state, {"d": {"x": jnp.float32(1), "y": None}, "g": None, "free": None}, optimizer)
+    assert [int(state.slots[f"with_moving_average/{label}/start_step"]) for label in ("d/x", "d/y", "g")] == [0, 1, 1]
+
+
+def test_a_leaf_without_a_gradient_keeps_its_average() -> None:
+    """Whatever its value, also without a partition; rows of a table are a gradient."""
+    for ema in (EMA(0.9), EMA(0.9, num_updates=True), EMA(0.9, zero_debias=True)):
+        optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+        params = {"w": jnp.ones(2), "t": jnp.ones((4, 1)), "rest": jnp.ones(2)}
+        state = jstep.TrainState.create(params, optimizer)
+        rows = jstep.IndexedSlices(jnp.ones((1, 1)), jnp.array([2]), (4, 1))
+        state = jstep.apply_gradients(state, {"w": jnp.ones(2), "t": rows, "rest": jnp.ones(2)}, optimizer)
+        before = state.slots[NAME]
+        state = state.replace(params={**state.params, "rest": jnp.full(2, 50.0)})
+        after = jstep.apply_gradients(state, {"w": None, "t": rows, "rest": None}, optimizer).slots[NAME]
+        assert after["w"].tolist() == before["w"].tolist()
+        assert after["rest"].tolist() == before["rest"].tolist()
+        assert after["t"][2] != before["t"][2]
+
+
+def test_averages_from_zeros_of_leaves_that_are_not_trained() -> None:
+    """They take the first value of the parameter: evaluation does not see zeros."""
+    for inner in (jstep.adam(), players()):
+        optimizer = jstep.with_moving_average(inner, EMA(0.9, zero_debias=True))
+        state = jstep.TrainState.create({"d": 1.0, "g": 2.0}, optimizer)
+        for _ in range(3):
+            state = jstep.apply_gradients(state, {"d": jnp.float32(1), "g": None}, optimizer)
+        assert jstep.averaged_params(state)["g"] == 2.0
+
+
+def test_frozen_leaves_have_no_average() -> None:
+    def label(path: str, leaf: Any) -> str | None:
+        return "x" if path == "w" else None
+
+    def frozen(optimizer: jstep.Optimizer) -> jstep.Optimizer:
+        return jstep.chain(jstep.partition({"x": optimizer}, label), jstep.decay_weights(0.1))
+
+    params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0), "n": jnp.array(3)}
+    for wrap, slot in (
+        (lambda one: jstep.with_moving_average(one, EMA(0.9)), NAME),
+        (lambda one: jstep.with_moving_average(one, EMA(0.9, zero_debias=True), initial=None), NAME),
+        (
+            lambda one: jstep.with_moving_average(one, EMA(0.9), initial={"w": jnp.ones(2), "frozen": None, "n": None}),
+            NAME,
+        ),
+        (lambda one: jstep.lookahead(one, 2), "slow"),
+        (lambda one: jstep.master_weights(jstep.scope("s", jstep.lookahead(one, 2))), "s/slow"),
+    ):
+        optimizer = wrap(frozen(jstep.gradient_descent(0.5)))
+        state = jstep.TrainState.create(params, optimizer)
+        assert state.slots[slot]["frozen"] is None
+        grads = {"w": jnp.ones(2), "frozen": jnp.ones(3), "n": None}
+        after = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer))(state, grads)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        assert after.params["frozen"].tolist() == [7.0] * 3
+        averaged = jstep.slow_params(after) if "slow" in slot else jstep.averaged_params(after)
+        assert averaged["frozen"].tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("ema", [EMA(0.9, zero_debias=True), EMA(0.9, zero_debias=True, every=2)])
+@pytest.mark.parametrize("scope", ["", "all/"])
+def test_checkpoints_of_earlier_versions_restore(
+    tmp_path: Any, ema: jstep.ExponentialMovingAverage, scope: str
+) -> None:
+    """They have one age for all labels, and averages and slow weights of frozen leaves."""
+
+    def label(path: str, leaf: Any) -> str | None:
+        return {"w": "a/b", "v": "c"}.get(path)
+
+    parts = {name: jstep.gradient_descent(0.5) for name in ("a/b", "c")}
+    optimizer = jstep.lookahead(jstep.with_moving_average(jstep.partition(parts, label), ema), 3)
+    optimizer = jstep.scope(scope[:-1], optimizer) if scope else optimizer
+    params = {"w": jnp.ones(2), "v": jnp.ones(3), "frozen": jnp.ones(4)}
+    values = {name: jax.tree.map(lambda p: 5 * p, params) for name in (NAME, "slow")}
+    ages = {"start_step": jnp.int32(3)}
+    if ema.every > 1:
+        ages[f"with_moving_average/{NAME}/start_step"] = jnp.int32(6)
+    slots = {f"{scope}{name}": slot for name, slot in (values | ages).items()}
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(jstep.TrainState(params, slots, jnp.int32(10)))
+        target = jstep.TrainState.create(params, optimizer)
+        for back in (saver.restore(target), saver.restore(jax.eval_shape(lambda: target))):
+            found = {name: int(back.slots[name]) for name in back.slots if name.endswith("start_step")}
+            of_average = "with_moving_average/" if ema.every == 1 else f"with_moving_average/{NAME}/"
+            assert found == {
+                f"{scope}{prefix}{label}/start_step": age
+                for prefix, age in (("lookahead/", 3), (of_average, 3 if ema.every == 1 else 6))
+                for label in ("a/b", "c")
+            }
+            assert back.slots[f"{scope}{NAME}"]["w"].tolist() == [5, 5]
+            assert back.slots[f"{scope}slow"]["frozen"] is None
+
+
+def test_without_labels_all_updates_count_and_nothing_is_added() -> None:
+    """The slots of an ordinary optimizer are what they were."""
+    for optimizer, age in (
+        (jstep.with_moving_average(jstep.adam(), EMA(0.9, zero_debias=True)), "start_step"),
+        (jstep.lookahead(jstep.adam()), "start_step"),
+        (jstep.lookahead(jstep.gradient_descent(0.1)), "start_step"),
+    ):
+        state = jstep.TrainState.create({"w": 1.0}, optimizer, global_step=4)
+        assert [name for name in state.slots if name.endswith("start_step")] == [age]
+
+
+def test_compiled_and_not() -> None:
+    for optimizer in (jstep.lookahead(players(), 2), jstep.with_moving_average(players(), EMA(0.9, zero_debias=True))):
+        one, other = (run(optimizer, ORDERS["critic twice"], cycles=2, jit=jit)[-1][1] for jit in (False, True))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
