@@ -33,7 +33,10 @@ def compute_gradients(
             into that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
             i + 2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do
             not depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means
-            in at least float32; integers and bools of aux are sums in at least int32.
+            in at least float32; integers and bools of aux are sums in at least int32. They are those of the whole batch
+            if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses, BatchNorm)
+            sees those of one microbatch, so it is another objective for each number of microbatches; the recipe
+            "Contrastive losses in parts" computes such a loss exactly.
         weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
             memory and time, never values.

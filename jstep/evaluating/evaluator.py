@@ -43,8 +43,9 @@ def evaluator(
         metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
             `*args`, any other batch, a NamedTuple, too, as one argument. A metric is one of: a vector with a value for
             each example; a scalar, the mean over the batch, which is weighted by the number of examples (the leading
-            axis of the arrays in args); a pair of scalars `(sum, count)`; a pytree object with `merge(other)` and
-            `compute()`, such as those of `jstep.metrics`, of CLU, or a custom one. The objects of all batches are
+            axis of the arrays in args; a loss that compares rows with each other depends on the batch size); a pair of
+            scalars `(sum, count)`; a pytree object with `merge(other)` and `compute()`, such as those of
+            `jstep.metrics`, of CLU, or a custom one. The objects of all batches are
             merged on the device in the order of the batches; `compute()` then returns a number, or a dict of numbers,
             which are named `name/key`.
         batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,

@@ -74,16 +74,20 @@ def minimize(
         var_list: The parameters to train, as in `compute_gradients`; the others are unchanged.
         has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
         num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
-            update per batch.
+            update per batch. It is that of the whole batch if the loss is a mean over rows: a loss that compares rows
+            with each other (contrastive losses, BatchNorm) sees those of one microbatch.
         max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
             then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends
-            on the number of devices that the rows are sharded over, and is logged. The same batch gives the same
-            update on 8, 4 or 1 devices, up to rounding (with rng, the keys depend on the microbatches). Rows of unknown
-            sharding, as in a step with jit=False on Auto axes inside another `jax.jit`, count as being on one device.
+            on the number of devices that the rows are sharded over, and is logged. If the loss is a mean over rows, the
+            same batch gives the same update on 8, 4 or 1 devices, up to rounding. Otherwise the objective depends on
+            the number of devices, as do model_state, which moves once per microbatch, and the keys of rng. Rows of
+            unknown sharding, as in a step with jit=False on Auto axes inside another `jax.jit`, count as being on one
+            device.
         weight_fn: The weight of a microbatch, as in `compute_gradients`.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
-        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`.
+        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They
+            pass from one microbatch to the next, so running statistics move num_microbatches times per update.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
             they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
             `averaged_params`.

@@ -1,0 +1,147 @@
+"""The page "Contrastive losses in parts": its losses and gradients are those of the whole batch."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pages import DOCS, run_page
+from source_files import text_of
+
+import jstep
+
+PAGE = DOCS / "recipes" / "contrastive.md"
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names that the page defines."""
+    return run_page(PAGE)
+
+
+def loss_by_hand(page, params, images, texts):
+    """The loss of CLIP, a loop over rows in float64."""
+    u, v = (np.asarray(page["encode"](params[name], x), np.float64) for name, x in (("image", images), ("text", texts)))
+    logits = np.exp(np.float64(params["scale"])) * u @ v.T
+    total = 0.0
+    for i in range(len(u)):
+        total -= logits[i, i] - np.log(np.sum(np.exp(logits[i])))
+        total -= logits[i, i] - np.log(np.sum(np.exp(logits[:, i])))
+    return total / (2 * len(u))
+
+
+def assert_same_gradients(found, expected):
+    """Equal up to the rounding of float32 sums, relative to the largest element of a leaf."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=5e-6 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.thorough
+def test_the_figures_of_the_page(page):
+    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \|$", text_of(PAGE).replace("`", ""), re.MULTILINE)
+    printed = {name: (loss, memory) for name, loss, memory in rows}
+    assert {name: loss for name, (loss, _) in printed.items()} == {
+        name: f"{loss:.3f}" for name, (loss, _) in page["losses"].items()
+    }
+    by_hand = loss_by_hand(page, page["init_params"](), page["images"], page["texts"])
+    assert page["losses"]["in_parts"][0] == pytest.approx(by_hand, rel=1e-5)
+    assert page["losses"]["num_microbatches=8"][0] < by_hand - 1
+    assert page["losses"]["in_parts"][1] < page["losses"]["whole batch"][1] / 2
+
+
+def test_the_figures_of_the_page_on_accumulation():
+    """Microbatch i of n has the rows i, i + n, …; the loss is the mean of those of the microbatches."""
+    names = run_page(DOCS / "recipes" / "accumulation.md")
+    x, y = (np.asarray(names[name], np.float64) for name in ("first", "second"))
+    u, v = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x, y))
+    for n, found in names["contrastive_losses"].items():
+        losses = []
+        for part in range(n):
+            logits = 10 * u[part::n] @ v[part::n].T
+            losses += [np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)]
+        assert found == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-6)
+    figures = [f"{loss:.2f}" for loss in names["contrastive_losses"].values()]
+    assert f"{', '.join(figures[:3])} and {figures[3]}" in text_of(DOCS / "recipes" / "accumulation.md")
+
+
+@pytest.mark.thorough
+def test_gradients_of_clip_in_parts(page):
+    params, rows = page["init_params"](), (page["images"], page["texts"])
+    expected = jax.grad(page["whole_loss"])(params, *rows)
+    assert_same_gradients(jax.jit(jax.grad(page["clip_loss"]))(params, *rows), expected)
+    loss, grads = page["clip_gradients_of"](params, *rows)
+    assert float(loss) == pytest.approx(loss_by_hand(page, params, *rows), rel=1e-5)
+    assert_same_gradients(grads, expected)
+    for count in (1, 512):
+        loss, grads = page["gradients_in_parts"](page["encode_both"], page["loss_of"], count)(params, *rows)
+        assert_same_gradients(grads, expected)
+    # The gradients of the microbatches are others.
+    _, others = jstep.compute_gradients(page["whole_loss"], num_microbatches=8)(params, *rows)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_same_gradients(others, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("jit", [True, False])
+def test_steps_with_keys_are_those_of_a_loop_by_hand(page, jit):
+    """SimCLR for three steps, against the whole batch in a plain loop with the keys of each step."""
+    optimizer, key = jstep.gradient_descent(0.1), jax.random.key(1)
+    images = page["images"][:16]
+
+    def whole(params, x, rng):
+        noise = jnp.stack([jax.random.normal(one, (2, x.shape[1])) for one in jax.random.split(rng, len(x))])
+        u, v = (page["encode"](params["image"], x + 0.1 * noise[:, i]) for i in range(2))
+        z = jnp.concatenate([u, v])
+        total = 0.0
+        for i in range(len(z)):
+            others = jnp.array([j for j in range(len(z)) if j != i])
+            logits = z @ z[i] / 0.1
+            total -= logits[(i + len(x)) % len(z)] - jax.nn.logsumexp(logits[others])
+        return total / len(z)
+
+    step = jstep.minimize(page["simclr_loss"], optimizer, rng=key, jit=jit)
+    state = jstep.TrainState.create(page["init_params"](), optimizer)
+    params = page["init_params"]()
+    for i in range(2):
+        expected, grads = jax.jit(jax.value_and_grad(whole))(params, images, jax.random.fold_in(key, i))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        state, metrics = step(state, images)
+        assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sharded_rows(page, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    optimizer = jstep.gradient_descent(1.0)
+    state = jstep.TrainState.create(page["init_params"], optimizer, mesh=mesh)
+    step = jstep.minimize(page["clip_loss"], optimizer)
+    rows = jstep.shard_batch((page["images"], page["texts"]), mesh)
+    if not explicit:
+        # Only embeddings are gathered, none of the rows: 512 of 32 numbers for each tower, and again for the gradients.
+        collectives = jstep.cost(step, state, *rows).collectives
+        moved = sum(one.bytes for kind, one in collectives.items() if kind != "all-reduce")
+        assert moved <= 4 * 2 * 512 * 32 * 4, collectives
+    state, metrics = step(state, *rows)
+    params = page["init_params"]()
+    loss, grads = jax.value_and_grad(page["whole_loss"])(params, page["images"], page["texts"])
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    moved = jax.tree.map(lambda after, before: before - after, state.params, params)
+    for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * float(jnp.abs(other).max()) + 5e-7)
+
+
+@pytest.mark.thorough
+def test_low_precision_parameters(page):
+    """By hand, gradients of bfloat16 parameters are added in float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), page["init_params"]())
+    rows = tuple(jnp.asarray(one, jnp.bfloat16) for one in (page["images"], page["texts"]))
+    _, grads = page["clip_gradients_of"](params, *rows)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    optimizer = jstep.master_weights(jstep.sgd(0.1))
+    state = jstep.apply_gradients(jstep.TrainState.create(params, optimizer), grads, optimizer)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
