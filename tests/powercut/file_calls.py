@@ -1,0 +1,275 @@
+"""The calls of a program that change files, in their order: recorded by a preloaded library, and made to fail.
+
+A recorded program is started with `python`, and calls `recording(folder, log)`; `read(log)` returns the calls of
+all its threads, also those of libraries in C++, below that folder. `mark` adds a text to the record, such as
+"acknowledged 3". Flushes by Python are marked with their place in jstep. `failing` makes one of the calls fail.
+"""
+
+import contextlib
+import ctypes
+import enum
+import functools
+import os
+import pathlib
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jstep
+
+HERE = pathlib.Path(__file__).parent
+SYNC_PLACE = "sync "
+"""Begin of the mark of a flush: the lines of jstep that caused it, the innermost one first."""
+_PACKAGE = os.path.dirname(os.path.abspath(jstep.__file__))
+_HEAD = struct.Struct("=IIIIQqQ")
+
+
+class Kind(enum.IntEnum):
+    """What a call does; as in file_calls.c. OPEN is of a file that is only read, CLOSE of one that was written."""
+
+    CREATE = 1
+    TRUNCATE = 2
+    WRITE = 3
+    SYNC = 4
+    MKDIR = 5
+    RMDIR = 6
+    UNLINK = 7
+    RENAME = 8
+    LINK = 9
+    MARK = 10
+    OPEN = 11
+    CLOSE = 12
+
+
+class Call(NamedTuple):
+    """A call that succeeded.
+
+    Attributes:
+        kind: What it does.
+        path: Its path, or the text of a mark; "" for a file without a name.
+        other: The second path of RENAME and LINK.
+        inode: The number of the file or folder: of CREATE, MKDIR, WRITE, TRUNCATE and SYNC.
+        at: The position of WRITE, the new size of TRUNCATE.
+        data: The bytes of WRITE.
+        thread: The thread that made it.
+    """
+
+    kind: Kind
+    path: str
+    other: str = ""
+    inode: int = 0
+    at: int = 0
+    data: bytes = b""
+    thread: int = 0
+
+
+@functools.cache
+def library() -> tuple[str, str]:
+    """Compile the library, once; return its path, or "" and why there is none."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if sys.platform != "linux":
+        return "", f"file calls are recorded on Linux only, this is {sys.platform}"
+    if compiler is None:
+        return "", "there is no C compiler for the library that records file calls"
+    path = os.path.join(tempfile.mkdtemp(prefix="jstep-file-calls-"), "file_calls.so")
+    command = [compiler, "-O1", "-w", "-shared", "-fPIC", "-o", path, HERE / "file_calls.c", "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return (path, "") if done.returncode == 0 else ("", f"{compiler} cannot compile file_calls.c: {done.stderr[-500:]}")
+
+
+def python(code: str, *args: Any, timeout: float = 300) -> str:
+    """Run a program whose calls can be recorded, with its signals reset, and return what it printed.
+
+    Raises:
+        AssertionError: It failed, or did not end in time.
+    """
+    path, reason = library()
+    assert path, reason
+    env = {**os.environ, "LD_PRELOAD": path, "JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), os.path.dirname(_PACKAGE)])
+    command = [sys.executable, "-P", "-c", "import file_calls; file_calls.reset_signals()\n" + code, *map(str, args)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-4000:]
+    return out
+
+
+def reset_signals() -> None:
+    """Undo that the parent ignored signals, as under nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL:
+    found = ctypes.CDLL(None)
+    found.calls_failed.restype = ctypes.c_char_p
+    return found
+
+
+def mark(text: str) -> None:
+    """Add a text to the record; nothing without a recording."""
+    with contextlib.suppress(AttributeError):  # the library is not loaded
+        _loaded().calls_mark(text.encode())
+
+
+@contextlib.contextmanager
+def recording(folder: str | os.PathLike[str], log: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Within the block, record all calls below a folder; what is there already counts as durable.
+
+    Args:
+        folder: The folder, without links in its path.
+        log: The file of the record; None to record nothing, so that calls may only fail.
+    """
+    folder = os.path.realpath(folder)
+    fd = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if fd >= 0:
+        for call in _existing(folder):
+            _append(fd, call)
+    before = os.fsync, os.fdatasync, ThreadPoolExecutor.submit
+    os.fsync, os.fdatasync = (_marked(sync) for sync in before[:2])
+    ThreadPoolExecutor.submit = _carrying(before[2])  # type: ignore[method-assign]
+    _loaded().calls_record(folder.encode(), fd)
+    try:
+        yield
+    finally:
+        _loaded().calls_record(b"", -1)
+        os.fsync, os.fdatasync, ThreadPoolExecutor.submit = before  # type: ignore[method-assign]
+        if fd >= 0:
+            os.close(fd)
+
+
+def _existing(folder: str) -> Iterator[Call]:
+    """Yield calls that create all that is in a folder, durably."""
+    yield Call(Kind.MKDIR, folder, inode=os.stat(folder).st_ino)
+    for top, folders, files in os.walk(folder):
+        for name in folders:
+            yield Call(Kind.MKDIR, os.path.join(top, name), inode=os.stat(os.path.join(top, name)).st_ino)
+        for name in files:
+            path = os.path.join(top, name)
+            inode = os.stat(path).st_ino
+            yield Call(Kind.CREATE, path, inode=inode)
+            yield Call(Kind.WRITE, path, inode=inode, data=pathlib.Path(path).read_bytes())
+            yield Call(Kind.SYNC, path, inode=inode)
+        yield Call(Kind.SYNC, top, inode=os.stat(top).st_ino)
+
+
+def _append(fd: int, call: Call) -> None:
+    a, b = call.path.encode(), call.other.encode()
+    head = _HEAD.pack(call.kind, call.thread, len(a), len(b), call.inode, call.at, len(call.data))
+    os.write(fd, head + a + b + call.data)
+
+
+def _marked(sync: Any) -> Any:
+    def synced(fd: Any) -> None:
+        mark(SYNC_PLACE + " < ".join(_places()))
+        sync(fd)
+
+    return synced
+
+
+def _carrying(submit: Any) -> Any:
+    """Return a method of thread pools whose threads know the lines that gave them their work."""
+
+    def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        places = list(_places())
+
+        def work(*args: Any, **kwargs: Any) -> Any:
+            _thread.places = places
+            return function(*args, **kwargs)
+
+        return submit(pool, work, *args, **kwargs)
+
+    return submitted
+
+
+_thread = threading.local()
+
+
+def _places() -> Iterator[str]:
+    """Yield the lines of jstep that are being run, up to the first one that is not in `stores/files.py`."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = os.path.abspath(frame.f_code.co_filename)
+        if name.startswith(_PACKAGE):
+            inner = os.path.relpath(name, _PACKAGE)
+            yield f"{inner}:{frame.f_lineno}"
+            if inner != os.path.join("stores", "files.py"):
+                return
+        frame = frame.f_back
+    yield from getattr(_thread, "places", ())
+
+
+def read(log: str | os.PathLike[str]) -> list[Call]:
+    """Read a record."""
+    data, at, calls = pathlib.Path(log).read_bytes(), 0, []
+    while at < len(data):
+        kind, thread, first, second, inode, position, size = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        parts = []
+        for length in (first, second, size):
+            parts.append(data[at : at + length])
+            at += length
+        calls.append(Call(Kind(kind), parts[0].decode(), parts[1].decode(), inode, position, parts[2], thread))
+    return calls
+
+
+def sync_places(calls: Sequence[Call]) -> dict[int, str]:
+    """Return the position of each flush by jstep in a record → the lines of jstep that caused it."""
+    found: dict[int, str] = {}
+    marked: dict[int, str] = {}
+    for i, call in enumerate(calls):
+        if call.kind == Kind.MARK and call.path.startswith(SYNC_PLACE):
+            marked[call.thread] = call.path.removeprefix(SYNC_PLACE)
+        elif call.kind == Kind.SYNC and marked.get(call.thread):
+            found[i] = marked.pop(call.thread)
+    return found
+
+
+CHANGES = frozenset(Kind) - {Kind.MARK, Kind.OPEN}
+"""The calls that change a file, its folder, or what is on the disk."""
+
+
+class Failure:
+    """The first call that failed: its kind and path; "" while none did."""
+
+    call = ""
+
+
+@contextlib.contextmanager
+def failing(
+    at: int, number: int, *, kinds: Collection[Kind] = CHANGES, end: str = "", lasts: bool = False
+) -> Iterator[Failure]:
+    """Within the block, let the n-th call of some kinds fail, and with `lasts` all later ones of them.
+
+    Only calls below the folder of a `recording` are counted, those of all threads.
+
+    Args:
+        at: The number of the call, from 1.
+        number: The error number.
+        kinds: The kinds of calls.
+        end: The end of their paths.
+        lasts: Whether the error lasts until the end of the block.
+
+    Yields:
+        The failure, which is set at the end of the block.
+    """
+    failure = Failure()
+    _loaded().calls_fail(ctypes.c_long(at), sum(1 << kind for kind in kinds), end.encode(), number, int(lasts))
+    try:
+        yield failure
+    finally:
+        kind, _, path = _loaded().calls_failed().decode().partition(" ")
+        failure.call = f"{Kind(int(kind)).name} {path}" if kind else ""
+        _loaded().calls_fail(ctypes.c_long(0), 0, b"", 0, 0)
