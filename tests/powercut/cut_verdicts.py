@@ -1,0 +1,319 @@
+"""What jstep makes of a state of the disk: whether it has all that was acknowledged, bit for bit."""
+
+import collections
+import contextlib
+import functools
+import glob
+import importlib
+import logging
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import cut_runs
+import jax
+from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
+from disk_states import State, write
+
+import jstep
+from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.fingerprints import log
+from jstep.summary.read import read_scalars
+from jstep.timeline import lines as timeline_lines
+
+ACCEPTABLE = "acceptable"
+REFUSED = "refused"
+"""An error in place of a state."""
+VANISHED = "vanished"
+"""A fresh start, although a save was acknowledged."""
+OLDER = "older"
+"""An older save than the newest one that was acknowledged."""
+WRONG = "wrong bits"
+WARNED = "restored with a warning"
+"""A file of an acknowledged checkpoint is damaged, although it is not needed to restore."""
+LEFTOVERS = "leftovers"
+"""What an interrupted save or deletion left is there after the next writer has begun."""
+NO_SAVE = "no further save"
+BEST_LOST = "best checkpoint lost"
+RECORDS_LOST = "records lost"
+"""Summaries, fingerprints or times of steps before the newest checkpoint."""
+PROGRAMS_LOST = "cached programs lost"
+"""After the end of the run; and a torn one after the next one."""
+OTHER_END = "another end"
+"""The run that goes on from it does not end as one without a stop."""
+
+Judge = Callable[[State, str], str]
+"""A function of a state and the folder that holds it, which returns one of the words above."""
+
+
+def judged(states: Iterable[State], judge: Judge, until_first: bool = False) -> dict[str, list[State]]:
+    """Return the states by verdict; with `until_first` only until the first unacceptable one."""
+    found = collections.defaultdict(list)
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: nothing here needs a disk
+    with tempfile.TemporaryDirectory(dir=shared) as above:
+        folder = os.path.join(above, "disk")
+        for state in states:
+            write(state.tree, folder)
+            with warnings_of_jstep():
+                verdict = judge(state, folder)
+            shutil.rmtree(folder)
+            found[verdict].append(state)
+            if verdict != ACCEPTABLE and until_first:
+                break
+    return dict(found)
+
+
+def counts(found: dict[str, list[State]]) -> dict[str, int]:
+    """Return the number of states of each verdict."""
+    return {verdict: len(states) for verdict, states in sorted(found.items())}
+
+
+def unacceptable(found: dict[str, list[State]]) -> dict[str, str]:
+    """Return each other verdict, with how many states have it and what is in the first one's words."""
+    return {
+        verdict: f"{len(states)} states, such as {states[0].why}, after {states[0].at} calls"
+        for verdict, states in found.items()
+        if verdict != ACCEPTABLE
+    }
+
+
+def acknowledged(state: State) -> int:
+    """Return the last number or step that was acknowledged, -1 if there is none."""
+    found = [int(text.removeprefix(ACKNOWLEDGED)) for text in state.marks if text.startswith(ACKNOWLEDGED)]
+    return found[-1] if found else -1
+
+
+def judge_of(name: str) -> Judge:
+    """Return the judge of the states of a program of `cut_runs.RUNS`."""
+    kind, _, rest = name.partition(", ")
+    if kind == "saver":
+        return saver_judge(cut_runs.SAVES[rest])
+    if kind == "weights":
+        return weights_judge(cut_runs.WEIGHTS[rest])
+    return records_judge if kind == "records" else train_judge
+
+
+def saver_judge(saves: Saves, every: int | None = 10) -> Judge:
+    """Judge states of a Saver; at every tenth state it also saves again.
+
+    Args:
+        saves: The saves that were made.
+        every: Distance of the states at which the next save is tried; None to try none.
+    """
+    expected = [bits(cut_runs.saved_state(step, number)) for number, step in enumerate(saves.steps)]
+    template = cut_runs.saved_state(0, 0)
+    seen = 0
+
+    def judge(state: State, folder: str) -> str:
+        nonlocal seen
+        seen += 1
+        with jstep.Saver(cut_runs.checkpoints(folder), **saves.options) as saver:
+            verdict = _judge_restored(saver, template, expected, acknowledged(state))
+            if verdict != ACCEPTABLE:
+                return verdict
+            saver.claim()
+            if _leftovers(saver.directory):
+                return LEFTOVERS
+            if every is not None and seen % every == 0:
+                new = cut_runs.saved_state(99, 99)
+                saver.save(new)
+                saver.wait()
+                if bits(saver.restore(template)) != bits(new) or _leftovers(saver.directory):
+                    return NO_SAVE
+        return ACCEPTABLE
+
+    return judge
+
+
+@contextlib.contextmanager
+def warnings_of_jstep() -> Iterator[list[str]]:
+    """Within the block, collect the warnings and errors that jstep logs, and print none of them."""
+    logger, handler = logging.getLogger("jstep"), _Lines()
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _judge_restored(saver: jstep.Saver, template: object, expected: Sequence[bytes], newest: int) -> str:
+    try:
+        with warnings_of_jstep() as lines:
+            restored = bits(saver.restore(template))
+    except FileNotFoundError:
+        return VANISHED if newest >= 0 else ACCEPTABLE
+    except CheckpointError:
+        return REFUSED
+    if restored not in expected:
+        return WRONG
+    if lines:
+        return WARNED
+    return OLDER if max(i for i, one in enumerate(expected) if one == restored) < newest else ACCEPTABLE
+
+
+def _leftovers(directory: str) -> list[str]:
+    return [name for name in os.listdir(directory) if re.match(r"(model|best)-\d+[^\d]", name)]
+
+
+def weights_judge(limits: Sequence[int]) -> Judge:
+    """Judge states of weights that were saved several times to one path, and are read from its folder.
+
+    While one file replaces shards, or shards a file, the folder has both, and reading it is refused. Then each of the
+    two has to be all of a save, and one of them new enough.
+    """
+    expected = [bits(cut_runs.weights(number)) for number in range(len(limits))]
+    template = jax.eval_shape(lambda: cut_runs.weights(0))
+
+    def judge(state: State, folder: str) -> str:
+        path, newest = cut_runs.path_of_weights(folder), acknowledged(state)
+        where, two = os.path.dirname(path), [path, path + ".index.json"]
+        try:
+            sources = two if all(map(os.path.exists, two)) else [where]
+            loaded = [bits(jstep.load_weights(source, template)) for source in sources]
+        except FileNotFoundError:
+            return VANISHED if newest >= 0 else ACCEPTABLE
+        except ValueError:
+            return REFUSED if newest >= 0 else ACCEPTABLE
+        if not set(loaded) <= set(expected):
+            return WRONG
+        if max(map(expected.index, loaded)) < newest:
+            return OLDER
+        jstep.save_weights(path, cut_runs.weights(99))
+        return ACCEPTABLE if os.listdir(where) == [os.path.basename(path)] else LEFTOVERS
+
+    return judge
+
+
+def train_judge(state: State, folder: str) -> str:
+    """Judge a state of a run by what it restores and by its records; if in doubt, let the run go on."""
+    newest, states = acknowledged(state), cut_runs.states_of_run()
+    with jstep.Saver(cut_runs.checkpoints(folder)) as saver:
+        expected = [states.get(step, b"") for step in range(LAST + 1)]
+        verdict = _judge_restored(saver, cut_runs.new_state(), expected, newest)
+        if verdict != ACCEPTABLE:
+            return verdict
+        restored = saver.latest_step() or 0
+    if not _has_records(folder, restored):
+        return RECORDS_LOST
+    if cut_runs.ENDED in state.marks and (not (found := _programs(folder)) or not all(found)):
+        return PROGRAMS_LOST
+    if _has_best(folder, restored):
+        return ACCEPTABLE
+    return BEST_LOST if restart_judge(state, folder) != ACCEPTABLE else ACCEPTABLE
+
+
+def _has_best(folder: str, restored: int) -> bool:
+    """Return whether the best of the evaluations until a step, or better ones, are kept."""
+    best = sorted(LOSSES[step] for step in range(EVERY, restored + 1, EVERY))[:KEPT_BEST]
+    with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
+        try:
+            kept = {step: bits(saver.restore(cut_runs.new_state(), step=step)) for step in saver.all_steps()}
+        except CheckpointError:
+            return False
+    if any(found != cut_runs.states_of_run()[step] for step, found in kept.items()) or len(kept) < len(best):
+        return False
+    return all(found <= wanted for found, wanted in zip(sorted(LOSSES[step] for step in kept), best, strict=False))
+
+
+def _has_records(folder: str, restored: int) -> bool:
+    """Return whether summaries, fingerprints and times have all steps before a checkpoint: no run repeats them."""
+    steps = set(range(1, restored + 1))
+    logs = os.path.join(folder, "logs")
+    if not steps:
+        return True
+    try:
+        series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
+        logged = log.read(os.path.join(logs, log.NAME)).entries
+        times = timeline_lines.read(cut_runs.checkpoints(folder))
+    except (OSError, ValueError):
+        return False
+    timed = max((line["step"][1] for lines in times for line in lines if line["step"] is not None), default=0)
+    return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and timed >= restored
+
+
+def _programs(folder: str) -> list[bool]:
+    """Return whether each cached program can be read."""
+    found = glob.glob(os.path.join(glob.escape(cut_runs.checkpoints(folder)), "compile_cache", "*-cache"))
+    return [_can_be_decompressed(path) for path in found]
+
+
+def _can_be_decompressed(path: str) -> bool:
+    try:
+        return bool(_decompressed(path))
+    except Exception:  # each library has its own
+        return False
+
+
+def _decompressed(path: str) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read()
+    if not data.startswith(b"\x28\xb5\x2f\xfd"):
+        return zlib.decompress(data)
+    return bytes(importlib.import_module("zstandard").decompress(data))
+
+
+def records_judge(state: State, folder: str) -> str:
+    """Judge states of summaries, lines and a file by what had been flushed of each."""
+    flushed = [text.removeprefix(cut_runs.FLUSHED).split() for text in state.marks if text.startswith(cut_runs.FLUSHED)]
+    newest = {kind: int(number) for kind, number in flushed}
+    readers = {
+        "events": lambda place: read_scalars(place, on_corrupted=lambda error: None)["loss"][-1].step,
+        "lines": lambda place: max(log.read(os.path.join(place, log.NAME)).entries),
+        "files": lambda place: int(pathlib.Path(place, "file").read_text()),
+    }
+    for kind, number in newest.items():
+        try:
+            found = readers[kind](os.path.join(folder, kind, "a"))
+        except (OSError, ValueError, KeyError):
+            return RECORDS_LOST
+        if found < number:
+            return RECORDS_LOST
+    return ACCEPTABLE
+
+
+@functools.cache
+def _end() -> tuple[bytes, list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        state = cut_runs.train(folder)
+        return bits(state), _best_steps(folder)
+
+
+def _best_steps(folder: str) -> list[int]:
+    with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
+        return saver.all_steps()
+
+
+def restart_judge(state: State, folder: str) -> str:
+    """Judge a state by the end of the run that goes on from it."""
+    try:
+        ended = cut_runs.train(folder)
+    except CheckpointError:
+        return REFUSED
+    end, best = _end()
+    # An eviction that did not reach the disk leaves one more, which is worse than these.
+    if bits(ended) != end or not set(best) <= set(_best_steps(folder)):
+        return OTHER_END
+    if not all(_programs(folder)):
+        return PROGRAMS_LOST
+    for where, prefix in (cut_runs.checkpoints(folder), "model"), (os.path.join(folder, "best"), "best"):
+        with jstep.Saver(where, prefix=prefix) as saver:
+            saver.claim()  # a run that is at its last step does not write
+        if _leftovers(where):
+            return LEFTOVERS
+    return ACCEPTABLE

@@ -1,0 +1,54 @@
+"""Power cuts during a training run with everything on, and while weights are saved."""
+
+import json
+
+import cut_runs
+import file_calls
+import pytest
+from cut_faults import Fault
+from cut_verdicts import judge_of, judged, restart_judge, unacceptable
+from disk_states import MODELS, PREFIX, History, distinct, sampled
+
+MOST = 400
+TRAINS = [name for name in cut_runs.RUNS if name.startswith("train")]
+OTHERS = [*(f"weights, {name}" for name in cut_runs.WEIGHTS), "records"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", TRAINS)
+def test_states_of_runs(name, model, record):
+    """What is acknowledged is there, with the best checkpoints and the records of the steps before."""
+    history = History(record(name))
+    states = sampled(distinct(history.states(model, share=1.0 if model == PREFIX else 0.3)), MOST)
+    problems = unacceptable(judged(states, judge_of(name)))
+    assert not problems
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", TRAINS)
+def test_restarts(name, model, record):
+    """A run that goes on from a state ends as one that was never cut."""
+    states = sampled(distinct(History(record(name)).states(model, share=0.1)), 40, seed=1)
+    problems = unacceptable(judged(states, restart_judge))
+    assert not problems
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_of_weights_and_records(name, model, record):
+    problems = unacceptable(judged(distinct(History(record(name)).states(model)), judge_of(name)))
+    assert not problems
+
+
+@pytest.mark.thorough
+def test_faults_of_a_run(recorder):
+    """Each seventh call fails in a run that was resumed; the restart ends with the bits of a run without a fault."""
+    program = "import sys, cut_faults; cut_faults.main(*sys.argv[1:])"
+    numbers = json.dumps([28, 5])
+    faults = Fault.parsed(file_calls.python(program, "train", numbers, 7, timeout=900).splitlines())
+    assert len(faults) > 40
+    problems = [str(fault) for fault in faults if fault.defects]
+    assert not problems
