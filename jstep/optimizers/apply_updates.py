@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.execution_order import in_order
+from jstep.core.execution_order import in_order, is_in_place
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_on_host, on_devices
@@ -42,7 +42,8 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Para
 
     A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
     unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
-    need no order of their own: an optimizer declares a slot after those that are computed from its old value.
+    need no order of their own: an optimizer declares a slot after those that are computed from its old value. Leaves
+    whose slots are all overwritten in place need no order.
 
     Args:
         params: The parameters.
@@ -58,6 +59,9 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Para
     for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
         if not trees.is_none(update):
             own = [] if is_update(update) else [tree for tree in ordered.values() if _is_alike(tree[i], leaf)]
+            if all(is_in_place(tree[i]) for tree in own):
+                new[i] = add(leaf, update)
+                continue
             new[i], moved = _add_in_order(leaf, update, [tree[i] for tree in own])
             for tree, value in zip(own, moved, strict=True):
                 tree[i] = value

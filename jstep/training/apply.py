@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.contexts import internal_transfers
+from jstep.core.execution_order import collecting_in_place
 from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.placement import (
     Layouts,
@@ -116,10 +117,11 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with using_transfers(transfers):
-            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
-        shown = moves(state.params, found.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, found.updates, found.slots)
+        with collecting_in_place():
+            with using_transfers(transfers):
+                found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+            shown = moves(state.params, found.updates)  # as added to the parameters
+            params, slots = apply_in_order(state.params, found.updates, found.slots)
         new = found.state.replace(params=params, slots={**state.slots, **slots})
         return found._replace(state=new, updates=shown, slots=slots)
 

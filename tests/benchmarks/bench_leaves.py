@@ -80,7 +80,7 @@ def main():
         return run
 
     steps = interleaved({"jstep": runner(ours), "Optax": runner(theirs)}, calls=30)
-    return report("1000 leaves of 1000 floats, Adam: a step", steps, {("jstep", "Optax"): 1.0}, 1e3) and good
+    return report("1000 leaves of 1000 floats, Adam: a step", steps, {("jstep", "Optax"): 0.97}, 1e3) and good
 
 
 if __name__ == "__main__":

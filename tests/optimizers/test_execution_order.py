@@ -9,9 +9,10 @@ import pytest
 from optimizer_table import REPRESENTATIVES, TABLE
 
 import jstep
-from jstep.core.execution_order import compute_first, in_order
+from jstep.core.execution_order import are_all_in_place, compute_first, in_order
 
 IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adan", "adadelta", "ftrl")
+IN_PLACE = ("adam", "adamw_amsgrad", "momentum", "rmsprop_centered", "held", "decay_weights")
 
 
 def barriers(name, platform):
@@ -34,6 +35,62 @@ def test_no_barriers_on_tpus_and_gpus(name):
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_barriers_on_cpus(name):
     assert barriers(name, "cpu")
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_no_barriers_where_each_slot_is_read_by_its_own_kernel_only(name):
+    assert not barriers(name, "cpu")
+
+
+@pytest.mark.parametrize("name", ["adabelief", "prodigy", "skip_nonfinite"])
+def test_barriers_where_old_slots_are_read_again(name):
+    """XLA computes AdaBelief's v again for the parameter; Prodigy sums, and skip_nonfinite selects from, old slots."""
+    assert barriers(name, "cpu")
+
+
+def new_slot_used(g, m):
+    m = 0.9 * m + g
+    return m * 2, m
+
+
+def recomputed_by_xla(g, m):
+    m = jnp.abs(m)
+    return m * 2, m
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (new_slot_used, True),
+        (recomputed_by_xla, False),
+        (lambda g, m: (-g, 0.9 * m + g), True),
+        (lambda g, m: (-g, m), True),
+        (lambda g, m: (m * 2, 0.9 * m + g), False),
+        (lambda g, m: (-g, 1.0), False),
+    ],
+)
+def test_a_slot_is_in_place_if_only_its_new_value_is_read(rule, expected):
+    assert are_all_in_place(jax.make_jaxpr(rule)(jnp.ones(3), jnp.ones(3)).jaxpr, {1: 1}) is expected
+
+
+def test_slots_of_one_leaf_are_not_in_place_if_one_reads_another():
+    def rule(g, m, v):
+        return -g, 0.9 * m + g, v + m
+
+    assert not are_all_in_place(jax.make_jaxpr(rule)(*[jnp.ones(3)] * 3).jaxpr, {1: 1, 2: 2})
+
+
+def test_a_rule_runs_once_for_all_leaves_of_a_shape():
+    calls = []
+
+    def rule(g, p, slots, h):
+        calls.append(g.shape)
+        return -h["rate"] * g, {"m": slots["m"] + g}
+
+    optimizer = jstep.leafwise(rule, hyper={"rate": 0.1}, slots={"m": 0.0})
+    state = jstep.TrainState.create({"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(4)}, optimizer)
+    jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer)).trace(state, state.params)
+    assert calls == [(3,), (4,)]
 
 
 def test_ordering_changes_neither_values_nor_gradients():
