@@ -1,6 +1,7 @@
 """Shuffled batches as a pure function of the step, so that no data position is checkpointed."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jstep.core.checks import as_bool, as_int, shown
@@ -119,6 +120,11 @@ class Batches(BatchSequence):
     """
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
+
+    def _reader(self) -> Callable[[int], Any]:
+        """As for all sequences, without the indices in the batch: all rows are of one source, in order."""
+        (rows,) = self._rows.values()
+        return functools.partial(_batch, self._plan.reader(self._plan.share).numbers, rows.take)
 
     def _definition(self) -> dict[str, Any]:
         plan = self._plan
@@ -249,20 +255,27 @@ class _Reader:
 
     def __call__(self, step: int) -> list[SourceRows]:
         """Return the rows of the batch of a step."""
+        rows = self.numbers(step)
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        return [SourceRows(0, slice(0, count), rows)]
+
+    def numbers(self, step: int) -> RowNumbers:
+        """Return the row numbers of the batch of a step."""
         first, lines = self._known
-        if not first <= step < first + len(lines):
-            plan = self._plan
-            run = plan.sizes.run_of(step)
-            epochs, i = divmod(step - run.first, run.period)
-            low, high = self._share.of(run.at(step))
-            start = run.offset + i * run.size + low
-            if not plan.shuffle:
-                return [_alone(slice(start, start + high - low), high - low)]
-            lines = self._ahead.lines(run.epoch + epochs, start, high - low, run.size)[: run.stop - step]
-            first, self._known = step, (step, lines)
-        found = lines[step - first]
-        return [_alone(found, len(found))]
+        if 0 <= step - first < len(lines):
+            found: RowNumbers = lines[step - first]
+            return found
+        plan = self._plan
+        run = plan.sizes.run_of(step)
+        epochs, i = divmod(step - run.first, run.period)
+        low, high = self._share.of(run.at(step))
+        start = run.offset + i * run.size + low
+        if not plan.shuffle:
+            return slice(start, start + high - low)
+        lines = self._ahead.lines(run.epoch + epochs, start, high - low, run.size)[: run.stop - step]
+        self._known = (step, lines)
+        return lines[0]
 
 
-def _alone(rows: RowNumbers, count: int) -> SourceRows:
-    return SourceRows(0, slice(0, count), rows)
+def _batch(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int) -> Any:
+    return take(numbers(step))

@@ -29,13 +29,13 @@ class ArraySource:
 
     def rows(self, rows: RowNumbers) -> Any:
         """Return a new array of these rows."""
+        is_range = isinstance(rows, slice)
+        if self._takes and not is_range:
+            return self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
         if self._is_of_keys:
             with internal_transfers():
                 return self._array[rows]
-        if isinstance(rows, slice):
-            return self._array[rows].copy()
-        # The rows are in range; "clip" only avoids the check of each row.
-        return self._array.take(rows, 0, None, "clip") if self._takes else self._array[rows]
+        return self._array[rows].copy() if is_range else self._array[rows]
 
 
 class ItemSource:
