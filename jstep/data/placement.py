@@ -46,10 +46,16 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
 
 
 def _place_on_default_device(item: Any) -> Any:
-    item = _as_known(item)
+    known = _as_known(item)
+    leaves = jax.tree.leaves(known)
+    # A JAX array keeps its placement, which may span other processes.
+    host = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array)]
     with internal_transfers():
-        # A JAX array keeps its placement, which may span other processes.
-        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), item)
+        # One call for all: most of its time is spent in Python, which keeps the loop from running.
+        placed = jax.device_put([leaves[i] for i in host])
+    for i, leaf in zip(host, placed, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(jax.tree.structure(known), leaves)
 
 
 def _explain(item: Any, sharding: Any, error: ValueError) -> None:
