@@ -46,7 +46,9 @@ class Reader:
         """See `Saver.extra`."""
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
-    def restore(self, target: Any, step: int | None, partial: bool, averages: str | None, names: Names | None) -> Any:
+    def restore(
+        self, target: Any, step: int | None, partial: bool, averages: Sequence[str] | None, names: Names | None
+    ) -> Any:
         """See `Saver.restore`."""
 
         def read(path: str, manifest: Manifest) -> Any:
@@ -62,7 +64,7 @@ class Reader:
 
         return self._retry(step, read)
 
-    def restore_params(self, params: Any, step: int | None, names: Names | None, averages: str | None) -> Any:
+    def restore_params(self, params: Any, step: int | None, names: Names | None, averages: Sequence[str] | None) -> Any:
         """See `Saver.restore_params`."""
         target = {PARAMS: params}
 
@@ -130,7 +132,7 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_nested(self, path: str, manifest: Manifest, averages: str | None) -> dict[str, Any]:
+    def _read_nested(self, path: str, manifest: Manifest, averages: Sequence[str] | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
         return place_leaf.nested_values(manifest.leaves, arrays, averages)
 

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ from jstep.core.checks import as_bool, kind
 from jstep.core.exceptions import note, scoped
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
-from jstep.optimizers.wrappers.exponential_moving_average import NAME as AVERAGES
+from jstep.optimizers.wrappers.exponential_moving_average import as_average_names
 from jstep.state.train_state import TrainState
 
 
@@ -173,7 +173,7 @@ class Saver:
         target: Any = None,
         step: int | None = None,
         partial: bool = False,
-        use_averages: bool | str = False,
+        use_averages: bool | str | Sequence[str] = False,
         names: Names | None = None,
     ) -> Any:
         """Restore a checkpoint.
@@ -193,7 +193,8 @@ class Saver:
                 knows these slots. Leaves that were copied or kept, and arrays that were not used, are logged as a
                 warning.
             use_averages: Whether to restore the moving averages of params in place of params, for evaluation, in the
-                dtype of params. A string names their slot.
+                dtype of params. A string names their slot; a list names several slots, which have averages of different
+                leaves.
             names: Leaves that have another path in the checkpoint: a mapping from paths of target
                 (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
                 to the other. Leaves that are not mentioned, or for which it returns None, have the same path.
@@ -211,7 +212,7 @@ class Saver:
             ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
                 does not exist; or target has only shapes for leaves that `leave_out` left out of the checkpoint.
         """
-        averages = _averages(use_averages)
+        averages = as_average_names(use_averages)
         partial, step = as_bool(partial, "partial"), _step_or_none(step)
         if names is not None and target is None:
             raise ValueError("names: must come with a target, whose paths it maps")
@@ -225,7 +226,7 @@ class Saver:
         target_params: Any,
         step: int | None = None,
         names: Names | None = None,
-        use_averages: bool | str = False,
+        use_averages: bool | str | Sequence[str] = False,
     ) -> Any:
         """Restore the parameters alone, without slots and step: for inference, or to start fine-tuning at step 0.
 
@@ -236,7 +237,7 @@ class Saver:
             names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted. A
                 function that does not rename a path that the checkpoint lacks is also called without `params/`.
             use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
-                parameters. A string names their slot.
+                parameters. A string names their slot, a list several, as in `restore`.
 
         Returns:
             A tree like target_params. Its arrays share no memory with anything and may be donated.
@@ -261,7 +262,7 @@ class Saver:
                 f"target_params: must be a tree of parameters, got {kind(target_params)}; pass state.params, or shapes "
                 "from jax.eval_shape. restore(None) returns a checkpoint without a target"
             )
-        step, averages = _step_or_none(step), _averages(use_averages)
+        step, averages = _step_or_none(step), as_average_names(use_averages)
         with self._lock:
             self.wait()
             refuse_compile_only(target_params, "target_params")
@@ -394,10 +395,3 @@ class Saver:
 
 def _step_or_none(step: Any) -> int | None:
     return None if step is None else checked.step(step)
-
-
-def _averages(use_averages: Any) -> str | None:
-    """Return the slot of averages to restore, or None."""
-    if not isinstance(use_averages, bool | str):
-        raise TypeError(f"use_averages={use_averages!r}: must be True, False or the name of the slot of averages")
-    return AVERAGES if use_averages is True else use_averages or None

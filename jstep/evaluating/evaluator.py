@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.checks import as_bool, as_function
@@ -20,7 +21,7 @@ from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects
 from jstep.hooks.evaluation import CheckedEvaluation
 from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers.schedule_free import schedule_free_params
-from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
+from jstep.optimizers.wrappers.exponential_moving_average import NAME, as_average_names, averaged_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
 from jstep.training.call_errors import explain_a_list
 
@@ -29,7 +30,7 @@ def evaluator(
     metric_fn: Callable[..., Mapping[str, Any]],
     batches: Any,
     *,
-    use_averages: bool | str = False,
+    use_averages: bool | str | Sequence[str] = False,
     has_model_state: bool = False,
     batch_sharding: Any = None,
 ) -> Callable[[TrainState], dict[str, float]]:
@@ -52,7 +53,7 @@ def evaluator(
             drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
             reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
-            those; a string is the name of the slot of averages.
+            those; a string is the name of the slot of averages, a list names several, of different leaves.
         has_model_state: Whether metric_fn takes the model state.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array.
@@ -100,8 +101,7 @@ def evaluator(
     Source: Keras' `Model.evaluate`, which weights batches in float32.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
-    if not isinstance(use_averages, str):
-        use_averages = as_bool(use_averages, "use_averages")
+    as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes, shardings = EvaluationBatches(batches), shardings_of(batch_sharding)
     computed, merge = _replicated(_computing(metric_fn)), _replicated(merge_objects)
@@ -118,7 +118,7 @@ def evaluator(
     def check(state: TrainState) -> None:
         check_state(state)
         params: Any = state.params
-        if use_averages is not False:
+        if as_average_names(use_averages):
             params = jax.eval_shape(functools.partial(_params_of, use_averages=use_averages), state)
         params = (params, *_model_state_of(state, has_model_state))
         args = passes.first_shapes(shardings) if agreement.is_single_process() else None
@@ -197,18 +197,18 @@ def _mesh_of_processes(tree: Any) -> Any:
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 
 
-def _params_of(state: TrainState, use_averages: bool | str) -> Any:
-    if use_averages is False:
+def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> Any:
+    names = as_average_names(use_averages)
+    if names is None:
         return state.params
-    name = NAME if use_averages is True else use_averages
     with internal_transfers():
-        if use_averages is True and name not in state.slots:
+        if isinstance(use_averages, bool | np.bool_) and NAME not in state.slots:
             free = _schedule_free(state)
             if free is not None:
                 _refuse_both(state)
                 return free
         try:
-            return averaged_params(state, name)
+            return averaged_params(state, names)
         except ValueError as error:
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
 

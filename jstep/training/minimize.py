@@ -11,7 +11,7 @@ import jax
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.array_checks import as_key
-from jstep.core.checks import as_bool, as_function, as_text, kind, shown
+from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
@@ -24,7 +24,7 @@ from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots
 from jstep.optimizers.parts import EMPTY_CONTEXT
 from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
-from jstep.optimizers.wrappers.exponential_moving_average import NAME, averaged_params
+from jstep.optimizers.wrappers.exponential_moving_average import as_average_names, averaged_params
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import applied, skip_metrics, unless_skipped
@@ -50,7 +50,7 @@ def minimize(
     gate_gradients: int = GATE_OP,
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
     has_model_state: bool = False,
-    use_averages: bool | str = False,
+    use_averages: bool | str | Sequence[str] = False,
     rng: Array | None = None,
     sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
@@ -90,7 +90,7 @@ def minimize(
             pass from one microbatch to the next, so running statistics move num_microbatches times per update.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
             they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
-            `averaged_params`.
+            `averaged_params`; a list of names, of averages of different leaves, gives one tree with all of them.
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so a resumed run
             draws the same numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets
             `fold_in(key, i)` of the key of its loss.
@@ -149,7 +149,7 @@ def minimize(
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
-    averages = _checked_averages(use_averages)
+    averages = as_average_names(use_averages)
 
     def of_one(loss_fn: Any, var_list: VarList) -> Differentiation:
         named = _with_named_aux(as_function(loss_fn, "loss_fn", "(params, *args) -> loss"), has_model_state)
@@ -288,30 +288,14 @@ def _requested_metrics(metrics: Any, num_microbatches: Any) -> tuple[tuple[str, 
     return tuple(name for name in requested if name != NOISE_SCALE), NOISE_SCALE in requested
 
 
-def _checked_averages(use_averages: Any) -> str | None:
-    """Return the name of the slot of the averages, or None if the loss does not take averages.
-
-    Raises:
-        TypeError: `use_averages` is neither a bool nor a string.
-        ValueError: `use_averages` is an empty string.
-    """
-    if isinstance(use_averages, bool):
-        return NAME if use_averages else None
-    if not isinstance(use_averages, str):
-        raise TypeError(
-            f"use_averages={shown(use_averages)}: must be True, False or the name of a slot, got {kind(use_averages)}"
-        )
-    return as_text(use_averages, "use_averages")
-
-
-def _averages_for(state: TrainState, name: str) -> Params:
+def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
     """Return `averaged_params` of a state, with gradients stopped.
 
     Raises:
         ValueError: The state has no averages. The message explains how to keep them.
     """
     try:
-        averages = averaged_params(state, name)
+        averages = averaged_params(state, names)
     except ValueError as error:
         raise ValueError(
             "use_averages: the loss takes the moving averages of the parameters: "

@@ -104,3 +104,72 @@ def test_missing_averages_raise_with_a_hint():
 def test_invalid_use_averages(value, error):
     with pytest.raises(error, match="use_averages="):
         jstep.minimize(distance, jstep.adam(), use_averages=value)
+
+
+def of_players():
+    """Averages inside each label: two slots, with different leaves."""
+    parts = {name: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA) for name in ("critic", "actor")}
+    return jstep.partition(parts, lambda path, leaf: path.split("/")[0])
+
+
+NAMES = ["critic/ExponentialMovingAverage", "actor/ExponentialMovingAverage"]
+
+
+@pytest.mark.parametrize("names", [NAMES, tuple(reversed(NAMES))])
+def test_several_names_give_one_tree(names, tmp_path):
+    optimizer = of_players()
+
+    def loss_fn(params, x, averages):
+        targets = averages["critic"] + averages["actor"]
+        return (params["critic"] - 3 * targets) ** 2 + (params["actor"] - x - targets) ** 2
+
+    step = jstep.minimize(loss_fn, optimizer, use_averages=names)
+    params = {"critic": jnp.float32(1), "actor": jnp.float32(2)}
+    state = jstep.TrainState.create(params, optimizer)
+    slow = dict(params)
+    for _ in range(3):
+        grads = jax.grad(loss_fn)(params, 1.0, slow)
+        params = {name: p - 0.5 * grads[name] for name, p in params.items()}
+        slow = {name: 0.5 * (slow[name] + p) for name, p in params.items()}
+        state, _ = step(state, jnp.float32(1))
+    for name, value in slow.items():
+        np.testing.assert_allclose(jstep.averaged_params(state, names)[name], value, rtol=1e-5)
+    evaluate = jstep.evaluator(lambda p, x: {"sum": p["critic"] + p["actor"] + 0 * x.sum()}, [X], use_averages=names)
+    np.testing.assert_allclose(evaluate(state)["sum"], float(slow["critic"] + slow["actor"]), rtol=1e-5)
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+        plain = jstep.TrainState.create(params, jstep.gradient_descent(0.1))
+        for back in (saver.restore(plain, use_averages=names).params, saver.restore_params(params, use_averages=names)):
+            for name, value in slow.items():
+                np.testing.assert_allclose(back[name], value, rtol=1e-5)
+        assert set(saver.restore(None, use_averages=names)["params"]) == set(slow)
+
+
+def test_several_names_with_the_same_leaf(tmp_path):
+    optimizer = jstep.with_moving_average(
+        jstep.with_moving_average(jstep.gradient_descent(0.1), EMA), jstep.ExponentialMovingAverage(0.9, name="other")
+    )
+    state, names = jstep.TrainState.create(PARAMS, optimizer), [EMA.name, "other"]
+    with pytest.raises(ValueError, match=r"the slots \['ExponentialMovingAverage', 'other'\] all have the leaf 'w'"):
+        jstep.averaged_params(state, names)
+    with pytest.raises(ValueError, match=r"use_averages: .*all have the leaf 'w'"):
+        jstep.minimize(distance, optimizer, use_averages=names)(state, X)
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+        with pytest.raises(ValueError, match=r"use_averages=.*several of these slots have an average of 'params/w'"):
+            saver.restore(state, use_averages=names)
+        with pytest.raises(ValueError, match="has no slot 'third'"):
+            saver.restore(state, use_averages=["other", "third"])
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [([], ValueError), (["a", 3], TypeError), ([""], ValueError), (3, TypeError)]
+)
+def test_invalid_lists(value, error, tmp_path):
+    for call in (
+        lambda: jstep.minimize(distance, jstep.adam(), use_averages=value),
+        lambda: jstep.evaluator(distance, [X], use_averages=value),
+        lambda: jstep.Saver(tmp_path).restore(None, use_averages=value),
+    ):
+        with pytest.raises(error, match="use_averages="):
+            call()

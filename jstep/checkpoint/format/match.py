@@ -86,13 +86,13 @@ class _TargetLeaf(NamedTuple):
     kind: Kind
 
 
-def match(target: Any, manifest: Manifest, averages: str | None, names: Names | None, where: str) -> Match:
+def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
     """Find the saved leaf of each leaf of a target.
 
     Args:
         target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
         manifest: The manifest of the checkpoint.
-        averages: The slot of moving averages that replace params; None to restore params.
+        averages: The slots of moving averages that replace params; None to restore params.
         names: Paths in the checkpoint for paths of the target; None if all are the same.
         where: The name of the checkpoint, for errors.
 
@@ -120,8 +120,8 @@ def match(target: Any, manifest: Manifest, averages: str | None, names: Names | 
     of_guards = {i for i in found.missing if leaves[i].keys in guards}
     passed_over = set(own)  # by averages in their place
     unused = [key for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)]
-    paths, roles = {path for path, _ in own}, roles_in(target)
-    untrained = [key for key in unused if slots.is_of_untrained(saved[key].keys, paths, roles)]
+    paths = {path for path, _ in own}
+    untrained = [key for key in unused if slots.is_of_untrained(saved[key].keys, paths, target)]
     copies = {} if all(found.sources) else _restored_copies(slots.copied(target), found.sources)
     return Match(
         [_wanted(leaf, found.sources[i], i in of_guards, copies.get(i)) for i, leaf in enumerate(leaves)],
@@ -168,7 +168,7 @@ def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int])
     return f"{leaf.id[0]!r} ({left_out}{array_type(*saved)}, and {array_type(*leaf.kind)} in target)"
 
 
-def _is_extra(key: _Id, source: Leaf | LeftOut, averages: str | None) -> bool:
+def _is_extra(key: _Id, source: Leaf | LeftOut, averages: Sequence[str] | None) -> bool:
     """Return whether a saved leaf that the target does not use is worth a message."""
     return isinstance(source, Leaf) and not _is_average(key[0], averages) and not _is_age_of(averages, key[0])
 
@@ -239,40 +239,51 @@ def _renamed(
     return given | {path: other for path, other in former.items() if given.get(path, path) == path}
 
 
-def average_of(key: _Id, known: Mapping[_Id, Any], slot: str | None) -> _Id | None:
-    """Return the key of the moving average of a parameter, or None."""
+def average_of(key: _Id, known: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
+    """Return the key of the moving average of a parameter, or None.
+
+    Raises:
+        ValueError: Several of the slots have it.
+    """
     path, number = key
-    if slot is None or (path != "params" and not path.startswith("params/")):
+    if averages is None or (path != "params" and not path.startswith("params/")):
         return None
-    average = (f"slots/{slot}{path.removeprefix('params')}", number)
-    return average if average in known else None
+    found = {(f"slots/{slot}{path.removeprefix('params')}", number) for slot in averages} & known.keys()
+    if len(found) > 1:
+        raise ValueError(
+            f"use_averages={list(averages)}: several of these slots have an average of {path!r}; give one of them"
+        )
+    return next(iter(found), None)
 
 
-def _is_average(path: str, slot: str | None) -> bool:
-    return slot is not None and (path == f"slots/{slot}" or path.startswith(f"slots/{slot}/"))
+def _is_average(path: str, averages: Sequence[str] | None) -> bool:
+    return any(path == f"slots/{slot}" or path.startswith(f"slots/{slot}/") for slot in averages or ())
 
 
-def _is_age_of(slot: str | None, path: str) -> bool:
+def _is_age_of(averages: Sequence[str] | None, path: str) -> bool:
     """Return whether a path may be the age of averages with zero_debias, which may be that of their optimizer."""
-    if slot is None:
-        return False
-    scope = f"slots/{slot}".rpartition("/")[0]
-    own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
-    return own or path == f"{scope}/start_step"
+    for slot in averages or ():
+        scope = f"slots/{slot}".rpartition("/")[0]
+        own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
+        if own or path == f"{scope}/start_step":
+            return True
+    return False
 
 
-def check_averages(slot: str, saved: Sequence[Leaf], where: str) -> None:
-    """Check that the slot of averages exists.
+def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
+    """Check that the slots of averages exist.
 
     Raises:
         ValueError: There is no such slot; lists the existing slots.
     """
-    if not any(_is_average(leaf.path, slot) for leaf in saved):
-        slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
-        raise ValueError(
-            f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Use "
-            "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the name of a slot."
-        )
+    for slot in averages:
+        if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
+            slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == "slots" and len(leaf.keys) > 1})
+            raise ValueError(
+                f"use_averages: {where} has no slot {slot!r}{trees.nearest(slot, slots)}; it has {slots}. Use "
+                "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
+                "slots."
+            )
 
 
 def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
@@ -287,14 +298,14 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 
 
 def match_params(
-    target: Mapping[str, Any], manifest: Manifest, averages: str | None, names: Names | None, where: str
+    target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> Match:
     """Find the saved leaves like `match`, for a target `{"params": params}`.
 
     Args:
         target: The tree to restore into.
         manifest: The manifest of the checkpoint.
-        averages: The slot of moving averages that replace params; None to restore params.
+        averages: The slots of moving averages that replace params; None to restore params.
         names: Paths in the checkpoint for paths of the target, each with or without `params/` before it.
         where: The name of the checkpoint, for errors.
 

@@ -85,7 +85,7 @@ def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]
     return place_anywhere(value)
 
 
-def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: str | None) -> dict[str, Any]:
+def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
     values = {}
     for key, record in _leaves.by_id(leaves).items():

@@ -166,17 +166,18 @@ def _shared_age(slot: str, slots: Collection[str], saved: Collection[str]) -> st
     return path if path in saved and path != f"{SLOTS}/{slot}" else None
 
 
-def is_of_untrained(keys: Keys, params: Collection[str], roles: Roles) -> bool:
-    """Return whether a slot that a target lacks is an average of a parameter that its optimizer never updates.
+def is_of_untrained(keys: Keys, params: Collection[str], target: Any) -> bool:
+    """Return whether a leaf that a slot of a target lacks is the average of a parameter that is never updated.
 
     Until jstep 0.3 averages and slow weights were kept for all parameters.
 
     Args:
         keys: The keys of the slot's leaf in the checkpoint.
         params: The paths of the target.
-        roles: The roles of the target's slots.
+        target: The target.
     """
-    if len(keys) < 2 or keys[0] != SLOTS or keys[1] not in roles:
+    roles = roles_in(target)
+    if len(keys) < 2 or keys[0] != SLOTS or keys[1] not in roles or keys[1] not in target.slots:
         return False
     averaged = roles[keys[1]] in (Role.COPY, Role.MASTER_COPY, Role.AVERAGE)
     return averaged and "/".join((_PARAMS, *keys[2:])) in params

@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.array_checks import as_scalar
-from jstep.core.checks import as_function, as_int
+from jstep.core.checks import as_function, as_int, as_text, kind, shown
 from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
@@ -357,7 +357,27 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
     ]
 
 
-def averaged_params(state: TrainState, name: str = NAME) -> Params:
+def as_average_names(use_averages: Any) -> tuple[str, ...] | None:
+    """Return the names of the slots of averages that an argument `use_averages` selects; None for False.
+
+    Raises:
+        TypeError: It is neither a bool, nor a name, nor a list or tuple of names.
+        ValueError: It has no name, or an empty one.
+    """
+    if isinstance(use_averages, bool | np.bool_):
+        return (NAME,) if use_averages else None
+    names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
+    if not all(isinstance(one, str) for one in names):
+        raise TypeError(
+            f"use_averages={shown(use_averages)}: must be True or False, the name of a slot of averages, or a list of "
+            f"names, got {kind(use_averages)}"
+        )
+    if not names:
+        raise ValueError(f"use_averages={use_averages!r}: must have a name; pass False for no averages")
+    return tuple(as_text(one, "use_averages") for one in names)
+
+
+def averaged_params(state: TrainState, name: str | Sequence[str] = NAME) -> Params:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
     Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
@@ -367,13 +387,15 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
     Args:
         state: A state whose optimizer is `with_moving_average`.
         name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if
-            there is one such slot.
+            there is one such slot. Or several of them, such as those of the labels of a `partition`, each for other
+            leaves: every leaf is taken from the slot that has it.
 
     Returns:
         A tree like `state.params`.
 
     Raises:
-        ValueError: The state has no such slot, or several; the error lists their names.
+        ValueError: The state has no such slot, or several; the error lists their names. Or several slots have
+            averages of the same leaf.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -388,17 +410,23 @@ def averaged_params(state: TrainState, name: str = NAME) -> Params:
     return params_from_slot(state, name, "Averages are kept by jstep.with_moving_average(optimizer, ema).")
 
 
-def params_from_slot(state: TrainState, name: str, hint: str) -> Params:
+def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> Params:
     """The leaves of a slot in the dtypes of the parameters; parameters where the slot has None.
 
     Args:
         state: The state.
-        name: The name of the slot, with or without its prefix.
+        name: The name of the slot, with or without its prefix, or names of slots with different leaves.
         hint: How such a slot is created, for the error.
     """
-    slot = find_slot(state, name, hint)
-    found = trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}")
+    names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
+    slots = dict.fromkeys(find_slot(state, one, hint) for one in names)
+    found = {slot: trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
-    return treedef.unflatten(
-        [p if one is None else on_devices(one).astype(jnp.result_type(p)) for one, p in zip(found, leaves, strict=True)]
-    )
+    new: list[Any] = []
+    for i, p in enumerate(leaves):
+        having = [slot for slot, values in found.items() if values[i] is not None]
+        if len(having) > 1:
+            path = trees.quoted(trees.paths_of(state.params)[i])
+            raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
+        new.append(on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
+    return treedef.unflatten(new)
