@@ -60,7 +60,7 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Para
         if not trees.is_none(update):
             own = [] if is_update(update) else [tree for tree in ordered.values() if _is_alike(tree[i], leaf)]
             if all(is_in_place(tree[i]) for tree in own):
-                new[i] = add(leaf, update)
+                new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
                 continue
             new[i], moved = _add_in_order(leaf, update, [tree[i] for tree in own])
             for tree, value in zip(own, moved, strict=True):
@@ -72,6 +72,15 @@ def _is_alike(slot: Any, leaf: Any) -> bool:
     return (
         trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
     )
+
+
+def _is_sum(leaf: Any, update: Any) -> bool:
+    """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
+    if not (trees.is_array(leaf) and trees.is_array(update)):
+        return False
+    of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
+    same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
+    return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
 
 
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
