@@ -75,9 +75,9 @@ class Checkpoint:
                 array = np.asarray(arrays[leaf.array])
                 yield leaf, array if leaf.key_impl is not None else np.asarray(from_stored(leaf, array))
 
-    def problems(self) -> list[str]:
-        """Return descriptions of the problems of its files."""
-        found: list[str] = self.store.find_corruption(self.path, self.manifest)
+    def problems(self, *, every: bool = False) -> list[str]:
+        """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""
+        found: list[str] = self.store.find_corruption(self.path, self.manifest, every=every)
         return found
 
 

@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
-    problems = one.problems() if arguments.verify else []
+    problems = one.problems(every=True) if arguments.verify else []
     for problem in problems:
         complain("inspect", f"{one.path} is corrupted: {problem}")
     if problems:
@@ -109,7 +109,7 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
         wrong = []
         if arguments.verify:
             try:
-                wrong = one.problems()
+                wrong = one.problems(every=True)
             except (CheckpointError, OSError) as error:
                 wrong = [str(error)]
         problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]

@@ -115,6 +115,8 @@ class Files:
         sharded = len(self.names) > 1
         # If the older index refers to shards of the same names, the new ones get interim names first.
         clash = sharded and not set(older).isdisjoint(self.names)
+        entry = index if sharded else self._base
+        is_new, is_switched = entry not in older, False
         first = [self._interim(name) for name in self.names] if clash else self.names
         moved: list[tuple[str, str]] = []
         try:
@@ -123,12 +125,16 @@ class Files:
                 os.replace(*moved[-1])
             if sharded:
                 self._switch_index(first, shard_of, total_size)
+            is_switched = True
+            sync_folder(self._folder)
         except BaseException:
-            for temporary, final in moved if sharded else ():
+            # A file or an index that replaced an older one stays, complete. Otherwise the older weights stay alone.
+            if is_new:
+                self._remove(entry)
+            for temporary, final in moved if sharded and (is_new or not is_switched) else ():
                 with contextlib.suppress(OSError):
                     os.replace(final, temporary)
             raise
-        sync_folder(self._folder)
         if clash:
             for name, under in zip(self.names, first, strict=True):
                 _link(self._at(under), self._temporary(name))

@@ -134,6 +134,10 @@ def test_a_checkpoint_of_another_name_is_read(save, tmp_path, capsys):
     assert main(["inspect", renamed + "/", "--verify", "--json"]) == 0
     found = strict(capsys.readouterr().out)
     assert (found["path"], found["step"], found["extra"], found["verified"]) == (renamed, 7, {"epoch": 3}, True)
+    os.truncate(os.path.join(renamed, "_METADATA"), 0)
+    assert main(["diff", renamed, path]) == 0, "nothing reads this file"
+    assert main(["inspect", renamed, "--verify"]) == 2, "not every byte is as it was written"
+    assert "_METADATA: 0 bytes instead of" in capsys.readouterr().err
     flip(renamed, 100)
     assert main(["inspect", renamed, "--verify"]) == 2
     assert "pre trained is corrupted: " in capsys.readouterr().err

@@ -34,7 +34,7 @@ OLDER = "older"
 """An older save than the newest one that was acknowledged."""
 WRONG = "wrong bits"
 WARNED = "restored with a warning"
-"""A file of an acknowledged checkpoint is damaged, although it is not needed to restore."""
+"""A file of an acknowledged checkpoint is corrupted, although it is not needed to restore."""
 LEFTOVERS = "leftovers"
 """What an interrupted save or deletion left is there after the next writer has begun."""
 NO_SAVE = "no further save"
@@ -44,7 +44,7 @@ RECORDS_LOST = "records lost"
 PROGRAMS_LOST = "cached programs lost"
 """After the end of the run; and a torn one after the next one."""
 OTHER_END = "another end"
-"""The run that goes on from it does not end as one without a stop."""
+"""The run that resumes from it does not end as one without a stop."""
 
 Judge = Callable[[State, str], str]
 """A function of a state and the folder that holds it, which returns one of the words above."""
@@ -201,7 +201,7 @@ def weights_judge(limits: Sequence[int]) -> Judge:
 
 
 def train_judge(state: State, folder: str) -> str:
-    """Judge a state of a run by what it restores and by its records; if in doubt, let the run go on."""
+    """Judge a state of a run by what it restores and by its records; if in doubt, let the run resume."""
     newest, states = acknowledged(state), cut_runs.states_of_run()
     with jstep.Saver(cut_runs.checkpoints(folder)) as saver:
         expected = [states.get(step, b"") for step in range(LAST + 1)]
@@ -300,7 +300,7 @@ def _best_steps(folder: str) -> list[int]:
 
 
 def restart_judge(state: State, folder: str) -> str:
-    """Judge a state by the end of the run that goes on from it."""
+    """Judge a state by the end of the run that resumes from it."""
     try:
         ended = cut_runs.train(folder)
     except CheckpointError:

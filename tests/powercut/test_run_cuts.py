@@ -29,7 +29,7 @@ def test_states_of_runs(name, model, record):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TRAINS)
 def test_restarts(name, model, record):
-    """A run that goes on from a state ends as one that was never cut."""
+    """A run that resumes from a state ends as one that was never cut."""
     states = sampled(distinct(History(record(name)).states(model, share=0.1)), 40, seed=1)
     problems = unacceptable(judged(states, restart_judge))
     assert not problems

@@ -60,7 +60,7 @@ def _checksum(path: str, at: int) -> str:
 
 
 def find_corruption(
-    checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8
+    checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8, *, every: bool = False
 ) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
@@ -72,6 +72,7 @@ def find_corruption(
         manifest: Its manifest.
         share: (i, n) to check only every n-th of the large files, starting at the i-th.
         threads: The number of threads that read.
+        every: Whether a corrupted file that nothing reads is a problem, too.
     """
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
     others = set(large) - set(large[share[0] :: share[1]])
@@ -85,7 +86,8 @@ def find_corruption(
             found |= _differences(checkpoint, {path: expected[path]}, threads)
         except OSError as error:
             found[path] = error.strerror or "it cannot be read"
-    return _problems(checkpoint, {path: found[path] for path in expected}, is_first=share[0] == 0)
+    found = {path: found[path] for path in expected}
+    return _problems(checkpoint, found, is_first=share[0] == 0, every=every)
 
 
 def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], threads: int) -> dict[str, str]:
@@ -99,15 +101,17 @@ def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], thr
     return {path: difference(record, actual[path]) for path, record in expected.items()}
 
 
-def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool) -> list[str]:
+def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool, every: bool) -> list[str]:
     """Return the problems of the files that are read; the first process warns of those of other files.
 
     Args:
         checkpoint: The path or URL of the checkpoint.
         found: Path of a file → its problem; "" if it has none.
         is_first: Whether this is the first of the processes that share the work.
+        every: Whether to return the problems of all files, and warn of none.
     """
-    unused = [f"{path} ({problem})" for path, problem in found.items() if problem and path in UNUSED]
+    passed_over = frozenset[str]() if every else UNUSED
+    unused = [f"{path} ({problem})" for path, problem in found.items() if problem and path in passed_over]
     if unused and is_first:
         _logger.warning(
             "%s: %s: nothing reads %s, and the checkpoint restores without",
@@ -115,7 +119,7 @@ def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool) -> l
             " and ".join(unused),
             "this file" if len(unused) == 1 else "these files",
         )
-    return [f"{checkpoint}/{path}: {problem}" for path, problem in found.items() if problem and path not in UNUSED]
+    return [f"{checkpoint}/{path}: {problem}" for path, problem in found.items() if problem and path not in passed_over]
 
 
 def is_below(root: str, path: str) -> bool:
@@ -142,12 +146,14 @@ def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) ->
     return f"the checksum of bytes {ranges} differs" if bad else ""
 
 
-def find_corruption_of_copy(objects: Objects, above: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
+def find_corruption_of_copy(
+    objects: Objects, above: str, manifest: Manifest, share: tuple[int, int], *, every: bool
+) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint that was copied from a disk; see above."""
     paths = sorted(manifest.files)[share[0] :: share[1]]
     actual = _records_of_objects(objects, above, {path: manifest.files[path]["bytes"] for path in paths})
     found = {path: difference(manifest.files[path], actual.get(path)) for path in paths}
-    return _problems(objects.at(above.rstrip("/")), found, is_first=True)
+    return _problems(objects.at(above.rstrip("/")), found, is_first=True, every=every)
 
 
 def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:

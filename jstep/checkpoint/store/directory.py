@@ -195,13 +195,15 @@ class Directory:
         """See `Store.manifest`."""
         return listing.read_manifest(path)
 
-    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    def find_corruption(
+        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
+    ) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
         if manifest.is_packed:  # copied from a bucket
             from jstep.checkpoint.store import unpack  # not at the top: it imports JAX
 
             return unpack.find_corruption(unpack.LocalObjects(path), "", manifest, share)
-        return checksums.find_corruption(path, manifest, share)
+        return checksums.find_corruption(path, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""

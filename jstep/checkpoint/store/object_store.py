@@ -90,12 +90,14 @@ class ObjectStore:
             raise type(error)(f"{url}: {error}") from None
         return manifest
 
-    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    def find_corruption(
+        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
+    ) -> list[str]:
         """See `Store.find_corruption`. Reads every byte."""
         above = f"{self._name(path)}/"
         if manifest.is_packed:
             return unpack.find_corruption(self._objects, above, manifest, share)
-        return checksums.find_corruption_of_copy(self._objects, above, manifest, share)
+        return checksums.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""

@@ -80,13 +80,16 @@ class Store(Protocol):
             FileNotFoundError: There is no manifest: the checkpoint was deleted meanwhile.
         """
 
-    def find_corruption(self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    def find_corruption(
+        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
+    ) -> list[str]:
         """Return descriptions of what is wrong with the files of a checkpoint. May be called while `restore` reads.
 
         Args:
             path: The path of the checkpoint.
             manifest: Its manifest.
             share: (i, n) for the i-th of n processes that share the work.
+            every: Whether a corrupted file that nothing reads is a problem, too, and not only a warning.
         """
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
