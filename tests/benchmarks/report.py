@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- benchmarks: written by tests/benchmarks/report.py -->", "<!-- end of benchmarks -->"
 QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
+ENVIRONMENTS = {"whole_runs": HERE.parents[1] / ".whole_runs"}
+"""Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
 _SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |\Z)", re.DOTALL)
@@ -181,6 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     failures = 0
     for name in given.only or names:
+        if not given.only and name in ENVIRONMENTS and not ENVIRONMENTS[name].exists():
+            print(f"{name}: skipped, {ENVIRONMENTS[name]} does not exist; its section is kept", flush=True)
+            continue
         print(f"{name} …", flush=True)
         where = f"{datetime.date.today().isoformat()}, {machine()}. {versions()}."
         if given.quick:

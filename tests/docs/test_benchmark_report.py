@@ -120,6 +120,23 @@ def test_benchmarks_are_run_and_written(tmp_path, monkeypatch, capsys):
     assert report.main(["--page", str(page), "--only", "over"]) == 0
 
 
+def test_benchmarks_without_their_environment_are_skipped_by_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "ENVIRONMENTS", {"peers": tmp_path / "environment"})
+    (tmp_path / "bench_peers.py").write_text('"""Peers."""\nprint("Title")\nprint("  a / b: 0.5")\n')
+    page = tmp_path / "page.md"
+    page.write_text(page_with("<!-- benchmark: peers -->\n## Peers, measured before"))
+    assert report.main(["--page", str(page)]) == 0
+    assert "peers: skipped" in capsys.readouterr().out
+    assert "## Peers, measured before" in page.read_text()
+    assert report.main(["--page", str(page), "--only", "peers"]) == 0
+    assert "| Title | a | b | 0.50 |  |" in page.read_text()
+    page.write_text(page_with(""))
+    (tmp_path / "environment").mkdir()
+    assert report.main(["--page", str(page)]) == 0
+    assert "| Title | a | b | 0.50 |  |" in page.read_text()
+
+
 def test_the_page_has_its_markers_and_known_sections():
     page = report.PAGE.read_text(encoding="utf-8")
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))

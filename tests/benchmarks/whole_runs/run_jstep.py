@@ -1,0 +1,67 @@
+"""A whole run with jstep.
+
+python run_jstep.py TASK.npz DIRECTORY
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from networks_jax import NETWORKS
+from whole_run_marks import Marks
+from whole_run_tasks import read
+
+import jstep
+
+task, directory = read(sys.argv[1]), sys.argv[2]
+init, predict = NETWORKS[task.name]
+
+
+def losses(logits, y):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1)
+
+
+def loss_fn(params, x, y, rng):
+    return losses(predict(params, x, rng), y).mean()
+
+
+def metrics(params, x, y):
+    logits = predict(params, x)
+    return {"loss": losses(logits, y).mean(), "accuracy": (logits.argmax(-1) == y).mean()}
+
+
+def evaluator(examples):
+    return jstep.evaluator(metrics, jstep.batches(examples, task.eval_size, shuffle=False, num_epochs=1))
+
+
+optimizer = jstep.chain(
+    jstep.clip_gradients(by_global_norm=1.0),
+    jstep.adam(jstep.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True)),
+)
+state = jstep.TrainState.create(init(np.random.default_rng(0)), optimizer)
+marks = Marks(task, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
+state = jstep.train(
+    jstep.minimize(loss_fn, optimizer, rng=jax.random.key(1)),
+    state,
+    jstep.batches(task.train, task.batch_size, seed=0),
+    task.steps,
+    checkpoint_dir=directory,
+    logdir=directory,
+    save_checkpoint_steps=task.every,
+    save_summaries_steps=task.log_every,
+    steps_per_call="auto",
+    hooks=[
+        marks.for_jstep(),
+        jstep.EvaluationHook(
+            evaluator(task.valid),
+            every_n_steps=task.every,
+            prefix="validation",
+            callbacks=[
+                jstep.KeepBest(directory, "loss", prefix="best"),
+                jstep.EarlyStopping("loss", task.patience),
+            ],
+        ),
+    ],
+)
+marks.test(evaluator(task.test)(state)["loss"])
