@@ -50,8 +50,8 @@ TASKS = {
     task.name: task
     for task in (
         Task("digits", 1000, 50, 20, 64, 50, 2e-3, 200),
-        Task("transformer", 200, 50, 20, 32, 64, 3e-3, 100),
-        Task("mlp", 3000, 500, 100, 32, 50, 2e-3, 1000),
+        Task("transformer", 100, 50, 20, 32, 64, 3e-3, 50),
+        Task("mlp", 2000, 200, 100, 32, 50, 2e-3, 500),
     )
 }
 
