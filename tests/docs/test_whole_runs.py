@@ -12,12 +12,12 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def bench():
+    before = list(sys.path)
     sys.path.insert(0, str(HERE))
     try:
         import bench_whole_runs
     finally:
-        sys.path.remove(str(HERE))
-        sys.path.remove(str(HERE / "whole_runs"))
+        sys.path[:] = before
     return bench_whole_runs
 
 
