@@ -35,7 +35,7 @@ class Run(RunInfo):
         signals: Receives SIGTERM and SIGINT.
         phase: One of the phases above.
         start: The step at which the run begins; None until it is known.
-        size: The shape of one leaf of its batch.
+        shape: The shape of one leaf of its batch.
         latest: The newest checkpoint, known before it is restored, or None.
         given: The step of the given state; None if it is abstract or was donated.
         extra: The `extra` of the checkpoint that the run resumes from.
@@ -59,7 +59,7 @@ class Run(RunInfo):
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
-    size: Any = None
+    shape: Any = None
     latest: int | None = None
     given: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -19,7 +19,7 @@ class Loop(Protocol):
     state: Any
     metrics: Any
     rows: int | None
-    size: Any
+    shape: Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,14 +31,14 @@ class LoopState:
         state: That state.
         metrics: The metrics of the last step; None before the first call.
         rows: The number of examples per step; None if not known.
-        size: The shape of one leaf of the batch.
+        shape: The shape of one leaf of the batch.
     """
 
     step: int
     state: Any
     metrics: Any = None
     rows: int | None = None
-    size: Any = None
+    shape: Any = None
 
 
 def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
@@ -54,10 +54,9 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
     leaf = call.args[0] if call.args else None
     if type(leaf) is dict:
         leaf = next(iter(leaf.values()), None)
-    shape, axis = getattr(leaf, "shape", None), call.is_stacked
-    size = shape and shape[axis : axis + 1]
-    if size != loop.size or loop.metrics is None:
-        loop.size, loop.rows = size, _rows(call)
+    shape = getattr(leaf, "shape", None)
+    if shape != loop.shape or loop.metrics is None:
+        loop.shape, loop.rows = shape, _rows(call)
     loop.state, loop.metrics = result
     loop.step = call.first + call.steps
 

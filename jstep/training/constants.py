@@ -19,6 +19,7 @@ class Constants:
     Attributes:
         values: Name → read-only NumPy array.
         skipped: The name of the metric that reports whether the update was skipped; None without a guard.
+        arrays: Name → NumPy scalar or read-only array; not to be changed.
     """
 
     def __init__(self, values: dict[str, np.ndarray[Any, Any]], skipped: str | None = None) -> None:
@@ -27,17 +28,13 @@ class Constants:
         known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
         self._key = (skipped, *known)
         # The same objects at each call, because they are compared by identity at every step.
-        self._arrays = {name: value[()] for name, value in values.items()}
+        self.arrays = {name: value[()] for name, value in values.items()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
-
-    def arrays(self) -> dict[str, Any]:
-        """Return the numbers as NumPy scalars or read-only arrays."""
-        return dict(self._arrays)
 
     def repeated(self, k: int) -> "Constants":
         """Return the numbers of K steps, stacked."""

@@ -96,7 +96,7 @@ def pure(step: Callable[..., Any]) -> PureStep:
 def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
     """Run a step given by its parts and return the new state and all metrics."""
     state, computed, constants = parts(state, args, batch_specs)
-    return state, {**computed, **constants.arrays()} if constants.values else computed
+    return state, {**computed, **constants.arrays} if constants.values else computed
 
 
 class TrainStep:
@@ -132,6 +132,7 @@ class TrainStep:
         self._constants = Constants({})
         # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
+        self._keeps_roles = True
 
     def _jit(self, kind: str, batch_specs: Any, shardings: Any, *, donate: bool) -> Any:
         parts = self._pure.parts
@@ -170,7 +171,7 @@ class TrainStep:
         """Call the compiled step."""
         new, metrics, constants = self.run(state, *args)
         if constants.values:
-            metrics.update(constants.arrays())
+            metrics.update(constants.arrays)
         return new, metrics
 
     def run(self, state: TrainState, *args: Any) -> tuple[TrainState, Any, Constants]:
@@ -190,11 +191,26 @@ class TrainStep:
             with using_mesh(mesh):
                 new, metrics, constants = self._run(program, state, args, is_latest)
         self._constants = constants
-        new = keep_roles(state, new)  # the step may have been compiled for a state made by hand
-        if isinstance(new, TrainState):
-            mesh = mesh_of(new.global_step) if mesh is None and not is_latest else mesh
-            self._latest = weakref.ref(new), program, mesh
-        return new, metrics, constants
+        kept = keep_roles(state, new)  # the step may have been compiled for a state made by hand
+        if isinstance(kept, TrainState):
+            mesh = mesh_of(kept.global_step) if mesh is None and not is_latest else mesh
+            self._latest = weakref.ref(kept), program, mesh
+            self._keeps_roles = kept is new
+        return kept, metrics, constants
+
+    def program_after(self, state: Any) -> Callable[..., Any] | None:
+        """Return the program for the state that the last call returned, if running it is all that calls have to do.
+
+        It is `program(state, *args) -> (new, metrics, constants)`, for its own results, too. None if there is more to
+        do: for a state on a mesh, or if an error could not be told from one that left the state alone.
+        """
+        last, program, mesh = self._latest
+        is_all = self.donate and self._keeps_roles and mesh is None and not self._pure.looks_at_rows
+        return program if is_all and last() is state else None
+
+    def explain(self, error: Exception, state: Any, args: tuple[Any, ...]) -> None:
+        """Raise a clearer error for one of the program, if the arguments reveal the cause, or add a note to it."""
+        explain(error, state, args, was_spent=False, donates=self.donate)
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
         was_spent = not is_latest and is_spent(state)
