@@ -60,7 +60,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
 
 _POLL_SECS = 1.0
 _POLL_SECS_OF_URLS = 10.0  # each look is a request
-_WAIT, _END, _FAILED = -1, -2, -3
+_WAIT, _END = -1, -2
 """What the first process found, in place of a step."""
 
 
@@ -132,22 +132,18 @@ def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: fl
     # Asking for the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
     deadline = None if timeout is None else time.monotonic() + timeout
+    first = not is_distributed or jax.process_index() == 0
+
+    def look() -> int:
+        newest = next((step for step, _ in store.newest_first(prefix)), _WAIT) if first else _WAIT
+        is_over = deadline is not None and deadline - time.monotonic() <= 0
+        return newest if newest > above else _END if is_over else _WAIT
+
+    problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        error, found = None, _WAIT
-        if not is_distributed or jax.process_index() == 0:
-            try:
-                newest = next((step for step, _ in store.newest_first(prefix)), _WAIT)
-                found = newest if newest > above else _WAIT
-            except Exception as caught:
-                error, found = caught, _FAILED
-            left = poll if deadline is None else deadline - time.monotonic()
-            found = _END if found == _WAIT and left <= 0 else found
+        found = agreement.on_all_processes(look, problem, OSError) if is_distributed else look()
         if is_distributed:
             (found,) = agreement.broadcast_ints(found)
-        if error is not None:
-            raise error
-        if found == _FAILED:
-            raise OSError(f"{store.directory}: cannot be read: see the error of process 0")
         if found != _WAIT:
             return found
         time.sleep(poll if deadline is None else min(poll, max(deadline - time.monotonic(), 0.0)))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ class Reader:
     def _find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if requested is None else requested
-        path = self._store.at(self._prefix, step)
+        path = agreement.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
         if agreement.any_process(path is None):
             if requested is None:
                 raise _GoneError(self._store.path(name(self._prefix, step)))
@@ -98,19 +99,8 @@ class Reader:
                 f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
-        manifest, problem, verdict = None, "", CORRUPTED
-        try:
-            manifest = self._store.manifest(path)
-        except FileNotFoundError:
-            pass
-        except UnsupportedFormatError as error:
-            problem, verdict = str(error), UNREADABLE
-        except CheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            if is_url(path):
-                raise  # the store is out of reach
-            problem, verdict = f"{short(error)}; make it readable for this user", UNREADABLE
+        read = functools.partial(self._manifest, path)
+        manifest, problem, verdict = agreement.on_all_processes(read, "the manifest cannot be read")
         if agreement.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
@@ -120,11 +110,27 @@ class Reader:
         assert manifest is not None
         return path, manifest
 
+    def _manifest(self, path: str) -> tuple[Manifest | None, str, str]:
+        """Return the manifest, or what is wrong with it; neither if it does not exist."""
+        try:
+            return self._store.manifest(path), "", CORRUPTED
+        except FileNotFoundError:
+            return None, "", CORRUPTED
+        except UnsupportedFormatError as error:
+            return None, str(error), UNREADABLE
+        except CheckpointError as error:
+            return None, str(error), CORRUPTED
+        except OSError as error:
+            if is_url(path):
+                raise  # the store is out of reach
+            return None, f"{short(error)}; make it readable for this user", UNREADABLE
+
     def _newest(self) -> int:
         """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
-        newest = next(self._store.newest_first(self._prefix), None)
+        store, problem = self._store, "the checkpoints cannot be read"
+        newest = agreement.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
         (step,) = agreement.broadcast_ints(-1 if newest is None else newest[0])
-        broken = self._store.broken(self._prefix, step)
+        broken = agreement.on_all_processes(lambda: store.broken(self._prefix, step), problem)
         if agreement.any_process(bool(broken)):
             path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
             raise self._unusable(path, [problem], CORRUPTED)

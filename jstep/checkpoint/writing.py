@@ -1,5 +1,6 @@
 """Writing checkpoints, one at a time in the background, and reporting failures."""
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -51,17 +52,11 @@ class Writer:
             state: The state to save, if known, or its shapes; see `Saver.claim`.
         """
         absent = left_out.left_out_indices(state, self._leave_out) if state is not None else set()
-        error = None
-        if jax.process_index() == 0:
-            try:
-                self._store.claim(self._prefix)
-            except (OSError, CheckpointError) as failure:
-                error = failure
-        if agreement.any_process(error is not None):
-            raise error or CheckpointError(
-                f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
-            )
-        if state is not None and jax.process_index() == 0:
+        is_first = jax.process_index() == 0
+        problem = f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
+        claim = functools.partial(self._store.claim, self._prefix)
+        agreement.on_all_processes(claim if is_first else bool, problem, CheckpointError)
+        if state is not None and is_first:
             paths = trees.paths_of(state)
             self._retention.load(path for i, path in enumerate(paths) if i not in absent)
 
@@ -71,13 +66,8 @@ class Writer:
         Raises:
             CheckpointError: The last save failed, here or on another process.
         """
-        failure = None
-        try:
-            self.wait()
-        except CheckpointError as error:
-            failure = error
-        if agreement.any_process(failure is not None):
-            raise failure or CheckpointError("the last checkpoint was not saved; see the error of another process")
+        problem = "the last checkpoint was not saved; see the error of another process"
+        agreement.on_all_processes(self.wait, problem, CheckpointError)
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
         """Start to write a state, and return the path of its checkpoint.

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jstep.core.contexts import internal_transfers
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 _SMALLEST = 1024  # minimum number of bytes to exchange
+_T = TypeVar("_T")
 
 
 def reached_stop() -> bool:
@@ -95,6 +96,31 @@ def gather_texts(text: str) -> list[str]:
     room = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
     rows = _gathered(np.pad(data, (0, room - data.size)))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
+    """Return `fn()`, which must not communicate; an error on one process is an error on all of them.
+
+    A process that left alone would leave the others waiting for it.
+
+    Args:
+        fn: The function; every process calls its own.
+        problem: What is wrong if it fails on another process, for the error there.
+        kind: The type of that error.
+
+    Raises:
+        Exception: What `fn` raised here; if it failed elsewhere, an error of that kind, which names the process.
+    """
+    error: Exception | None = None
+    try:
+        found = fn()
+    except Exception as caught:
+        error = caught
+    if any_process(error is not None):
+        texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+        process = next(i for i, text in enumerate(texts) if text)
+        raise error or kind(f"{problem}: process {process}: {texts[process]}")
+    return found
 
 
 def broadcast_bytes(data: bytes) -> bytes:

@@ -135,11 +135,14 @@ class FingerprintHook(RunHook):
         self._pending.clear()
         self._before = {}
         named_leaves(state)  # raises now, not at the first fingerprint
+        agreement.on_all_processes(self._open, "the fingerprints cannot be opened")
+        if self._raises and not agreement.is_single_process():
+            self._before = _broadcast(self._before)
+
+    def _open(self) -> None:
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
             self._file = open_lines(self._path)
-        if self._raises and not agreement.is_single_process():
-            self._before = _broadcast(self._before)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start a fingerprint; write those that the device has finished.

@@ -14,8 +14,10 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
+from jstep.distributed import agreement
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
+from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import HELD
 from jstep.optimizers.held import held_values
@@ -36,18 +38,10 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
         _check_concrete(state, "and no checkpoint_dir to restore from")
         run.begin_at(_step_of(state))
         return
-    if isinstance(options.checkpoint_dir, Saver):
-        saver = options.checkpoint_dir
-        leave: Callable[..., None] = _WaitAtExit(saver)
-        leave_at_once = _do_not_wait
-    else:
-        saver = Saver(options.checkpoint_dir, prefix=options.checkpoint_prefix)
-        leave, leave_at_once = saver.__exit__, functools.partial(saver.close, wait=False)
-    # Waits for pending writes, also after an error; a second Ctrl-C does not wait.
-    run.closing.push(lambda *error: leave_at_once() if run.signals.at_once else leave(*error))
+    saver, run.latest = agreement.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+    run.closing.push(functools.partial(_leave, run, saver))
     run.saver, run.given = saver, _step_if_known(state)
     run.held = _held(state) if run.given is not None else {}
-    run.latest = saver.latest_step()
     if run.latest is None or run.latest < options.last_step:
         saver.claim(state)  # fails now, not at the first save
     else:
@@ -60,6 +54,14 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
             run.extra = _extra(saver, run.latest)
         except Exception:  # `restore` reports what is wrong
             run.start = None
+
+
+def _opened(options: Options) -> tuple[Saver, int | None]:
+    """Open the checkpoints of a run, and find the newest one."""
+    given = options.checkpoint_dir
+    assert given is not None
+    saver = given if isinstance(given, Saver) else Saver(given, prefix=options.checkpoint_prefix)
+    return saver, saver.latest_step()
 
 
 def restore(run: Run) -> None:
@@ -144,20 +146,15 @@ def _step_of(state: TrainState) -> int:
         return global_step(state)
 
 
-def _do_not_wait() -> None:
-    """Leave a user-defined `Saver` without waiting for it."""
-
-
-class _WaitAtExit:
-    """Exit callback that waits for a user-defined `Saver` at the end of a run, and leaves it open."""
-
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
-
-    def __call__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._saver.wait()
-        except Exception as failure:
-            if error is None:
-                raise
-            note(error, f"Additionally, {failure}")
+def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
+    leave = saver.wait if saver is run.options.checkpoint_dir else saver.close
+    try:
+        if not run.signals.at_once:
+            leave()
+        elif leave == saver.close:
+            saver.close(wait=False)
+    except Exception as failure:
+        if error is None:
+            raise
+        note(error, f"Additionally, {failure}")
