@@ -58,6 +58,7 @@ from jstep.hooks.step_counter import StepCounterHook as StepCounterHook
 from jstep.hooks.stop_at_step import StopAtStepHook as StopAtStepHook
 from jstep.hooks.summary_saver import SummarySaverHook as SummarySaverHook
 from jstep.loop.signals import Preempted as Preempted
+from jstep.loop.stall_watch import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adafactor import adafactor as adafactor
 from jstep.optimizers.adagrad import adadelta as adadelta

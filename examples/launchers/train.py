@@ -24,7 +24,7 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
 
 
-def main(steps, checkpoint_dir, save_secs):
+def main(steps, checkpoint_dir, save_secs, exit_secs=1800):
     jstep.distributed.initialize()
     x = np.random.default_rng(0).normal(size=(4096, 8)).astype(np.float32)
     y = np.sin(x.sum(axis=1, keepdims=True))
@@ -41,6 +41,8 @@ def main(steps, checkpoint_dir, save_secs):
         checkpoint_dir=checkpoint_dir,
         save_checkpoint_secs=save_secs,
         batch_sharding=NamedSharding(mesh, PartitionSpec("data")),
+        # A run that hangs ends with exit code 75, and the launcher starts it again.
+        hooks=[jstep.StallHook(exit_secs=exit_secs)],
     )
     if jax.process_index() == 0:
         print(f"trained {int(state.global_step)} steps on {jax.process_count()} processes")
@@ -51,6 +53,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=2000, help="the last step (default 2000)")
     parser.add_argument("--checkpoint-dir", default="runs/launched", help="a path, gs://… or s3://…")
     parser.add_argument("--save-secs", type=float, default=60, help="seconds between checkpoints (default 60)")
+    parser.add_argument("--exit-secs", type=float, default=1800, help="seconds of a hang that end it (default 1800)")
     return vars(parser.parse_args())
 
 

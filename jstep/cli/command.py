@@ -12,7 +12,7 @@ from jstep.core.text import columns
 
 OK = 0
 DIFFERENT = 1
-"""`diff` found a difference."""
+"""`diff` found a difference, or `stalls` a process that hangs."""
 TROUBLE = 2
 """A missing path, corrupted data, nothing in common, or wrong usage."""
 

@@ -16,6 +16,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     found = goodput(arguments.path, arguments.prefix)
     fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
+    fields = {name: value for name, value in fields.items() if value != {}}
     print(as_json(fields) if arguments.json else found)
     return OK
 

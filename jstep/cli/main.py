@@ -18,6 +18,7 @@ COMMANDS = {
     "events": "print the events of a file, one per line",
     "cost": "estimate the cost of a step: operations, memory, transfers",
     "goodput": "account for the wall time of a run, over all its starts",
+    "stalls": "show the processes of a run that hang, and what they wait for",
 }
 """Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
 and a line here."""
@@ -29,8 +30,8 @@ examples:
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
-Exit codes: 0 on success; 1 if `diff` found a difference; 2 on an error: a missing path, a corrupted file, or \
-nothing to compare."""
+Exit codes: 0 on success; 1 if `diff` found a difference, or `stalls` a process that hangs; 2 on an error: a missing \
+path, a corrupted file, or nothing to compare."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; None for those of the process.
 
     Returns:
-        The exit code: 0, 1 if `diff` found a difference, or 2 after an error, which is reported on stderr.
+        The exit code: 0, 1 if `diff` found a difference or `stalls` a process that hangs, or 2 after an error, which
+        is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
     if argv is None:  # the stdout of the process is ours

@@ -204,9 +204,14 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
         yield from _synchronized(each, shardings)
         return
     for args in each:
+        taken[0] += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             placed_args = _placed(args, shardings)
         yield placed_args
+
+
+taken = [0]
+"""The number of batches that the evaluators of this process have taken: it grows during a long evaluation."""
 
 
 def num_examples(args: Any) -> int | str:
@@ -277,6 +282,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterato
         elif last is None and (counts == _ENDED).any():
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
+        taken[0] += 1
         if not (counts == _GLOBAL).any():
             with internal_transfers():
                 args = jax.tree.map(functools.partial(_global, counts), args, _leaf_shardings(shardings, args))

@@ -89,10 +89,11 @@ class BackgroundCompiler:
     def begin(self, state: Any, args: tuple[Any, ...] = ()) -> None:
         """Begin the next compilation at once, with the shapes of a state and of a batch."""
         job = self._jobs.popleft()
-        task = functools.partial(self._compile, job, state, args)
+        task = functools.partial(self.compile_job, job, state, args)
         self._begun.append((job, in_background(task, name="jstep-compile")))
 
-    def _compile(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
+    def compile_job(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
+        """Compile a program; all that a thread does."""
         then = time.perf_counter()
         try:
             is_made = job.make(state, args)

@@ -177,6 +177,7 @@ class BatchFeeder:
     Attributes:
         waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
         steps: The number of steps of the latest call.
+        got: When the loop got it, in seconds of the stopwatch.
         live: The position of a source whose batches are made with the state; None for any other.
         position: The position of any other source after the latest call, from `copied_position`; None if not known.
     """
@@ -193,7 +194,7 @@ class BatchFeeder:
         self._read_ahead: ReadAhead = read_ahead or (NeverAhead() if source.is_of_state else ReadAhead())
         self._made, self._stopping = made, stopping
         self._reader, self._requested = Reader(functools.partial(next, made)), 0
-        self._waited = self._got = 0.0
+        self._waited = self.got = 0.0
         self.waiting = False
         self.steps, self._taken = 1, 0
         self._before: Any = None
@@ -215,7 +216,7 @@ class BatchFeeder:
         mark((waiting, asked))  # `watch.switch`, without the calls, which cost as much as a small batch
         watch.current = waiting
         try:
-            ahead = self._read_ahead.after_call(self._waited, asked - self._got, self.steps)
+            ahead = self._read_ahead.after_call(self._waited, asked - self.got, self.steps)
             if self._requested:
                 call: Call = self._reader.take()
                 self._requested -= 1
@@ -236,7 +237,7 @@ class BatchFeeder:
         self.waiting = False
         if self.live is not None:
             self.live.after_batch()
-        self._waited, self._got = got - asked, got
+        self._waited, self.got = got - asked, got
         # If the wait is interrupted, the position stays before the batch, however much of it was read.
         self.steps = steps = call.steps
         self._taken += steps

@@ -1,4 +1,4 @@
-"""Per-thread counts of compiled programs, cache hits and seconds spent compiling."""
+"""Per-thread counts of compiled programs, cache hits and seconds spent compiling, and the latest event."""
 
 import threading
 import time
@@ -27,6 +27,12 @@ def seconds_here() -> list[float]:
     return found
 
 
+def unfinished_here() -> list[float]:
+    """When this thread last traced or lowered a program that it has not compiled since (0: none), updated in place."""
+    found: list[float] = _local.__dict__.setdefault("unfinished", [0.0])
+    return found
+
+
 def _add_span(begin: float, end: float) -> None:
     """Add a span of time, replacing the nested spans, which JAX reports first."""
     spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
@@ -42,8 +48,10 @@ def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None
     if event.startswith("/jax/core/compile/"):
         now = time.perf_counter()
         _add_span(now - duration_secs, now)
+        unfinished_here()[0] = now
     if event == "/jax/core/compile/backend_compile_duration":
         compilations_here()[0] += 1
+        unfinished_here()[0] = 0.0
 
 
 def _count_hit(event: str, **_: str | int) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from jstep.core.exceptions import note
@@ -16,6 +16,9 @@ from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries
 from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
+
+FIRST_CALL = "first call"
+"""What the device's seconds per step of the first call of each stage are recorded as."""
 
 
 class HookRunner:
@@ -98,7 +101,9 @@ class HookRunner:
             if run.logs_lines:
                 run.times.log()
         run.is_checking = True
+        began = run.watch.clock()
         check_step(run.step, run.state, first)
+        run.watch.record(FIRST_CALL, began, share=1 / (run.step - first))
         run.is_checking = False
         edge = run.stages.edge_after(first)
         self._next_check = NEVER if edge is None else edge
@@ -127,8 +132,7 @@ class HookRunner:
                 continue
             hook = due.hook
             part = _part_of(hook)
-            if watch.current != part:
-                watch.switch(part)
+            began = watch.switch(part)
             due.called = step
             if error is not None:
                 self._call_after_error(error, hook)
@@ -143,6 +147,7 @@ class HookRunner:
                     if stop and run.stopped_by is None:
                         run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                 due.done(step)
+                watch.record(thing_of(hook, "after_step"), began)
             except Exception as raised:
                 error, failed = raised, run.calling
         if watch.current != STEPPING:
@@ -220,13 +225,16 @@ class HookRunner:
         return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        self._run.calling = (hook, method)
+        run = self._run
+        run.calling = (hook, method)
+        began = run.watch.clock()
         if isinstance(hook, RunSaverHook):
             result = getattr(hook, method)(*args)
         else:
-            with self._run.watch.part(_part_of(hook)):
+            with run.watch.part(_part_of(hook)):
                 result = getattr(hook, method)(*args)
-        self._run.calling = None
+        run.watch.record(thing_of(hook, method), began)
+        run.calling = None
         return result
 
     def ends(self, boundaries: StageBoundaries) -> EndsAhead:
@@ -244,6 +252,20 @@ class HookRunner:
         end = next_end(hook, step)
         self._run.calling = None
         return end
+
+    def not_called(self) -> list[str]:
+        """The names of the hooks that are due at this step and that were not called, because another one hangs."""
+        step = self._run.step
+        late = [due.hook for due in self._due if due.called < step and due.next <= step]
+        return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
+
+
+def thing_of(hook: Any, method: str) -> Hashable:
+    """The name under which durations of calls are recorded: saves, the evaluations of one hook, one method of it."""
+    part = _part_of(hook)
+    if part == HOOKS or method == "begin":
+        return id(hook), method
+    return (id(hook), EVALUATING) if part == EVALUATING else SAVING
 
 
 def _part_of(hook: Any) -> str:

@@ -107,6 +107,7 @@ class Programs:
         ahead_compiler: Compiles later programs in the background, or None.
         dispatched: The steps that were dispatched, recorded on request.
         cards: Records each program after its first call, a `Cards`; None to record nothing.
+        tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Programs:
         self.dispatched = DispatchedSteps()
         self.cards: Any = None
         self._prepared: set[Any] = set()
-        self._tracing = threading.Lock()
+        self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
         # What calls of the stage run for the state that the last one returned; None if a `TrainStep` has more to do.
@@ -173,7 +174,7 @@ class Programs:
         stage = self.stage_of(step)
         found = stage.plans.get(shapes)
         if found is None:
-            with self._tracing:  # the first program is compiled in a thread of its own
+            with self.tracing:  # the first program is compiled in a thread of its own
                 found = stage.plans[shapes] = self._new_plan(stage, args)
         return found
 

@@ -17,6 +17,7 @@ from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.hooks.values import host
 from jstep.loop.run import ENDING, Run
+from jstep.loop.run_saver_hook import RunSaverHook
 
 
 def rescue(run: Run, error: BaseException) -> None:
@@ -59,6 +60,21 @@ def exit_on_signal(run: Run) -> NoReturn:
         outcome = "is saved; start the run again to resume" if all(saved) else "is not saved, as a hook demands"
         when = f"{when}, which {outcome}"
     raise run.signals.stopped(when)
+
+
+def save_while_it_hangs(run: Run) -> str:
+    """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
+    step, (hook, method) = run.step, run.calling or (None, "")
+    try:
+        if why := why_not_finite(run):
+            return f"step {step} is not saved: {why}"
+        next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
+    except Exception as error:
+        return f"step {step} could not be saved: {type(error).__name__}: {error}"
+    later = run.runner.not_called() if method == "after_step" else []
+    missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
+    name = checkpoint_name(run.saver.prefix, step)
+    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
 
 
 def _saved(run: Run, error: BaseException) -> str:

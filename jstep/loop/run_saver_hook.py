@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jstep.core.contexts import internal_transfers
 from jstep.hooks import hook_state
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.past import PAST
@@ -65,6 +66,18 @@ class RunSaverHook(CheckpointSaverHook):
             jax.block_until_ready(state)
         with self._loop.watch.part(SAVING):
             return super().save(step, state, wait=wait)
+
+    def save_alone(self, step: int, state: TrainState) -> None:
+        """Save from another thread while the loader or a hook hangs: no method of a hook is called.
+
+        The states of hooks are those of the latest save.
+        """
+        if not super().has_saved(step, state):
+            self._call_before(step)
+            extra = self._positions() | self._past() | json.loads(self._memory.hooks)
+            with internal_transfers():
+                self._loop.saver.save(state, extra=extra | ({HELD: self._loop.held} if self._loop.held else {}))
+        self._loop.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""

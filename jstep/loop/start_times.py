@@ -91,10 +91,11 @@ class FirstBatch:
     ) -> None:
         self._items, self._times, self._again = items, times, again
         # A daemon: a reader of the user's may hang.
-        self._first: Future[Any] | None = in_background(self._make, name="jstep-first-batch", daemon=True)
+        self._first: Future[Any] | None = in_background(self.make, name="jstep-first-batch", daemon=True)
         self._to_peek: Future[Any] | None = self._first
 
-    def _make(self) -> Any:
+    def make(self) -> Any:
+        """Make the first batch; all that the thread does."""
         with self._times.part("first batch"):
             return next(self._items, None)
 

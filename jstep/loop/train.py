@@ -25,6 +25,7 @@ from jstep.loop.run_steps import take_steps
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
+from jstep.loop.stall_watch import StallWatch
 from jstep.loop.start import begin
 from jstep.loop.start_times import StartTimes
 from jstep.loop.timeline_recorder import TimelineRecorder, new_watch
@@ -146,7 +147,7 @@ def train(
 
 def _train(run: Run, batches: Any) -> TrainState:
     """Run to the end and return the last state."""
-    with TimelineRecorder(run) as recorder, run.signals, run.closing:
+    with TimelineRecorder(run) as recorder, StallWatch(run, recorder.write), run.signals, run.closing:
         try:
             open_checkpoints(run, recorder.open)
             begin(run, batches, recorder)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.core.text import columns, html_table
-from jstep.timeline.lines import read
+from jstep.stores.urls import absolute, location
+from jstep.timeline.lines import STALL, fields_with, is_seconds, read
 from jstep.timeline.stopwatch import PARTS, STEPPING
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
@@ -32,6 +33,8 @@ class Goodput:
         down: Time from the last line of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
+        stalled: Part → its seconds in which process 0 hung, as `StallHook` reported. They are a share of the seconds of
+            that part.
 
     Example:
         >>> import jstep
@@ -52,6 +55,7 @@ class Goodput:
     down: float = 0.0
     starts: int = 0
     steps: int = 0
+    stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -59,7 +63,7 @@ class Goodput:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("starts", "steps")
+            if field.name not in ("starts", "steps", "stalled")
         }
 
     @property
@@ -79,11 +83,9 @@ class Goodput:
 
     @property
     def _rows(self) -> list[tuple[str, str, str]]:
-        return [
-            (name, f"{seconds:.3f} s", _percent(seconds / self.total))
-            for name, seconds in self.parts.items()
-            if seconds
-        ]
+        parts = [((name, seconds), ("  stalled", self.stalled.get(name))) for name, seconds in self.parts.items()]
+        rows = [row for part in parts for row in part if row[1]]
+        return [(name, f"{seconds:.3f} s", _percent(seconds / self.total)) for name, seconds in rows if seconds]
 
     def _repr_html_(self) -> str:
         return html_table(self._title, self._rows)
@@ -129,7 +131,14 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    return _accounted(read(path, prefix))
+    found = _accounted(read(path, prefix))
+    stalled: dict[str, float] = {}
+    for line in fields_with(absolute(location(path, "path")), STALL):
+        seconds, part = line.get("stalled", 0.0), line.get("part")
+        if line.get("kind") == STALL and line.get("prefix") == prefix and part in PARTS and is_seconds(seconds):
+            name = "productive" if part == STEPPING else str(part)
+            stalled[name] = stalled.get(name, 0.0) + seconds
+    return dataclasses.replace(found, stalled=stalled)
 
 
 def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
@@ -154,7 +163,7 @@ def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
         steps += of_them
         if (where := lines[-1]["step"]) is not None:
             limit = min(limit, where[0])
-    return Goodput(**seconds, starts=len(all_starts), steps=steps)
+    return Goodput(**seconds, stalled={}, starts=len(all_starts), steps=steps)
 
 
 def _seconds(line: Mapping[str, Any]) -> dict[str, float]:

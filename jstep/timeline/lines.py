@@ -17,6 +17,8 @@ OBJECTS = "timeline."
 VERSION = 1
 START, TIMES = "start", "parts"
 """The kinds of lines that contain times."""
+STALL = "stall"
+"""The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
 
 _logger = logging.getLogger("jstep")
 
@@ -90,7 +92,7 @@ def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
                 is_wanted = any(mark in raw for mark in marks)
                 if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
                     continue
-                if line.get("kind") == START and _is_seconds(line.get("time")):
+                if line.get("kind") == START and is_seconds(line.get("time")):
                     began.setdefault(str(line.get("start")), line["time"])
                 if is_wanted:
                     found.append(line)
@@ -143,14 +145,15 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 def _has_times(found: dict[str, Any]) -> bool:
     step, seconds = found.get("step"), found.get("seconds")
-    if not _is_seconds(found.get("time")) or not isinstance(seconds, dict):
+    if not is_seconds(found.get("time")) or not isinstance(seconds, dict):
         return False
     if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
         return False
-    return all(name in PARTS and _is_seconds(value) for name, value in seconds.items())
+    return all(name in PARTS and is_seconds(value) for name, value in seconds.items())
 
 
-def _is_seconds(value: Any) -> bool:
+def is_seconds(value: Any) -> bool:
+    """Whether a value is a number of seconds."""
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 

@@ -3,8 +3,8 @@
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
 
 from jstep.core.exceptions import scoped
 
@@ -12,6 +12,11 @@ STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
 """The parts that the time of one start is divided into."""
+
+_VISITS = 64
+"""The number of visits, or of calls of one thing, whose durations are kept."""
+_SWITCHES = 256
+"""The number of switches that are kept."""
 
 
 class Stopwatch:
@@ -30,6 +35,7 @@ class Stopwatch:
         mark: Appends a switch, `(part, time)`. Only the loop's path to a batch uses it, to switch without a call.
         current: The current part.
         waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
+        lasted: The seconds of the latest visits of each `part`, and of other things that `record` names.
 
     Example:
         >>> from jstep.timeline.stopwatch import Stopwatch
@@ -50,11 +56,13 @@ class Stopwatch:
         self.mark = self._marks.append
         self._lock = threading.Lock()
         self.current = self.waiting = STARTING
+        self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
+        self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
         """Switch to another part, and return the time of the clock."""
         now = self.clock()
-        self._marks.append((part, now))
+        self.mark((part, now))
         self.current = part
         return now
 
@@ -62,11 +70,15 @@ class Stopwatch:
     def part(self, part: str) -> Iterator[None]:
         """Assign the time inside the context to a part; contexts can be nested."""
         before = self.current
-        self.switch(part)
+        began = self.switch(part)
         try:
             yield
         finally:
-            self.switch(before)
+            self.lasted[part].append(self.switch(before) - began)
+
+    def record(self, thing: Hashable, began: float, share: float = 1.0) -> None:
+        """Keep the duration of one call of a thing, from a time of the clock until now, or a share of it."""
+        self.lasted[thing].append(share * (self.clock() - began))
 
     def reassign(self, part: str, seconds: float) -> None:
         """Reassign the last `seconds` seconds to a part."""
@@ -78,23 +90,34 @@ class Stopwatch:
         self.waiting = WAITING
         self.switch(STEPPING)
 
+    def visits(self, part: str, after: str | None = None) -> list[float]:
+        """Return the seconds of the latest visits of a part, or of those that follow another part."""
+        self.seconds()
+        with self._lock:
+            marks = list(self._latest)
+        each = zip(marks, marks[1:], marks[2:], strict=False)
+        return [then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)][
+            -_VISITS:
+        ]
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part so far."""
         with self._lock:
             now = self.clock()
-            totals, current, since, take = self._totals, self._folded, self._since, self._marks.popleft
-            for _ in range(len(self._marks)):
-                part, at = take()
+            totals, current, since, queue = self._totals, self._folded, self._since, self._marks
+            marks = [queue.popleft() for _ in range(len(queue))]
+            for part, at in marks:
                 totals[current] += at - since
                 current, since = part, at
             totals[current] += now - since
             self._folded, self._since = current, now
+            self._latest.extend(marks[-_SWITCHES:])
             return dict(totals)
 
     def stop(self) -> None:
-        """Stop recording, when the times are no longer read."""
+        """Keep the latest switches alone, when the times are no longer read."""
         self._marks = deque(maxlen=0)
-        self.mark = self._marks.append
+        self.mark = self._latest.append
 
 
 _trained: set[int] = set()

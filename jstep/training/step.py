@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,12 @@ def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> 
     return state, {**computed, **constants.arrays} if constants.values else computed
 
 
+def traced(parts: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Run the body of a program; called only while JAX traces it."""
+    with sharded(shardings):
+        return parts(*args)
+
+
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 
@@ -135,11 +142,10 @@ class TrainStep:
         self._keeps_roles = True
 
     def _jit(self, kind: str, batch_specs: Any, shardings: Any, *, donate: bool) -> Any:
-        parts = self._pure.parts
+        parts = self._pure.parts if kind == "call" else functools.partial(whole, self._pure.parts)
 
         def function(state: TrainState, *args: Any) -> Any:
-            with sharded(shardings):
-                return parts(state, args, batch_specs) if kind == "call" else whole(parts, state, args, batch_specs)
+            return traced(parts, shardings, state, args, batch_specs)
 
         function.__name__ = function.__qualname__ = self.__name__
         # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
@@ -202,7 +208,7 @@ class TrainStep:
         """Return the program for the state that the last call returned, if running it is all that calls have to do.
 
         It is `program(state, *args) -> (new, metrics, constants)`, for its own results, too. None if there is more to
-        do: for a state on a mesh, or if an error could not be told from one that left the state alone.
+        do: for a state on a mesh, or if an error could not be distinguished from one that left the state alone.
         """
         last, program, mesh = self._latest
         is_all = self.donate and self._keeps_roles and mesh is None and not self._pure.looks_at_rows

@@ -91,6 +91,7 @@ def main():
     contenders = {
         "bare loop": lambda calls: bare("bare", calls),
         "train, four hooks": lambda calls: looped("train", calls, 1),
+        "train, not watched": lambda calls: looped("unwatched", calls, 1, jstep.StallHook(warn_secs=None)),
         "train, MetricsHook": lambda calls: looped("metrics", calls, 1, jstep.MetricsHook(write)),
         "train, MetricsHook, mean": lambda calls: looped("mean", calls, 1, jstep.MetricsHook(write, mean=True)),
         f"train, steps_per_call={K}": lambda calls: looped("several", calls, K),

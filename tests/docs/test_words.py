@@ -19,7 +19,7 @@ TESTS = [path for path in sorted((ROOT / "tests").rglob("*")) if path.suffix in 
 
 # Phrase → what to write. Case matters only for `none` (not the value None) and `Besides` (the start of a sentence).
 BANNED = {
-    r"\b(goes|gone|going|go|went) on\b": "resumes, continues",
+    r"\b(goes|gone|going|go|went) on\b(?! after \S+ s\b)": "resumes, continues",  # not the line of a stall that is over
     r"\b(makes?|made|making) (a|no|one|the|its|some|\d+) (further |next |single |more )?steps?\b": "run or take a step",
     r"\bsteps? (is|are|was|were|have been|has been) made\b": "steps are run",
     r"(?<!there )\b(is|are|was|were|be|being) no "

@@ -1,0 +1,424 @@
+"""The observer of runs that hang: it says what each process waits for, and ends a run that hangs for too long.
+
+The loop does not know it. It reads, in a thread of its own, what the record of the run and the stopwatch hold anyway:
+the hook that is called, the batch that is waited for, the part of the time, and how long the same things took before.
+"""
+
+import dataclasses
+import faulthandler
+import logging
+import os
+import socket
+import statistics
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent import futures
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.checkpoint.saver import Saver
+from jstep.core.checks import as_number
+from jstep.core.contexts import Thread, in_background
+from jstep.data.prefetch import serve
+from jstep.distributed import agreement
+from jstep.evaluating.evaluation_batches import taken
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.evaluation import EvaluationHook
+from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.run_hook import RunHook
+from jstep.loop.background_compiler import BackgroundCompiler
+from jstep.loop.compilations import unfinished_here
+from jstep.loop.hook_runner import FIRST_CALL, thing_of
+from jstep.loop.rescue import save_while_it_hangs
+from jstep.loop.run import ENDING, Run
+from jstep.loop.run import STARTING as BEGINNING
+from jstep.loop.start_times import FirstBatch
+from jstep.stores.urls import absolute, location
+from jstep.timeline.lines import STALL
+from jstep.timeline.stalls import CALL, WITH_OTHERS, StallFiles, silent
+from jstep.timeline.stopwatch import SAVING, STARTING, STEPPING, WAITING
+from jstep.training.step import traced
+
+EXIT_CODE = 75
+"""`EX_TEMPFAIL` of sysexits.h: a launcher may start the run again."""
+_BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
+_OF_HOST = (_BATCH, _COMPILE, _START)
+"""The kinds of waits of the main thread that are not for the device."""
+_MAKERS = {serve.__code__, FirstBatch.make.__code__, BackgroundCompiler.compile_job.__code__}
+"""The functions that the threads run that make batches or programs."""
+_TALKS = (agreement.reached_stop, agreement.max_over_processes, agreement.gather_texts)
+_AGREEMENTS = {fn.__code__ for fn in (*_TALKS, agreement.broadcast_bytes, agreement.broadcast_ints)}
+"""The functions that wait for the other processes."""
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
+_logger = logging.getLogger("jstep")
+
+
+class StallHook(Hook):
+    """A hook that says what a run that hangs waits for, and that can end it.
+
+    `train` has one with the default settings; one among `hooks` replaces it. A thread looks about once a second at what
+    the main thread is in: waiting for a batch, in a call of the step, compiling, restoring, saving, in an evaluation,
+    in a hook, or waiting for other processes. A *stall* is one of these that has lasted longer than
+
+    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)),
+
+    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median). What has not been
+    seen before, such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process
+    computes counts a tenth. Time in which the process was stopped, or the machine slept, does not count. A hang that
+    holds the interpreter's lock is seen by the other processes only.
+
+    Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, it is
+    also a file `stalls/PROCESS.json` there, which the other processes read, and so does `python -m jstep stalls`; see
+    [When a run hangs](../help/stalls.md).
+
+    Args:
+        warn_secs: Seconds that nothing is shorter than that is called a stall; None to watch nothing.
+        exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
+            again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
+            hangs in the data loader or in a hook of yours, it also saves the last complete state.
+        factor: How many times longer than usual anything may take.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: An argument is not positive and finite, or exit_secs is not above warn_secs.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> hooks = [jstep.StallHook(warn_secs=60.0, exit_secs=1800.0)]
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
+    """
+
+    def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
+        self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
+        self.exit_secs = None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)
+        self.factor = as_number(factor, "factor", low=0, above=True)
+        if self.exit_secs is not None and (self.warn_secs is None or self.exit_secs <= self.warn_secs):
+            raise ValueError(f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs")
+
+
+@dataclasses.dataclass
+class Wait:
+    """A wait of the main thread or of the device; with the same key, it is still the same.
+
+    Attributes:
+        kind: Its kind.
+        what: What it is, in words.
+        key: Identifies it.
+        thing: What its durations are recorded as, if they are; None if the switches of the stopwatch tell them.
+        steps: The first and the last step of the calls that it is in; None if it is in none.
+        age: Its seconds so far, without those in which the process was stopped.
+        idle: Its seconds, of which those in which the process computed count a tenth.
+        next_line: The age at which the next line is due.
+        reads: How often the files of the others had been read when it was; None if it is not.
+        part: The part of the stopwatch when a line was written; empty if none was.
+    """
+
+    kind: str
+    what: str
+    key: Hashable
+    thing: Hashable = None
+    steps: tuple[int, int] | None = None
+    age: float = 0.0
+    idle: float = 0.0
+    next_line: float = 0.0
+    reads: int | None = None
+    part: str = ""
+
+
+class StallWatch:
+    """The thread that watches one run.
+
+    Args:
+        run: The run.
+        write: Writes a line of the timeline.
+    """
+
+    def __init__(self, run: Run, write: Callable[..., None]) -> None:
+        self._run, self._write = run, write
+        self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
+        self._warn = self._hook.warn_secs or 0.0
+        self._every = min(1.0, self._warn / 4)
+        self._process, self._processes = jax.process_index(), jax.process_count()
+        self._who = f"process {self._process} of {self._processes} (host {socket.gethostname()})"
+        place: Any = run.options.checkpoint_dir or run.options.logdir
+        where = place.directory if isinstance(place, Saver) else place and absolute(location(place, "logdir"))
+        self._files = StallFiles(where, self._process, self._warn)
+        self._has_files, self._is_shared = bool(where), bool(where) and self._processes > 1
+        self._over, self._thread = threading.Event(), Thread(target=self._watch, name="jstep-stalls", daemon=True)
+        self._main: Wait | None = None
+        self._device: Wait | None = None
+        self._step, self._quiet = -1, 0.0  # how long this has been the step
+        self._samples: list[tuple[int, list[Any]]] = []  # steps, and their metrics
+        self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
+        self._per_step: list[float] = []
+
+    def __enter__(self) -> "StallWatch":
+        if self._warn:
+            self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
+            self._unfinished = unfinished_here()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._warn:
+            return
+        self._over.set()
+        self._thread.join(timeout=10)
+        self._samples.clear()
+        self._ended(self._main)
+        self._ended(self._device)
+        failed = Wait("failed", f"leaving after {type(error).__name__}: {str(error)[:200]}", None)
+        is_waited_for = isinstance(error, Exception) and self._processes > 1
+        self._files.settle((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
+
+    def _watch(self) -> None:
+        then, cpu = time.monotonic(), time.process_time()
+        while not self._over.wait(self._every):
+            now, used = time.monotonic(), time.process_time()
+            # If this thread did not run either, the process was stopped, or the machine slept.
+            passed, computes = min(now - then, 2 * self._every), used - cpu > 0.1 * (now - then)
+            then, cpu = now, used
+            try:
+                self._look(passed, 0.1 * passed if computes else passed)
+            except Exception:  # an error here must not end the run
+                _logger.debug("a look for stalls failed", exc_info=True)
+
+    def _look(self, passed: float, idle: float) -> None:
+        now, files = self._of_main_thread(), self._files
+        self._main = self._followed(self._main, now, passed, idle)
+        self._device = self._followed(self._device, self._of_device(), passed, idle)
+        self._quiet, self._step = self._quiet + passed if self._run.step == self._step else 0.0, self._run.step
+        # What may wait for the device hangs only if the device does.
+        is_of_host = self._device is None or now.kind in _OF_HOST
+        waits = [wait for wait in (self._main if is_of_host else None, self._device) if wait is not None]
+        stall = next(filter(self._is_stall, waits), None)
+        if stall is None:  # others may wait for this process, though it does not hang
+            is_quiet = self._is_shared and self._quiet > self._warn
+            hang = is_quiet and any(one["stall"] for one in files.others)
+            files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
+            return
+        stall.next_line = stall.next_line or stall.age
+        is_due = stall.age >= stall.next_line
+        if is_due and stall.reads is None:
+            stall.reads = files.reads
+        files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
+        # The others, which hang for as long, need a moment to write their files.
+        has_read = not self._has_files or files.reads > (stall.reads or 0) + self._is_shared
+        if is_due and (has_read or stall.age > stall.next_line + 4):
+            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self._run.watch.current
+            _say(self._line(stall))
+        if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
+            self._exit(stall)
+
+    def _followed(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
+        """Return the present wait: that of the last look, grown older, or another one."""
+        if before is None or now is None or before.key != now.key:
+            self._ended(before)
+            return now
+        before.what, before.age, before.idle = now.what, before.age + passed, before.idle + idle
+        return before
+
+    def _ended(self, wait: Wait | None) -> None:
+        """Say that a stall is over."""
+        if wait is not None and wait.part:
+            _say(f"{self._who}, which was {wait.what}, went on after {_secs(wait.age)} s")
+            self._record(wait)
+
+    def _record(self, wait: Wait) -> None:
+        fields = {"part": wait.part, "stalled": round(wait.age, 3), "what": wait.what, "process": self._process}
+        self._write(STALL, time=round(time.time(), 6), step=self._run.step, **fields)
+
+    # What is a stall.
+
+    def _is_stall(self, wait: Wait) -> bool:
+        if wait.age <= self._warn:
+            return False
+        usual = self._usual(wait)
+        if usual is None:
+            return wait.idle > 10 * self._warn
+        first, last = wait.steps if wait is self._device and wait.steps else (1, 0)
+        longer = min(self._hook.factor * usual, usual + 10 * self._warn)
+        return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
+
+    def _usual(self, wait: Wait) -> float | None:
+        """The seconds that the same thing takes, or for the device a step; None if it was not done before."""
+        watch, feeder = self._run.watch, self._run.feeder
+        if wait.thing is not None:
+            return max(watch.lasted[wait.thing], default=None)
+        visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
+        if wait is not self._device:
+            return statistics.median(visits) if visits else None
+        each = self._per_step
+        if not each and visits and feeder is not None:
+            each = [max(statistics.median(visits) / feeder.steps, *watch.lasted[FIRST_CALL])]
+        return statistics.median(each) if each else None
+
+    # What is waited for.
+
+    def _of_main_thread(self) -> Wait:
+        codes, step = {frame.f_code for frame in _stack(sys._current_frames().get(self._ident))}, self._run.step
+        wait = self._of_run(is_tracing=traced.__code__ in codes)
+        if not codes & _AGREEMENTS:
+            return wait
+        topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
+        what = f"waiting for other processes to agree on {topic}"
+        return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
+
+    def _of_run(self, *, is_tracing: bool) -> Wait:
+        run = self._run
+        step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
+        hook, method = run.calling or (None, "")
+        thing: Hashable = thing_of(hook, method)
+        if isinstance(hook, CheckpointSaverHook) or (part == SAVING and run.runner is not None):
+            return Wait("save", f"saving step {step}", (SAVING, step), SAVING)
+        if isinstance(hook, EvaluationHook) and method != "begin":
+            return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
+        if hook is not None:
+            return Wait(_HOOK, f"in the hook {name_of(hook)} at step {step}", (thing, step), thing)
+        if phase == BEGINNING:
+            if run.is_begun and run.latest is not None and run.restored is None:
+                return Wait("restore", f"restoring step {run.latest}", "restore", "restore")
+            what = f"starting at step {step}" if run.is_begun else "starting: it looks for checkpoints"
+            return Wait(_START, what, what, _START)
+        if phase == ENDING or feeder is None:
+            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
+        waits_for_compiler = part == STARTING and (step > run.first or run.programs.first_compiler is not None)
+        compiles = is_tracing or waits_for_compiler or (not run.is_checking and self._unfinished[0] >= feeder.got)
+        if run.programs.tracing.locked() or (compiles and not feeder.waiting):
+            return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
+        if feeder.waiting:
+            number = run.first + run.fetched.count
+            return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
+        first = step - feeder.steps if run.is_checking else step
+        return _call(first, first + feeder.steps - 1)
+
+    def _of_device(self) -> Wait | None:
+        """The calls whose results are not ready, up to the first of those that were the latest at a look."""
+        run, now, samples, done = self._run, time.monotonic(), self._samples, max(self._done, self._run.first)
+        step, metrics = run.step, run.metrics
+        while samples and all(leaf.is_deleted() or leaf.is_ready() for leaf in samples[0][1]):
+            self._done = samples.pop(0)[0] + 1
+        if self._done > done:
+            self._per_step = [*self._per_step[-63:], (now - self._since) / (self._done - done)]
+        if self._done > done or not samples:
+            self._done, self._since = max(self._done, done), now
+        wait = _call(self._done, samples[0][0]) if samples else None
+        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+        leaves = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+        if leaves and step > (samples[-1][0] + 1 if samples else self._done):
+            samples.append((step - 1, leaves))
+        return wait
+
+    # What is said.
+
+    def _line(self, wait: Wait) -> str:
+        usual, place = self._usual(wait), self._place(wait)
+        text = f"{self._who} has been {wait.what} for {_secs(wait.age)} s"
+        text += "" if usual is None else f" (usually {_secs(usual)} s)"
+        return "; ".join([f"{text}: {place}" if place else text, *self._elsewhere(wait)])
+
+    def _elsewhere(self, wait: Wait) -> Iterator[str]:
+        """Describe the waits of the others: how many wait for other processes, and each of the rest by name."""
+        others, shown = self._files.others, self._files.shown
+        rest = [one for one in others if one["kind"] not in (CALL, WITH_OTHERS)]
+        for kind in (CALL, WITH_OTHERS):
+            same = [one for one in others if one["kind"] == kind]
+            if len(same) < 2:
+                rest += same
+            elif kind == CALL:  # the steps that they have in common
+                steps = max(one["steps"][0] for one in same), min(one["steps"][1] for one in same)
+                yield f"{len(same)} others are {_short(_call(*sorted(steps)))}"
+            else:
+                yield f"{len(same)} others are {same[0]['what']}"
+        yield from (f"process {one['process']} (host {one['host']}) is {one['what']}" for one in rest[:8])
+        missing = silent([{"process": self._process}, *others], self._processes) if self._is_shared else []
+        can_answer = shown is not None and time.monotonic() - shown >= 2.5 * self._files.period
+        if missing and can_answer and wait.age >= 2 * self._warn:
+            yield f"nothing is heard of process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+
+    def _place(self, wait: Wait) -> str:
+        """The innermost line outside jstep and all libraries, or else outside jstep."""
+        frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
+        makers = [i for i in frames if any(frame.f_code in _MAKERS for frame in _stack(frames[i]))]
+        callbacks = [i for i in frames if i not in known]  # threads of XLA
+        first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
+        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
+        outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
+        users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+        return next((os.path.basename(_as_line(frame)) for frame in users or outside), "")
+
+    def _fields(self, wait: Wait, *, stall: bool = True, most: int = 12) -> dict[str, Any]:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        threads = {
+            f"{names.get(i, '')} {i}": [_as_line(one) for one in _stack(frame)][:most]
+            for i, frame in sys._current_frames().items()
+        }
+        return {
+            "processes": self._processes, "step": self._run.step, "part": self._run.watch.current, "kind": wait.kind,
+            "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
+            "line": self._place(wait), "steps": wait.steps, "threads": threads,
+        }  # fmt: skip
+
+    # The end.
+
+    def _exit(self, wait: Wait) -> None:
+        """End the process; nothing here may wait long for what hangs."""
+        run, hook = self._run, (self._run.calling or (None,))[0]
+        _say(f"{self._who} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
+        _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
+        wait.part = wait.part or run.watch.current
+        _in_time(lambda: self._record(wait))
+        self._files.settle(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
+        is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and not isinstance(hook, RunHook))
+        if is_users and self._processes == 1 and run.saver is not None and run.step > run.first:
+            limit = max(self._warn, 3 * max(run.watch.lasted[SAVING], default=0.0))
+            if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
+                _say(f"step {run.step} could not be saved within {_secs(limit)} s")
+        _in_time(logging.shutdown)
+        if self._processes > 1:  # let the others get here; without process 0, JAX aborts them
+            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._process else 2))
+        os._exit(EXIT_CODE)
+
+
+def _call(first: int, last: int) -> Wait:
+    steps = f"step {first}" if last == first else f"steps {first} to {last}"
+    return Wait(CALL, f"in a call of {steps}", (CALL, last), steps=(first, last))
+
+
+def _short(wait: Wait) -> str:
+    return wait.what.replace("in a call of ", "in ")
+
+
+def _secs(seconds: float) -> str:
+    """Two digits, or whole seconds: 0.02, 1.5, 94, 132."""
+    return f"{seconds:.0f}" if seconds >= 9.95 else f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
+
+
+def _stack(frame: FrameType | None, until: CodeType | None = None) -> Iterator[FrameType]:
+    """The frames of a thread, the innermost first."""
+    while frame is not None and frame.f_code is not until:
+        yield frame
+        frame = frame.f_back
+
+
+def _as_line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _say(text: str) -> None:
+    _in_time(lambda: _logger.warning("%s", text))
+
+
+def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
+    """Call a function, but wait for it only so long: what hangs may hold a lock that it needs."""
+    return bool(futures.wait([in_background(fn, name="jstep-stall", daemon=True)], timeout=seconds).done)

@@ -1,0 +1,86 @@
+"""Hangs for tests: code that blocks until the run has said so, and the lines that it says."""
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+
+import jax.numpy as jnp
+
+import jstep
+
+HOST = re.escape(socket.gethostname())
+SECS = r"\d+(?:\.\d+)? s"
+
+
+class Hang(logging.Handler):
+    """Blocks whoever calls it until the log has a line about a stall, or so many of them.
+
+    Attributes:
+        lines: The lines of the log about stalls.
+    """
+
+    def __init__(self, count=1):
+        super().__init__(logging.WARNING)
+        self._count, self._released, self.lines = count, threading.Event(), []
+
+    def emit(self, record):
+        text = record.getMessage()
+        if re.search(r"has been|went on|exit code 75", text):
+            self.lines.append(text)
+        if sum("has been" in line for line in self.lines) >= self._count:
+            self._released.set()
+
+    def __call__(self, *_):
+        assert self._released.wait(20), "no line was logged"
+
+
+@contextlib.contextmanager
+def hang(count=1):
+    handler, logger = Hang(count), logging.getLogger("jstep")
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+
+
+def loss_fn(params, x):
+    return jnp.mean((params["w"] * x - 1.0) ** 2)
+
+
+OPTIMIZER = jstep.adam(0.1)
+STEP = jstep.minimize(loss_fn, OPTIMIZER)
+X = jnp.ones(3)
+
+
+def data(step):
+    return X
+
+
+def make_state():
+    return jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER)
+
+
+def train(last_step=20, batches=data, *, step=STEP, hooks=(), warn_secs=0.05, **kwargs):
+    kwargs.setdefault("progress", False)
+    hooks = [jstep.StallHook(warn_secs=warn_secs), *hooks]
+    return jstep.train(step, make_state(), batches, last_step, hooks=hooks, **kwargs)
+
+
+def once_at(stuck, at):
+    """Batches, of which number `at` hangs."""
+
+    def batch(step):
+        if step == at:
+            stuck()
+        return data(step)
+
+    return batch
+
+
+def line_of(what, place, usual=""):
+    """A pattern of a line of a single process; `usual` is "?" if it may have no usual time."""
+    usually = rf"(?: \(usually {SECS}\)){usual}"
+    return rf"process 0 of 1 \(host {HOST}\) has been {what} for {SECS}{usually}: {place}"

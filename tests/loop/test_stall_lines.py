@@ -1,0 +1,263 @@
+"""`StallHook`: the line of each place in which a single process can hang."""
+
+import itertools
+import json
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hangs import STEP, data, hang, line_of, loss_fn, once_at, train
+
+import jstep
+from jstep.checkpoint.saver import Saver
+from jstep.loop.stall_watch import StallWatch, Wait
+
+
+def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
+    with hang() as stuck:
+
+        def batch(step):
+            if step == 12:
+                stuck()
+                (kept,) = (tmp_path / "stalls").glob("*.json")
+                fields.update(json.loads(kept.read_text()))
+            return data(step)
+
+        fields = {}
+        state = train(batches=batch, checkpoint_dir=tmp_path)
+    assert state.global_step == 20
+    first, last = stuck.lines
+    assert re.fullmatch(line_of("waiting for batch 12", r"hangs\.py:\d+ in __call__"), first)
+    assert re.fullmatch(r".*waiting for batch 12, went on after [\d.]+ s", last)
+    assert (fields["process"], fields["step"], fields["part"], fields["what"]) == (
+        0,
+        12,
+        "waiting",
+        "waiting for batch 12",
+    )
+    assert fields["host"] in first
+    assert any("in __call__" in line for lines in fields["threads"].values() for line in lines)
+    assert not list((tmp_path / "stalls").iterdir())
+    found = jstep.goodput(tmp_path)
+    assert found.stalled["waiting"] > 0.04
+    assert found.stalled["waiting"] <= found.waiting
+    assert "stalled" in str(found)
+
+
+def test_a_hook_that_hangs_is_named():
+    with hang() as stuck:
+        train(hooks=[jstep.every(1, lambda step, *_: stuck() if step == 9 else None)])
+    place = r"hangs\.py:\d+ in __call__"
+    name = r"every\(1, test_a_hook_that_hangs_is_named\.<locals>\.<lambda>\)"
+    assert re.fullmatch(line_of(f"in the hook {name} at step 9", place), stuck.lines[0])
+
+
+class InBegin(jstep.Hook):
+    def __init__(self, stuck):
+        self._stuck = stuck
+
+    def begin(self, state):
+        self._stuck()
+
+
+class Blocks:
+    def __init__(self, stuck):
+        self._stuck = stuck
+
+    def __iter__(self):
+        self._stuck()
+        return iter([data(0)] * 30)
+
+
+def slow_trace(stuck):
+    def loss(params, x):
+        y = jax.jit(jnp.cos)(x)  # traced before
+        stuck()
+        return loss_fn(params, x + 0 * y)
+
+    return jstep.minimize(loss, jstep.adam(0.1))
+
+
+def slow_device(stuck):
+    def loss(params, x):
+        value = jax.pure_callback(
+            lambda at: jnp.float32((at == 9 and stuck()) or 0), jax.ShapeDtypeStruct((), "f4"), x[0]
+        )
+        return loss_fn(params, x) + value
+
+    return jstep.minimize(loss, jstep.adam(0.1))
+
+
+def slow_python(stuck):
+    def step(state, x):
+        if state.global_step == 9:
+            stuck()
+        return STEP(state, x)
+
+    return step
+
+
+def once(stuck, fn, at=1):
+    """Return `fn`, whose call of this number hangs."""
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == at:
+            stuck()
+        return fn(*args, **kwargs)
+
+    return wrapped
+
+
+def evaluating(stuck):
+    return [jstep.EvaluationHook(lambda state: {"x": (state.global_step == 12 and stuck()) or 0.0}, every_n_steps=3)]
+
+
+PLACES = {
+    "loader in iter": (r"starting at step 0", lambda stuck, _: {"batches": Blocks(stuck)}),
+    "begin of a hook": (r"in the hook InBegin at step 0", lambda stuck, _: {"hooks": [InBegin(stuck)]}),
+    "compile": (r"compiling step 0's program", lambda stuck, _: {"step": slow_trace(stuck)}),
+    "python step": (r"in a call of step 9", lambda stuck, _: {"step": slow_python(stuck)}),
+    "device": (
+        r"in a call of steps? 9(?: to \d+)?",
+        lambda stuck, _: {"step": slow_device(stuck), "batches": lambda step: jnp.full(3, float(step))},
+    ),
+    "evaluation": (r"in an evaluation at step 12", lambda stuck, _: {"hooks": evaluating(stuck)}),
+    "first save": (
+        r"saving step 5",
+        lambda stuck, patch: patch.setattr(Saver, "save", once(stuck, Saver.save)) or {"save_checkpoint_steps": 5},
+    ),
+    "later save": (
+        r"saving step 15",
+        lambda stuck, patch: patch.setattr(Saver, "save", once(stuck, Saver.save, 3)) or {"save_checkpoint_steps": 5},
+    ),
+    "look": (
+        r"starting: it looks for checkpoints",
+        lambda stuck, patch: patch.setattr(Saver, "latest_step", once(stuck, Saver.latest_step)) or {},
+    ),
+    "claim": (
+        r"starting: it looks for checkpoints",
+        lambda stuck, patch: patch.setattr(Saver, "claim", once(stuck, Saver.claim)) or {},
+    ),
+    "close": (
+        r"closing after step 20",
+        lambda stuck, patch: patch.setattr(Saver, "close", once(stuck, Saver.close)) or {},
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PLACES)
+def test_the_line_of_each_place(name, tmp_path, monkeypatch):
+    what, prepare = PLACES[name]
+    with hang() as stuck:
+        train(checkpoint_dir=tmp_path, **prepare(stuck, monkeypatch))
+    assert stuck.lines
+    assert re.fullmatch(line_of(what, r"hangs\.py:\d+ in __call__", usual="?"), stuck.lines[0])
+
+
+@pytest.mark.thorough
+def test_a_restore_that_hangs_is_named(tmp_path, monkeypatch):
+    train(5, checkpoint_dir=tmp_path)
+    with hang() as stuck:
+        monkeypatch.setattr(Saver, "restore", once(stuck, Saver.restore))
+        train(checkpoint_dir=tmp_path)
+    assert "has been restoring step 5 for" in stuck.lines[0]
+
+
+@pytest.mark.thorough
+def test_a_stall_is_repeated_at_twice_its_age():
+    with hang(3) as stuck:
+        train(batches=once_at(stuck, 9))
+    ages = [float(re.search(r"for ([\d.]+) s", line)[1]) for line in stuck.lines if "has been" in line]
+    assert len(ages) >= 3
+    assert all(later >= 1.9 * earlier for earlier, later in itertools.pairwise(ages))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_the_bits_are_those_of_a_run_that_is_not_watched(steps_per_call):
+    states = [train(warn_secs=secs, steps_per_call=steps_per_call) for secs in (None, 0.01)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *states))
+
+
+def watch_of(**settings):
+    """A watch without a run."""
+    watch = object.__new__(StallWatch)
+    watch._hook, watch._device = jstep.StallHook(**settings), None
+    watch._warn = watch._hook.warn_secs
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("usual", "age", "expected"),
+    [
+        (0.0, 59.0, False),
+        (0.0, 61.0, True),
+        (1.0, 61.0, True),
+        (5.0, 149.0, False),  # factor × usual
+        (5.0, 151.0, True),
+        (100.0, 699.0, False),  # usual + 10 × warn_secs
+        (100.0, 701.0, True),
+        (None, 599.0, False),  # what has no usual yet
+        (None, 601.0, True),
+    ],
+)
+def test_what_a_stall_is(monkeypatch, usual, age, expected):
+    watch = watch_of(warn_secs=60.0, factor=30.0)
+    monkeypatch.setattr(StallWatch, "_usual", lambda self, wait: usual)
+    assert watch._is_stall(Wait("hook", "in a hook", 0, age=age, idle=age)) is expected
+
+
+def test_time_in_which_a_first_compilation_computes_counts_a_tenth(monkeypatch):
+    watch = watch_of(warn_secs=60.0)
+    monkeypatch.setattr(StallWatch, "_usual", lambda self, wait: None)
+    assert not watch._is_stall(Wait("compile", "", 0, age=5000.0, idle=500.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"warn_secs": "60"}, TypeError, "warn_secs='60': must be a number"),
+        ({"warn_secs": True}, TypeError, "warn_secs=True"),
+        ({"warn_secs": 0}, ValueError, "warn_secs=0: must be > 0 and finite"),
+        ({"warn_secs": -1.0}, ValueError, "warn_secs=-1.0"),
+        ({"warn_secs": float("nan")}, ValueError, "warn_secs=nan"),
+        ({"warn_secs": float("inf")}, ValueError, "warn_secs=inf"),
+        ({"exit_secs": "1"}, TypeError, "exit_secs='1'"),
+        ({"exit_secs": -1}, ValueError, "exit_secs=-1"),
+        ({"exit_secs": float("nan")}, ValueError, "exit_secs=nan"),
+        ({"exit_secs": 60.0}, ValueError, "exit_secs=60.0, warn_secs=60.0: exit_secs must be above warn_secs"),
+        ({"exit_secs": 5.0, "warn_secs": 60.0}, ValueError, "exit_secs=5.0"),
+        ({"exit_secs": 5.0, "warn_secs": None}, ValueError, "exit_secs=5.0, warn_secs=None"),
+        ({"factor": 0}, ValueError, "factor=0"),
+        ({"factor": None}, TypeError, "factor=None"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        jstep.StallHook(**settings)
+
+
+def test_the_settings_are_keywords():
+    hook = jstep.StallHook()
+    assert (hook.warn_secs, hook.exit_secs, hook.factor) == (60.0, None, 30.0)
+    with pytest.raises(TypeError):
+        jstep.StallHook(60.0)
+
+
+def test_a_run_that_is_not_watched_starts_no_thread(tmp_path):
+    names = []
+    train(3, warn_secs=None, hooks=[jstep.every(1, lambda *_: names.extend(t.name for t in threading.enumerate()))])
+    assert not [name for name in names if name.startswith("jstep-stall")]
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, caplog):
+    (tmp_path / "stalls").write_text("not a folder")
+    with hang(2) as stuck:
+        train(batches=once_at(stuck, 9), checkpoint_dir=tmp_path)
+    assert sum("the stall cannot be written" in record.getMessage() for record in caplog.records) == 1
+    assert sum("has been waiting for batch 9" in line for line in stuck.lines) >= 2

@@ -1,0 +1,172 @@
+"""The files `stalls/PROCESS.json`, and the command that shows them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jstep
+from jstep.cli.main import main
+from jstep.timeline.stalls import StallFiles, read_stalls, silent, waited_for
+
+
+def fields_of(what="waiting for batch 7", kind="batch", **more):
+    return {"processes": 4, "kind": kind, "what": what, "line": "loader.py:57 in __next__", "stall": True,
+            "since": time.time() - 94.0, **more}  # fmt: skip
+
+
+def write(where, process=0, **fields):
+    files = StallFiles(str(where), process, warn_secs=60.0)
+    files.settle(lambda: fields_of(**fields))
+    return files
+
+
+def change(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_file_is_written_and_removed(tmp_path):
+    files = write(tmp_path, process=3)
+    (one,), problems = read_stalls(str(tmp_path))
+    assert (one["process"], one["pid"], one["what"], problems) == (3, os.getpid(), "waiting for batch 7", [])
+    files.settle(None)
+    assert read_stalls(str(tmp_path)) == ([], [])
+    assert os.listdir(tmp_path / "stalls") == []
+
+
+def test_the_file_of_an_earlier_start_is_removed(tmp_path):
+    write(tmp_path, exit_code=75)
+    StallFiles(str(tmp_path), 0, warn_secs=60.0).settle(None)
+    assert os.listdir(tmp_path / "stalls") == []
+
+
+def test_others_are_read(tmp_path):
+    write(tmp_path, process=1)
+    files = write(tmp_path, process=2)
+    files.exchange(None, read=True, at_once=True)
+    files.settle(None)
+    assert [one["process"] for one in files.others] == [1]
+    assert files.reads == 1
+
+
+def dead_process():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        {"pid": dead_process()},
+        {"started": "1"},  # another process with the same PID
+        {"host": "elsewhere", "renewed": 1.7e9},
+        {"exit_code": 75},
+    ],
+    ids=lambda stale: next(iter(stale)),
+)
+def test_stale_files_do_not_count(tmp_path, stale, capsys):
+    write(tmp_path, process=0)
+    change(tmp_path / "stalls" / "0.json", **stale)
+    assert read_stalls(str(tmp_path)) == ([], [])
+    assert main(["stalls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no process hangs\n"
+
+
+def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
+    write(tmp_path, process=0)
+    change(tmp_path / "stalls" / "0.json", host="elsewhere")
+    assert len(read_stalls(str(tmp_path))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"version": 1, "proc', "Unterminated string"),
+        ("", "Expecting value"),
+        ("[]", "not the file of a stall"),
+        ('{"version": 1}', "not the file of a stall"),
+        ('{"version": 2, "process": 0}', "written by a newer jstep"),
+        ("[" * 100_000, "is skipped"),
+    ],
+    ids=["truncated", "empty", "list", "fields", "newer", "deep"],
+)
+def test_files_that_cannot_be_read_are_skipped(tmp_path, capsys, text, problem):
+    write(tmp_path, process=1)
+    (tmp_path / "stalls" / "0.json").write_text(text)
+    found, (one,) = read_stalls(str(tmp_path))
+    assert [stall["process"] for stall in found] == [1]
+    assert problem in one
+    assert main(["stalls", str(tmp_path)]) == 1
+    assert "0.json is skipped" in capsys.readouterr().err
+
+
+def test_the_table(tmp_path, capsys):
+    write(tmp_path, process=0, kind="call", what="in a call of step 7", since=time.time() - 60.0)
+    write(tmp_path, process=2, kind="call", what="in a call of step 7", since=time.time() - 61.0)
+    write(tmp_path, process=3)
+    assert main(["stalls", str(tmp_path)]) == 1
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["process", "host", "pid", "for", "what", "line"]
+    assert [row.split()[:2] for row in (rows[0], rows[-1])] == [["*", "3"], ["*", "1"]]
+    assert [row.split()[0] for row in rows[1:3]] == ["2", "0"]
+    assert "94 s" in rows[0]
+    assert "waiting for batch 7" in rows[0]
+    assert "loader.py:57 in __next__" in rows[0]
+    assert "nothing is heard of it" in rows[-1]
+    assert main(["stalls", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert ([one["process"] for one in found["stalls"]], found["silent"]) == ([3, 2, 0], [1])
+
+
+def test_a_process_that_others_wait_for_need_not_hang(tmp_path, capsys):
+    write(tmp_path, process=0, stall=False)
+    assert main(["stalls", str(tmp_path)]) == 0
+    write(tmp_path, process=1, kind="call", what="in a call of step 7")
+    assert main(["stalls", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["*", "0"]
+
+
+def test_a_missing_run_is_an_error(tmp_path, capsys):
+    assert main(["stalls", str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    assert main(["stalls", str(tmp_path)]) == 0
+
+
+def test_the_odd_one_out():
+    loaders = [{"process": i, "kind": "batch", "what": f"waiting for batch {7 + (i == 2)}"} for i in range(4)]
+    assert [one["process"] for one in waited_for(loaders)] == [2]
+    assert waited_for(loaders[:2]) == []
+    assert silent(loaders, 6) == [4, 5]
+
+
+def test_goodput_shows_stalled_time_in_its_part(tmp_path):
+    start = {"kind": "start", "version": 1, "start": "a", "prefix": "model", "time": 1010.0, "step": None}
+    stall = {"kind": "stall", "start": "a", "prefix": "model", "time": 1100.0}
+    lines = [
+        {**start, "seconds": {"starting": 10.0}},
+        {**stall, "part": "waiting", "stalled": 32.0},
+        {**stall, "part": "waiting", "stalled": 8.0},
+        {**stall, "part": "stepping", "stalled": 5.0},
+        {**stall, "part": "waiting", "stalled": 8.0, "prefix": "other"},
+        {**stall, "part": "unknown", "stalled": "x"},
+        {
+            **start,
+            "kind": "parts",
+            "time": 1110.0,
+            "step": [0, 9],
+            "seconds": {"starting": 10.0, "stepping": 50.0, "waiting": 50.0},
+        },
+    ]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = jstep.goodput(tmp_path)
+    assert found.stalled == {"waiting": 40.0, "productive": 5.0}
+    assert found.total == 110.0
+    rows = [line.split() for line in str(found).splitlines()[1:]]
+    names = ["productive", "stalled", "starting", "waiting", "stalled"]
+    assert [row[0] for row in rows] == names
+    assert [row[1] for row in rows] == ["50.000", "5.000", "10.000", "50.000", "40.000"]
+    assert hash(found) == hash(jstep.goodput(tmp_path))
