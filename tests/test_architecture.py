@@ -54,6 +54,7 @@ LOADED_WHEN_USED = {
 SHARED_TRACES = {
     "core.meshes",  # a function that JAX may reject leaves nothing in the caller's program
     "clipping.norms",
+    "differentiate.lanes",
     "optimizers.leafwise",
     "optimizers.apply_updates",
     "optimizers.eigenbases",

@@ -44,7 +44,7 @@ _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 """Operations that place an array."""
 
 # fmt: off
-_ELEMENTWISE = frozenset([
+ELEMENTWISE = frozenset([
     "abs", "add", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf",
     "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
     "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow",
@@ -269,7 +269,7 @@ def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
         name, atoms = operation.eqn.primitive.name, (*operation.eqn.invars, *operation.eqn.outvars)
         if name == "broadcast_in_dim":
             return fits(atoms[-1]) and atoms[0].aval.shape == ()
-        return name in _ELEMENTWISE and all(map(fits, atoms))
+        return name in ELEMENTWISE and all(map(fits, atoms))
 
     return all(map(fits, [*body.jaxpr.constvars, *body.jaxpr.invars])) and all(map(is_one, body.operations))
 

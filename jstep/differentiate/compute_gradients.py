@@ -3,10 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from jstep.core.meshes import sharded_like
+from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList
 from jstep.core.types import Number, Params
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
-from jstep.differentiate.microbatches import AggregationMethod
+from jstep.differentiate.lanes import Lanes, on_lanes
+from jstep.differentiate.microbatches import AggregationMethod, Part
 
 
 def compute_gradients(
@@ -20,6 +25,7 @@ def compute_gradients(
     aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
     sharpness: Number | None = None,
     adaptive: bool = False,
+    lanes: int | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients.
 
@@ -45,6 +51,10 @@ def compute_gradients(
         sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
             same batch and key; loss and aux are those at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
+        lanes: Number of lanes, a power of two, as in `minimize`: the gradients are those of its step, with the same
+            bits on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
+            In a `jax.jit` of your own, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of
+            its devices.
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
@@ -53,7 +63,7 @@ def compute_gradients(
     Raises:
         TypeError: An argument has the wrong type, or the loss is not floating point.
         ValueError: An argument is out of range, the loss is not a scalar, a var_list entry matches nothing, or
-            num_microbatches does not divide the batch.
+            num_microbatches or lanes do not fit the batch.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -74,10 +84,15 @@ def compute_gradients(
         aggregation_method=aggregation_method,
         sharpness=sharpness,
         adaptive=adaptive,
+        lanes=lanes,
     )
 
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        part = compute(Inputs(params, args=args, kwargs=kwargs))
+        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
+            return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
+
+        place = sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
+        part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
         return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
 
     return loss_and_gradients

@@ -14,6 +14,9 @@ from jstep.core.loops import Unroll, as_unroll
 from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.types import Array, Params
+from jstep.differentiate.alike import alike
+from jstep.differentiate.lane_gradients import lane_gradients
+from jstep.differentiate.lanes import Lanes, as_lanes
 from jstep.differentiate.lookup import tables
 from jstep.differentiate.loss_outputs import (
     checked_aux,
@@ -63,6 +66,7 @@ class Inputs(NamedTuple):
         key: A PRNG key, passed to the loss as `rng`.
         batch_specs: Shardings or specs of args, if known.
         scale: The factor of the loss before differentiation; gradients are scaled by it.
+        lanes: The lanes of the batch, if it is computed in lanes: on Auto axes, in a program.
     """
 
     params: Params
@@ -72,6 +76,7 @@ class Inputs(NamedTuple):
     key: Any = None
     batch_specs: Any = None
     scale: Array | None = None
+    lanes: Lanes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Differentiation:
     sharpness: Any = None
     adaptive: bool = False
     unroll: Unroll = None
+    lanes: int | None = None
     gathers: bool = False
     """Whether to collect summaries that the loss creates."""
     squares: bool = False
@@ -108,6 +114,7 @@ class Differentiation:
         as_int(self.num_microbatches, "num_microbatches", 1)
         if self.max_rows_per_device is not None:
             as_int(self.max_rows_per_device, "max_rows_per_device", 1)
+        object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
         if isinstance(self.gate_gradients, bool) or self.gate_gradients not in GATES:
             raise ValueError(f"gate_gradients={shown(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH")
@@ -129,6 +136,8 @@ class Differentiation:
                     f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is not an array or "
                     "number; keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
                 )
+        if given.lanes is not None:
+            return self._of_batch(given)
         given = given._replace(batch_specs=specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None)
         there = sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
@@ -137,7 +146,7 @@ class Differentiation:
     @property
     def looks_at_rows(self) -> bool:
         """Whether the computation depends on how the rows of the batch are sharded."""
-        return self.num_microbatches > 1 or self.max_rows_per_device is not None
+        return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def _of_batch(self, given: Inputs) -> Part:
         params = given.params
@@ -147,7 +156,8 @@ class Differentiation:
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturbed, adaptive=self.adaptive)
-            there = without_explicit_axes(move, some, part.gradients, self.sharpness, place=sharded_like(some))
+            on_auto_axes = functools.partial(without_explicit_axes, move, place=sharded_like(some))
+            there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
             calm = dataclasses.replace(self, gathers=False)
             again = calm._whole(given._replace(params=moved), indices)
@@ -156,7 +166,11 @@ class Differentiation:
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
     def _whole(self, given: Inputs, indices: list[int]) -> Part:
-        """Differentiate the batch, at once or in microbatches; gradients are a list for the leaves at `indices`."""
+        """Differentiate the batch, at once or in parts; gradients are a list for the leaves at `indices`."""
+        if given.lanes is not None:
+            alone = dataclasses.replace(self, lanes=None, squares=False)
+            of_lane = functools.partial(alone._whole, indices=indices)
+            return lane_gradients(given.lanes, of_lane, given, self.weight_fn, squares=self.squares)
         n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
             return self._one(given, indices)

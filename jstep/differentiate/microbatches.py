@@ -50,7 +50,7 @@ def number_of_parts(
     if max_rows is None:
         return at_least
     what = f"max_rows_per_device={max_rows}"
-    first, size = _rows(args, what)
+    first, size = rows_of_batch(args, what)
     devices = _devices_of_batch(jax.tree.leaves(args, is_leaf=trees.is_none), specs)
 
     def on_each(n: int) -> int:
@@ -90,7 +90,7 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     Raises:
         ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
     """
-    first, size = _rows(args, f"num_microbatches={n}")
+    first, size = rows_of_batch(args, f"num_microbatches={n}")
     if size % n or size == 0:
         raise ValueError(
             f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of "
@@ -148,7 +148,7 @@ def _mesh_of(leaf: Any) -> Any:
     return explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
 
 
-def _rows(args: tuple[Any, ...], what: str) -> tuple[str, int]:
+def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     """Return the name of a leaf of a batch and the number of rows of all leaves; `what` begins error messages."""
     leaves = trees.leaves_with_paths(args)
     if not leaves:
@@ -239,16 +239,16 @@ def accumulate(
         state, sums = carry
         batch = microbatch(parts, i)
         part = part_fn(state, batch, i)
-        weight = _weight(weight_fn, batch)
+        weight = weight_of(weight_fn, batch)
         squared = None if square is None else square(part.gradients)
-        gradients = [jax.tree.map(lambda g: g if _is_integer(g) else _weighed(g, weight), g) for g in part.gradients]
+        gradients = [jax.tree.map(lambda g: g if _is_integer(g) else weighed(g, weight), g) for g in part.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
             sums = [s + g.astype(s.dtype) if d else s for s, g, d in zip(sums, gradients, dense, strict=True)]
             gradients = [() if d else g for g, d in zip(gradients, dense, strict=True)]
-        others = jax.tree_util.tree_map_with_path(functools.partial(_of_part, weight), (part.aux, part.summaries))
-        return (part.model_state, sums), (gradients, _weighed(part.loss, weight), weight, squared, others)
+        others = jax.tree_util.tree_map_with_path(functools.partial(summand, weight), (part.aux, part.summaries))
+        return (part.model_state, sums), (gradients, weighed(part.loss, weight), weight, squared, others)
 
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
         body, (model_state, sums if running else []), jnp.arange(n), n, unroll
@@ -282,10 +282,10 @@ def _is_integer(leaf: Array) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.integer))
 
 
-def _of_part(weight: Array | None, keys: Any, leaf: Array) -> Array:
+def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
     """Convert a leaf of aux to the form in which microbatches are summed."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return _weighed(leaf, weight)
+        return weighed(leaf, weight)
     if leaf.dtype == bool or (_is_integer(leaf) and leaf.dtype.itemsize < 4):
         return leaf.astype(jnp.int32)
     if not _is_integer(leaf):
@@ -296,7 +296,8 @@ def _of_part(weight: Array | None, keys: Any, leaf: Array) -> Array:
     return leaf
 
 
-def _weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:
+def weight_of(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:
+    """Return the weight of a part of a batch, or None without `weight_fn`."""
     if weight_fn is None:
         return None
     weight = weight_fn(*batch)
@@ -307,7 +308,8 @@ def _weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Arr
     return jnp.asarray(weight).astype(trees.compute_dtype(dtype))
 
 
-def _weighed(value: Array, weight: Array | None) -> Array:
+def weighed(value: Array, weight: Array | None) -> Array:
+    """Return a value times a weight, in at least float32; 0 if the weight is 0."""
     value = value.astype(trees.compute_dtype(value.dtype))
     if weight is None:
         return value

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core import trees
 from jstep.core.checks import as_bool, as_function
 from jstep.core.contexts import internal_transfers
 from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
+from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import agreement
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
@@ -33,6 +36,7 @@ def evaluator(
     use_averages: bool | str | Sequence[str] = False,
     has_model_state: bool = False,
     batch_sharding: Any = None,
+    lanes: int | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
     """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
 
@@ -57,6 +61,9 @@ def evaluator(
         has_model_state: Whether metric_fn takes the model state.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array.
+        lanes: Number of lanes, a power of two, as in `minimize`: each batch is evaluated as if its lanes were batches,
+            so that the results have the same bits on any number of devices, and callbacks that steer by them (early
+            stopping, plateaus) decide alike. A batch that `lanes` does not divide is computed whole by every device.
 
     Returns:
         `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
@@ -104,7 +111,7 @@ def evaluator(
     as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
     passes, shardings = EvaluationBatches(batches), shardings_of(batch_sharding)
-    computed, merge = _replicated(_computing(metric_fn)), _replicated(merge_objects)
+    computed, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(merge_objects)
 
     def check_state(state: TrainState) -> None:
         require_alive(require_state(state))
@@ -135,7 +142,8 @@ def evaluator(
             if agreement.is_single_process() or _mesh_of_processes((params, args)) is not None:
                 raise_if_stop_requested()
             with using_mesh(mesh_of((params, args))), _explained(state, has_model_state, args):
-                totals.add(_measured(computed, params, args))
+                for metrics in _measured(computed, params, args):
+                    totals.add(metrics)
         return totals.results()
 
     return CheckedEvaluation(evaluate, check)
@@ -153,26 +161,51 @@ def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) 
         raise
 
 
-def _computing(metric_fn: Callable[..., Any]) -> Callable[..., list[Metric]]:
-    """Return `compute(params, args) -> metrics`, which is traced."""
+def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..., list[list[Metric]]]:
+    """Return `compute(params, args) -> [metrics]`, which is traced; with lanes, the metrics of each."""
     name = getattr(metric_fn, "__name__", "metric_fn")
     attempts = Attempts(name)
 
-    def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        return attempts(lambda params, args: metrics_of(metric_fn(*params, *args), num_examples(args)), params, args)
+    def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
+        return metrics_of(metric_fn(*params, *args), num_examples(args))
+
+    def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
+        if number is None:
+            return [attempts(metrics, params, args)]
+        found: list[list[Metric]] = on_lanes(number, functools.partial(_of_lanes, metrics), params, args)
+        return found
 
     compute.__name__ = name
     return compute
 
 
-def _measured(computed: Callable[..., list[Metric]], params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
+def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, args: Any) -> list[list[Metric]]:
+    """Return the metrics of each lane; of one with the whole batch if they do not divide it."""
+    size = num_examples(args)
+    if isinstance(size, str) or size == 0 or size % lanes.number:
+        lanes = lanes._replace(number=1, axes=())
+    leaves, treedef = trees.flatten(args)
+    indices = [i for i, leaf in enumerate(leaves) if np.ndim(leaf)]
+    whole, filled = arrays_of((params, leaves))
+
+    def part(i: Any, whole: Any, rows: Any) -> Any:
+        params, leaves = filled(whole)
+        return of_each_lane(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
+
+    stacked = sum_over_lanes(lanes, part, whole, [leaves[i] for i in indices], [0] * len(indices))
+    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(lanes.number)]
+
+
+def _measured(
+    computed: Callable[..., list[list[Metric]]], params: tuple[Any, ...], args: tuple[Any, ...]
+) -> list[list[Metric]]:
     """Compute the metrics of a batch, and begin to read those that are summed on the host."""
     # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
     is_alone = _mesh_of_processes((params, args)) is None
     with contextlib.nullcontext() if is_alone else internal_transfers():
         metrics = computed(params, args)
     with internal_transfers():
-        for leaf in jax.tree.leaves([metric for metric in metrics if metric.kind != OBJECT]):
+        for leaf in jax.tree.leaves([metric for each in metrics for metric in each if metric.kind != OBJECT]):
             leaf.copy_to_host_async()
     return metrics
 

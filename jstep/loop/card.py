@@ -34,7 +34,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook_state import key_of
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options
-from jstep.loop.stages import TrainSteps, name_of_step
+from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
 
 PLACES = ("checkpoint_dir", "logdir", "compile_cache")
@@ -70,6 +70,7 @@ def card(
         held: Name → initial value of the held hyperparameters.
         batches: The argument of `train`.
     """
+    lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
         "card": 1,
         "step": step,
@@ -80,6 +81,7 @@ def card(
         "state": _state(state, held),
         "batches": _batches(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
+        "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": _arguments(options),
     }
 

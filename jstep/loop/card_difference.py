@@ -63,7 +63,7 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             if adds and one.get(name) != other.get(name):
                 lines.append(line)
         found += [begins + line for line in lines]
-    return found + list(_programs(a, b))
+    return [*found, *differences("lanes", a.get("lanes"), b.get("lanes")), *_programs(a, b)]
 
 
 def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:

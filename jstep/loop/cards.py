@@ -13,6 +13,7 @@ from jstep.loop.card import card, program_card
 from jstep.loop.past import PAST, RestoredPast, past_of, warn_if_past_changed
 from jstep.loop.programs import trace_step
 from jstep.loop.run import Run
+from jstep.loop.stages import lanes_of
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -31,7 +32,7 @@ class Cards:
     """
 
     def __init__(self, write: Callable[..., None], run: Run, batches: Any) -> None:
-        self._write, self._batches = write, batches
+        self._write, self._batches, self._stages = write, batches, run.stages
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._restored: RestoredPast | None = None  # until it was compared
         if run.saver is not None and run.restored and isinstance(kept := run.extra.get(PAST), dict):
@@ -64,7 +65,7 @@ class Cards:
         self.close()
         found = {}
         with _logging_errors():
-            found[PAST] = past_of(self._batches, step, self._optimizers)
+            found[PAST] = self._past(step)
         return found
 
     def close(self) -> None:
@@ -90,7 +91,10 @@ class Cards:
         self._write("card", programs=[program])
         restored, self._restored = self._restored, None
         if restored is not None:
-            warn_if_past_changed(restored, past_of(self._batches, restored.step, self._optimizers))
+            warn_if_past_changed(restored, self._past(restored.step))
+
+    def _past(self, step: int) -> dict[str, Any]:
+        return past_of(self._batches, step, self._optimizers, lanes_of(self._stages.at(max(step - 1, 0))))
 
 
 @contextlib.contextmanager

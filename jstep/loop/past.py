@@ -15,15 +15,16 @@ PAST = "past"
 _logger = logging.getLogger("jstep")
 
 
-def past_of(batches: Any, step: int, optimizers: Mapping[str, str]) -> dict[str, Any]:
+def past_of(batches: Any, step: int, optimizers: Mapping[str, str], lanes: int | None = None) -> dict[str, Any]:
     """Return a record of the run before a checkpoint, to be kept with it, as JSON values.
 
     Args:
         batches: The argument of `train`.
         step: The step of the checkpoint.
         optimizers: First step of a stage → the names of the optimizer's rules.
+        lanes: The number of lanes of the last step before the checkpoint.
     """
-    found: dict[str, Any] = {"optimizers": dict(optimizers)}
+    found: dict[str, Any] = {"optimizers": dict(optimizers), "lanes": lanes}
     if isinstance(batches, BatchSequence):
         before = batches[:step]
         definition = {name: short(part) for name, part in definition_of(before).items() if name != "num_epochs"}
@@ -46,7 +47,7 @@ class RestoredPast(NamedTuple):
 
 
 def warn_if_past_changed(then: RestoredPast, now: Mapping[str, Any]) -> None:
-    """Log a warning if the batches before a checkpoint, or the optimizer, differ from those it was trained with.
+    """Log a warning if the batches before a checkpoint, the optimizer or the lanes differ from those of its run.
 
     Args:
         then: The past of the checkpoint.
@@ -62,6 +63,14 @@ def warn_if_past_changed(then: RestoredPast, now: Mapping[str, Any]) -> None:
                 kept["optimizers"][stage],
                 optimizer,
             )
+    if step and kept.get("lanes") != now["lanes"]:
+        _logger.warning(
+            "lanes=%s: %s was trained with lanes=%s; from step %d on the bits are not those of a run with either value",
+            now["lanes"],
+            name,
+            kept.get("lanes"),
+            step,
+        )
     if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
         _logger.warning(
             "batches: those before step %d are not the ones that %s was trained on: %s. The run continues with batch "

@@ -53,6 +53,12 @@ def name_of_step(step: Any) -> str:
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
+def lanes_of(step: Any) -> int | None:
+    """The number of lanes of a training step; None if it computes in none, or is a function that does not say so."""
+    found = getattr(step, "lanes", None)
+    return found if isinstance(found, int) else None
+
+
 class StageBoundaries:
     """The steps at which calls must end because another program follows.
 

@@ -126,7 +126,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         return found._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    with using_layouts(_layouts_of(state)):
+    with using_layouts(layouts_of(state)):
         here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(back, done.state, state))
@@ -177,7 +177,7 @@ def _check_slots(held: Slots, own: Slots) -> None:
             )
 
 
-def _layouts_of(state: TrainState) -> Layouts:
+def layouts_of(state: TrainState) -> Layouts:
     """Map the path of each parameter on a mesh to its sharding, or to that of its most finely sharded slot.
 
     Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside

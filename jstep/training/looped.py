@@ -65,7 +65,8 @@ class LoopedStep(TrainStep):
         one = pure(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
-        super().__init__(PureStep(self._parts, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows), donate=donate)
+        looped = PureStep(self._parts, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows, lanes=one.lanes)
+        super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(one, donate=False)
         self._most, self._accumulate = most, accumulate
         self._traced: dict[Any, TracedStep] = {}

@@ -16,8 +16,10 @@ from jstep.core.loops import Unroll
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
+from jstep.differentiate.alike import alike
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
-from jstep.differentiate.microbatches import AggregationMethod
+from jstep.differentiate.lanes import Lanes, as_lanes
+from jstep.differentiate.microbatches import AggregationMethod, Part
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
 from jstep.optimizers.hyper import value_at
@@ -31,6 +33,7 @@ from jstep.training.apply import applied, skip_metrics, unless_skipped
 from jstep.training.constants import Constants, split_constants
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
 from jstep.training.step import PureStep, TrainStep
+from jstep.training.step_in_lanes import parts_in_lanes
 
 OF_CONTEXT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
@@ -55,6 +58,7 @@ def minimize(
     sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
     unroll: Unroll = None,
+    lanes: int | None = None,
     metrics: Sequence[str] = (),
     increment_global_step: bool = True,
     jit: bool = True,
@@ -99,9 +103,22 @@ def minimize(
             own parameters.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM).
         unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
+        lanes: Number of lanes L, a power of two, for the same bits on any number of devices that divides it: state and
+            metrics after each step, on one process or several, on no mesh, with data parallelism, ZeRO-1 and FSDP, on
+            Auto and Explicit axes, through checkpoints and changes of layout. The batch is cut into L contiguous blocks
+            of rows, each of which one device computes with the same program; everything that is summed over elements is
+            summed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
+            `weight_fn`; integers and bools of aux are sums. Each lane starts from the same model_state, whose floating
+            leaves become the mean of the lanes', while others are those of lane 0. Lane i gets `fold_in(key, i)` of the
+            key of its loss. `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets
+            `fold_in(key, j)` of the key of its lane. The loss must not name the mesh axes of the rows. Gradients of
+            `lookup` become dense. Another L is another run, and so are other global batches. Bits are not promised on
+            other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
+            kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
+            logged). None, the default, sums in whatever order the devices give.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates
-            as added), `"param_norm"` (of the new parameters), and `"noise_scale"` (from microbatches; requires
-            `with_noise_scale` around the optimizer).
+            as added), `"param_norm"` (of the new parameters), and `"noise_scale"` (from microbatches, or from lanes;
+            requires `with_noise_scale` around the optimizer).
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
@@ -118,9 +135,10 @@ def minimize(
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, or a key of aux is not a string.
-        ValueError: An argument is out of range; var_list matches nothing; num_microbatches or max_rows_per_device
-            does not fit the batch; the state does not fit the optimizer; names of metrics collide; two losses train
-            one parameter; or the optimizer keeps no averages.
+        ValueError: An argument is out of range; var_list matches nothing; num_microbatches, max_rows_per_device or
+            lanes do not fit the batch; lanes do not fit the devices, or the loss names their mesh axes; the state does
+            not fit the optimizer; names of metrics collide; two losses train one parameter; or the optimizer keeps no
+            averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -143,7 +161,9 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     require_optimizer("optimizer", optimizer)
-    norms, measures_noise = _requested_metrics(metrics, num_microbatches)
+    lanes = as_lanes(lanes)
+    compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
+    norms, measures_noise = _requested_metrics(metrics, **compared)
     rng = None if rng is None else as_key(rng, "rng")
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
@@ -166,6 +186,7 @@ def minimize(
             sharpness=None if scheduled else radius,
             adaptive=as_bool(adaptive, "adaptive") and not scheduled,
             unroll=unroll,
+            lanes=lanes,
             gathers=True,
             squares=measures_noise,
         )
@@ -178,7 +199,7 @@ def minimize(
         differentiate = of_one(loss_fn, var_list)
 
     def parts(
-        state: TrainState, args: tuple[Any, ...], batch_specs: Any
+        state: TrainState, args: tuple[Any, ...], batch_specs: Any, in_lanes: Lanes | None = None
     ) -> tuple[TrainState, dict[str, Any], Constants]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
@@ -190,14 +211,22 @@ def minimize(
         scale = loss_scale_of(roles, state.slots)
         if measures_noise:
             require_noise_slots(roles)
-        kwargs = None if averages is None else {"averages": _averages_for(state, averages)}
+        kwargs = None
+        if averages is not None:
+            kwargs = {"averages": alike(in_lanes, functools.partial(_averages_for, names=averages), state)}
         # A loss that does not take it leaves it unchanged, as several losses do, none of which owns it.
         model_state = state.slots[MODEL_STATE] if has_model_state else None
-        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale)
+        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, in_lanes)
         at_radius = differentiate
         if scheduled:
-            at_radius = replaced(differentiate, sharpness=value_at("sharpness", radius, step), adaptive=adaptive)
+            now = alike(in_lanes, functools.partial(value_at, "sharpness", radius), step)
+            at_radius = replaced(differentiate, sharpness=now, adaptive=adaptive)
         part = at_radius(inputs)
+        return alike(in_lanes, functools.partial(updated, inputs), state, part)
+
+    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, dict[str, Any], Constants]:
+        """Return the results of the step, given those of the loss."""
+        step, key, scale = step_of(state), inputs.key, loss_scale_of(roles_of(optimizer, state.params), state.slots)
         context = EMPTY_CONTEXT
         if optimizer.takes_context:
             plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
@@ -228,7 +257,8 @@ def minimize(
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
-    pure_step = PureStep(parts, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows)
+    run = parts if lanes is None else parts_in_lanes(lanes, parts)
+    pure_step = PureStep(run, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows, lanes=lanes)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
 
@@ -262,12 +292,12 @@ def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Calla
     return checked
 
 
-def _requested_metrics(metrics: Any, num_microbatches: Any) -> tuple[tuple[str, ...], bool]:
+def _requested_metrics(metrics: Any, **parts: Any) -> tuple[tuple[str, ...], bool]:
     """Return the requested norms, and whether the noise scale is requested.
 
     Args:
         metrics: The argument of `minimize`.
-        num_microbatches: The argument of `minimize`.
+        **parts: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
 
     Raises:
         TypeError: `metrics` does not consist of names.
@@ -280,10 +310,11 @@ def _requested_metrics(metrics: Any, num_microbatches: Any) -> tuple[tuple[str, 
     for name in requested:
         if name not in names:
             raise ValueError(f"metrics: {name!r} is unknown{trees.nearest(str(name), names)}; it takes any of {names}")
-    if NOISE_SCALE in requested and num_microbatches == 1:
+    ((argument, number),) = parts.items()
+    if NOISE_SCALE in requested and number == 1:
         raise ValueError(
-            f"num_microbatches=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
-            "a batch with their mean; give minimize num_microbatches=2 or more"
+            f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
+            f"a batch with their mean; give minimize {argument}=2 or more"
         )
     return tuple(name for name in requested if name != NOISE_SCALE), NOISE_SCALE in requested
 

@@ -60,7 +60,11 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
         return state, computed, constants.repeated(k)
 
     scanned = PureStep(
-        parts, name=f"{step.__name__}s", looks_at_rows=step.looks_at_rows, leading_axes=step.leading_axes + 1
+        parts,
+        name=f"{step.__name__}s",
+        looks_at_rows=step.looks_at_rows,
+        leading_axes=step.leading_axes + 1,
+        lanes=step.lanes,
     )
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 

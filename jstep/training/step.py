@@ -37,6 +37,7 @@ class PureStep:
         title: A name that identifies the step among those of a run; `name` if empty.
         looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
         leading_axes: The number of batch axes before that of the rows: one for each `scan_steps`.
+        lanes: The number of lanes, if the step computes in lanes.
     """
 
     parts: Parts
@@ -45,6 +46,7 @@ class PureStep:
     title: str = ""
     looks_at_rows: bool = False
     leading_axes: int = 0
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
@@ -123,6 +125,7 @@ class TrainStep:
         __wrapped__: The pure function that is compiled.
         donate: Whether the state is donated.
         title: A name that identifies the step among those of a run: for a step of `minimize`, the name of its loss.
+        lanes: The number of lanes, as in `minimize`; None without lanes.
 
     Raises:
         TypeError: `step` is not a function, or `donate` is not a bool.
@@ -135,6 +138,7 @@ class TrainStep:
         self.donate = as_bool(donate, "donate")
         self._pure = pure(step)
         self.title = self._pure.title
+        self.lanes = self._pure.lanes
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
         # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.

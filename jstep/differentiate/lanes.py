@@ -1,0 +1,367 @@
+"""Lanes: a batch in L parts, each computed by one device with the same program, and sums in one binary tree.
+
+The bits of a sum depend on L alone, not on the number n of devices, which divides L: each device computes L/n lanes one
+after the other and adds them in its part of the tree; these sums are exchanged and added in the rest of the tree.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.checks import as_int
+from jstep.core.exceptions import explain_jax
+from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
+from jstep.core.placement import sharded, sharding_on_mesh, shardings_of
+from jstep.core.programs import all_equations, manual_axes
+from jstep.core.types import Array
+from jstep.differentiate.microbatches import specs_of_rows
+
+SMALL = 2**14
+"""Arrays with fewer elements are exchanged together."""
+LEAST = 64
+"""The least number of elements of an array that a device has for itself."""
+
+
+class Lanes(NamedTuple):
+    """A number of lanes and the mesh that they are spread over.
+
+    Attributes:
+        number: L.
+        mesh: The mesh, with Auto axes; None without one.
+        axes: The mesh axes of the rows of the batch.
+        others: The mesh axes that split other arrays and not the rows (tensor parallelism), which are left to XLA.
+        places: Shape → spec of the parameters or slots of that shape, whichever is finer. It affects traffic, not bits.
+    """
+
+    number: int
+    mesh: Any = None
+    axes: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    places: Mapping[tuple[int, ...], PartitionSpec] | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the lanes are spread over."""
+        return parts_along(self.mesh, self.axes)
+
+    @property
+    def manual(self) -> frozenset[str]:
+        """The mesh axes that a lane does not have."""
+        return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
+
+    def alone(self) -> AbstractMesh:
+        """The mesh that a lane is traced on: without the rows' axes, so that its program is the same on any mesh."""
+        if not self.others:
+            return AbstractMesh((), ())
+        return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
+
+    def spread(self, fn: Any, given: Any, made: Any) -> Any:
+        """Return `fn` as a program that every device runs on its parts of the arguments, with these specs of both."""
+        if not self.manual:
+            return fn
+        return jax.shard_map(
+            fn, mesh=self.mesh, axis_names=self.manual, in_specs=given, out_specs=made, check_vma=False
+        )
+
+    def split(self, dim: int | None) -> PartitionSpec:
+        """The spec of an array that is split over the devices of the lanes along a dimension; None for no dimension."""
+        return PartitionSpec() if dim is None or not self.axes else PartitionSpec(*[None] * dim, self.axes)
+
+    def placed(self, x: Array) -> Array:
+        """Return an array sharded like the parameters and slots of its shape, or whole on every device if it is small.
+
+        XLA simplifies a program on one element as one on scalars, with other roundings.
+        """
+        spec = PartitionSpec() if x.size < LEAST * self.number else (self.places or {}).get(x.shape)
+        if spec is None or self.mesh is None or not x.ndim or trees.is_key(x):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def scattered(self, shape: tuple[int, ...]) -> int | None:
+        """The dimension along which a sum of this shape is to be split over the devices; None if it is not split."""
+        spec = dims_of((self.places or {}).get(shape, PartitionSpec()))
+        split = (dim for dim, axis in enumerate(spec) if set(mesh_axes_of(axis)) & set(self.axes))
+        dim = next(split, None)
+        return None if dim is None or shape[dim] % self.devices else dim
+
+
+def as_lanes(lanes: Any) -> int | None:
+    """Validate a number of lanes: a power of two, or None.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is below 1 or not a power of two. The message contains the two nearest.
+    """
+    number = None if lanes is None else as_int(lanes, "lanes", 1)
+    if number is not None and number & (number - 1):
+        below = 1 << number.bit_length() - 1
+        raise ValueError(f"lanes={number}: must be a power of two, for a binary tree; use {below} or {2 * below}")
+    return number
+
+
+def on_lanes(
+    number: int | None,
+    run: Callable[..., Any],
+    held: Any,
+    args: tuple[Any, ...],
+    batch_specs: Any = None,
+    places: Mapping[tuple[int, ...], PartitionSpec] | None = None,
+    place: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return `run(lanes, held, args)`, compiled and on Auto axes; or `run(None, held, args)` without lanes.
+
+    Args:
+        number: L, or None.
+        run: The function.
+        held: A tree of arrays that are not split by rows: parameters, or a state.
+        args: The batch.
+        batch_specs: The shardings of its leaves; None if unknown.
+        places: As in `Lanes`.
+        place: As in `without_explicit_axes`.
+
+    Raises:
+        ValueError: The number of devices does not divide L.
+    """
+    if number is None:
+        return run(None, held, args)
+    rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
+    shardings = shardings_of(held) or list(map(sharding_on_mesh, jax.tree.leaves(held)))
+
+    def on_auto_axes(held: Any, args: Any) -> Any:
+        lanes = _found(number, rows, shardings)
+        return run(lanes if lanes.mesh is None else lanes._replace(places=places), held, args)
+
+    def computed(held: Any, args: Any) -> Any:
+        return without_explicit_axes(on_auto_axes, held, args, place=place)
+
+    is_traced = any(map(trees.is_traced, jax.tree.leaves((held, args))))
+    with using_mesh(None if is_traced else mesh_of((held, args))):
+        return (computed if is_traced else jax.jit(computed))(held, args)
+
+
+def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return Lanes(number)
+    # Rows of unknown sharding are spread over all devices.
+    everywhere = mesh.axis_names if not rows and number % mesh.size == 0 else ()
+    axes = next((mesh_axes_of(dims[0]) for dims in rows if dims and dims[0] is not None), everywhere)
+    devices = parts_along(mesh, axes)
+    if number % devices:
+        raise ValueError(
+            f"lanes={number}: the rows of the batch are on {devices} devices, and {devices} does not divide {number}; "
+            "use a larger power of two, or a number of devices that divides it"
+        )
+    dims = [*rows, *(dims_of(one.spec) for one in shardings if isinstance(one, NamedSharding))]
+    used = {name for spec in dims for axis in spec for name in mesh_axes_of(axis) if mesh.shape[name] > 1}
+    return Lanes(number, mesh, tuple(axes), tuple(name for name in mesh.axis_names if name in used.difference(axes)))
+
+
+def arrays_of(tree: Any) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
+    """Return the arrays of a tree, and a function from others to the tree that has these in their place."""
+    leaves, treedef = trees.flatten(tree)
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    return [leaves[i] for i in indices], lambda arrays: treedef.unflatten(trees.with_leaves(leaves, indices, arrays))
+
+
+def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Trace a function for arrays or shapes, without any mesh or layout: its program is the same on all of them.
+
+    Returns:
+        Its closed jaxpr, and the tree of its results as shapes.
+    """
+    with jax.sharding.use_abstract_mesh(lanes.alone()), sharded(None):
+        return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def isolated(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:
+    """Return `fn(*args)`, compiled by itself: XLA neither fuses nor moves its operations with others.
+
+    Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
+    CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there.
+
+    Args:
+        fn: A function of trees of arrays.
+        args: Its arguments.
+        shapes: The shapes of its results.
+        witness: Data: an array that is not empty and that XLA cannot know. The condition is that its first element has
+            at most 32 bits.
+    """
+
+    def in_condition(witness: Array, args: Any) -> list[Array]:
+        first = jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32)
+        bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
+        nothing = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        return list(jax.lax.cond(bits <= 32, lambda: fn(*args), lambda: nothing))
+
+    def behind_barriers(witness: Array, args: Any) -> list[Array]:
+        return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(args)))
+
+    return list(jax.lax.platform_dependent(witness, args, cpu=in_condition, default=behind_barriers))
+
+
+def sum_over_lanes(
+    lanes: Lanes,
+    part: Callable[..., Any],
+    whole: Sequence[Array],
+    blocked: Sequence[Array],
+    dims: Sequence[int],
+    witness: Array | None = None,
+) -> Any:
+    """Return Σ part(i, whole, blocks) over the lanes i, in the tree; of bools, whether one of them is true.
+
+    Args:
+        lanes: The lanes.
+        part: Maps the number of a lane, arrays, and the i-th of L blocks of other arrays to a tree of arrays.
+        whole: Arrays that each lane gets as a whole.
+        blocked: Arrays that are cut into L contiguous blocks.
+        dims: The dimension along which each of these is cut.
+        witness: As in `isolated`; by default one of the other arguments.
+    """
+    sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
+
+    def blocks_at(i: Any, blocked: Sequence[Array]) -> list[Array]:
+        each = zip(blocked, sizes, dims, strict=True)
+        return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in each]
+
+    blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
+    closed, shapes = _traced_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
+    outs, treedef = trees.flatten(shapes)
+    split = [lanes.scattered(x.shape) for x in outs]
+
+    def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:
+        data = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
+        known = next(data, jnp.ones(())) if witness is None else witness
+        each = lanes.number // lanes.devices
+        first = jax.lax.axis_index(lanes.axes) * each if lanes.devices > 1 else jnp.int32(0)
+
+        def lane(i: Any) -> list[Array]:
+            args = (consts, first + i, *whole, *blocks_at(i, blocked))
+            return isolated(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, known)
+
+        return _exchanged(lanes, _sum_in_loop(lane, each, outs), split)
+
+    def run(*args: Any) -> list[Array]:
+        given = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
+        return list(lanes.spread(on_device, given, list(map(lanes.split, split)))(*args))
+
+    run.__name__ = sum_over_lanes.__qualname__
+    with contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh):
+        return treedef.unflatten(jax.jit(run)(witness, list(closed.consts), list(whole), list(blocked)))
+
+
+def is_in_lanes(eqn: Any) -> bool:
+    """Whether an operation is a sum over lanes, whose bits do not depend on the layout."""
+    return eqn.params.get("name") == sum_over_lanes.__qualname__
+
+
+def of_each_lane(lanes: Lanes, i: Array, tree: Any) -> Any:
+    """Return arrays of lane i such that their sums are those of all lanes, stacked on a leading axis."""
+
+    def leaf(x: Any) -> Array:
+        here = jnp.arange(lanes.number).reshape(-1, *[1] * np.ndim(x)) == i
+        return jnp.where(here, jnp.asarray(x)[None], jnp.zeros((), jnp.result_type(x)))
+
+    return jax.tree.map(leaf, tree)
+
+
+def _sum_in_loop(part: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]) -> list[Array]:
+    """Σ part(i) for i < count, a power of two, in a binary tree; `part` is traced once."""
+
+    def subtree(size: int, first: Any) -> list[Array]:
+        if size == 1:
+            return part(first)
+
+        def add(i: Any, total: list[Array]) -> list[Array]:
+            new = subtree(size // 2, first + i * (size // 2))
+            return [jnp.where(i == 0, b, a + b) for a, b in zip(total, new, strict=True)]
+
+        return list(jax.lax.fori_loop(np.int32(0), np.int32(2), add, [jnp.zeros(x.shape, x.dtype) for x in shapes]))
+
+    return subtree(count, np.int32(0))
+
+
+def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """The sums over the devices, in the same tree: whole, or the device's part along a dimension.
+
+    The exchange has the bytes of a reduce-scatter, or for whole sums those of an all-reduce.
+    """
+    n, axes, found = lanes.devices, lanes.axes, list(arrays)
+    if n == 1:
+        return found
+    together: dict[Any, list[int]] = {}
+    for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
+        if dim is None:
+            together.setdefault(x.dtype if x.size < SMALL else i, []).append(i)
+        else:
+            parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+            found[i] = _sum(jax.lax.all_to_all(parts, axes, dim, 0))
+    for indices in together.values():
+        flat = jnp.concatenate([arrays[i].reshape(-1) for i in indices])
+        parts = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
+        total = _gathered(_sum(jax.lax.all_to_all(parts, axes, 0, 0)), axes).reshape(-1)
+        ends = np.cumsum([arrays[i].size for i in indices])
+        for i, part in zip(indices, jnp.split(total, ends), strict=False):
+            found[i] = part.reshape(arrays[i].shape)
+    return found
+
+
+def _sum(stacked: Array) -> Array:
+    """The sum over the leading axis, whose size is a power of two, in the same tree."""
+    while len(stacked) > 1:
+        stacked = stacked[0::2] + stacked[1::2]
+    return stacked[0]
+
+
+def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
+    """The arrays of all devices, stacked. XLA may gather by adding zeros, which changes -0.0 but no integer."""
+    if not trees.is_floating(x.dtype):
+        return jax.lax.all_gather(x, axes)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
+
+
+def _traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Trace a lane, which must not name mesh axes that it does not have; `args` are those of the whole batch."""
+    error, found = None, None
+    try:
+        found = traced(lanes, part, *args[:-1], blocks)
+        named = _named_axes(found[0])
+    except Exception as reason:
+        error, named = reason, set[str]()
+        for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?
+            with contextlib.suppress(Exception):
+                sizes = [(name, lanes.mesh.shape[name]) for name in lanes.manual]
+                with jax.sharding.use_abstract_mesh(lanes.mesh.update_axis_types({name: kind for name, _ in sizes})):
+                    named |= _named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
+    if named & lanes.manual:
+        raise ValueError(
+            f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which the "
+            "lanes are spread; one device computes a lane: leave these constraints and collectives out of the loss"
+        ) from error
+    if found is None:
+        assert error is not None
+        explain_jax(error)
+        raise error
+    return found
+
+
+def _named_axes(program: Any) -> set[str]:
+    """The mesh axes that shardings, shard_maps and collectives of a program name."""
+    found: set[Any] = set()
+    for params in (eqn.params for *_, eqn in all_equations(program)):
+        specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
+        named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
+        found.update(manual_axes(params) or (), *map(mesh_axes_of, named))
+    return {name for name in found if isinstance(name, str)}

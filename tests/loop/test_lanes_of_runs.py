@@ -1,0 +1,64 @@
+"""Runs in lanes: their cards, and the warning if a run resumes with another number."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.loop.card_difference import card_difference
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)
+
+
+def step(lanes):
+    return jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER, lanes=lanes)
+
+
+def run(directory, train_step, last_step):
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    return jstep.train(train_step, state, DATA, last_step, checkpoint_dir=directory, progress=False)
+
+
+def cards(directory):
+    lines = map(json.loads, (directory / "timeline.jsonl").read_text().splitlines())
+    return [line for line in lines if "devices" in line]
+
+
+def test_the_card_has_the_lanes(tmp_path):
+    run(tmp_path / "a", step(4), 2)
+    run(tmp_path / "b", step(None), 2)
+    run(tmp_path / "c", {0: step(None), 1: step(8)}, 2)
+    (a,), (b,), (c,) = (cards(tmp_path / name) for name in "abc")
+    assert (a["lanes"], b["lanes"], c["lanes"]) == (4, None, {"0": None, "1": 8})
+    assert "lanes: 4 in A, null in B" in card_difference(a, b)
+    before = {name: value for name, value in b.items() if name != "lanes"}  # of an earlier version
+    assert not [line for line in card_difference(b, before) if "lanes" in line]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warns"),
+    [
+        (4, 8, "lanes=8: model-2 was trained with lanes=4"),
+        (None, 8, "lanes=8: model-2 was trained with lanes=None"),
+        (4, None, "lanes=None: model-2 was trained with lanes=4"),
+        (4, 4, None),
+        ({0: 4, 2: 8}, {0: 4, 2: 8}, None),
+        (4, {0: 4, 2: 8}, None),
+        ({0: 4, 1: 8}, 8, None),
+        ({0: 4, 1: 8}, 4, "lanes=4: model-2 was trained with lanes=8"),
+    ],
+)
+def test_a_resume_with_other_lanes_warns(tmp_path, caplog, first, second, warns):
+    def made(lanes):
+        return {at: step(one) for at, one in lanes.items()} if isinstance(lanes, dict) else step(lanes)
+
+    run(tmp_path, made(first), 2)
+    with caplog.at_level(logging.WARNING, "jstep"):
+        run(tmp_path, made(second), 4)
+    found = [record.getMessage() for record in caplog.records if "lanes" in record.getMessage()]
+    assert len(found) == (warns is not None)
+    assert warns is None or warns in found[0]

@@ -1,0 +1,129 @@
+"""In lanes, states and metrics have the same bits on any number of devices, in any layout.
+
+Runs are in another process, with XLA's default optimizations; see `lane_runs.py`.
+"""
+
+import json
+
+import pytest
+from lane_runs import differing, digests, main
+from optimizer_table import TABLE
+from processes import start, wait_for
+
+KINDS = ("dp", "zero1", "fsdp")
+PLACES = [f"{kind}:{n}:{axes}" for axes in ("auto", "explicit") for kind in KINDS for n in (1, 2, 4, 8)]
+FEW = ["none", "dp:2", "zero1:4:explicit", "fsdp:8"]
+
+
+def assert_equal(*cases, timeout=900):
+    for case, found in zip(cases, digests(*cases, timeout=timeout), strict=True):
+        assert not differing(found), json.dumps(case)
+
+
+def test_on_one_device_and_on_eight():
+    """In this process, with fewer optimizations; the control without lanes differs, so that this test can fail."""
+    case = {"model": "tiny", "optimizer": "momentum", "options": {"metrics": ["grad_norm"]}, "steps": 1}
+    case["places"] = ["none", "fsdp:8:explicit"]
+    (with_lanes, without) = main([case, case | {"options": {"lanes": None, "metrics": ["grad_norm"]}}])
+    assert not differing(with_lanes)
+    assert differing(without)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["mlp", "transformer", "conv"])
+def test_every_layout(model, dtype):
+    """20 steps: no mesh, data parallel, ZeRO-1, FSDP on 1 to 8 devices, and rows on two mesh axes."""
+    optimizer = "adamw" if dtype == "float32" else "master"
+    options = {} if model == "conv" else {"rng": True}
+    places = ["none", *PLACES, "two:8", "two:4:explicit"]
+    case = {"model": model, "dtype": dtype, "optimizer": optimizer, "steps": 20, "options": options, "places": places}
+    assert_equal(case)
+
+
+OPTIONS = {
+    "microbatches": {"num_microbatches": 2, "rng": True},
+    "max_rows": {"max_rows_per_device": 1},
+    "aux": {"has_aux": True},
+    "weights": {"weighted": True},
+    "several losses": {"several": True, "has_aux": True, "rng": True},
+    "sharpness": {"sharpness": 0.05, "adaptive": True},
+    "var_list": {"var_list": "deep/*"},
+    "more lanes than devices": {"lanes": 32},
+    "everything": {"num_microbatches": 2, "weighted": True, "has_aux": True, "sharpness": 0.05, "rng": True},
+}
+OPTIMIZERS = {
+    "averages": {"use_averages": True},
+    "noise": {"metrics": ["noise_scale", "grad_norm"]},
+    **{
+        name: {}
+        for name in ("guarded", "update_every", "adaptive", "users", "optax", "lbfgs", "rounding", "muon+adamw")
+    },
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name):
+    assert_equal({"options": OPTIONS[name], "places": [*FEW, "two:8"]})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrappers_and_foreign_optimizers(name):
+    assert_equal({"optimizer": name, "steps": 6, "options": OPTIMIZERS[name], "places": [*FEW, "fsdp:8:explicit"]})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", TABLE)
+def test_every_optimizer(name):
+    """FSDP on eight devices against one device."""
+    assert_equal({"optimizer": f"table/{name}", "steps": 3, "places": ["none", "fsdp:8"]})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["plain", "microbatches"])
+def test_runs_that_are_cut_and_continued_elsewhere(options):
+    """The states and the logs of fingerprints, with 1, 3 and "auto" steps per call."""
+    runs = {
+        "one device": [["none", 3, 12]],
+        "eight": [["dp:8", 3, 12]],
+        "cut": [["zero1:4", 3, 5], ["fsdp:2:explicit", "auto", 9], ["none", 3, 12]],
+        "auto": [["fsdp:8:explicit", "auto", 7], ["dp:2", "auto", 12]],
+    }
+    single = {
+        "one device": [["none", 1, 12]],
+        "eight": [["fsdp:8", 1, 12]],
+        "cut": [["dp:4:explicit", 1, 5], ["none", 1, 12]],
+    }
+    assert_equal({"runs": runs, "options": options}, {"runs": single, "options": options})
+
+
+SCRIPT = """
+import hashlib
+step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm",), lanes=8)
+for layout in ("none", "data", "zero1", "fsdp") if count == 1 else ("data", "zero1", "fsdp"):
+    given, sharding = jstep.TrainState.create(init(), optimizer), None  # the same initial bits
+    if layout != "none":
+        specs = jstep.fsdp_specs(jax.eval_shape(init), mesh, min_size=1) if layout == "fsdp" else None
+        slot_axis = "data" if layout == "zero1" else None
+        given = jstep.shard_state(given, mesh, specs, slot_axis=slot_axis)
+        sharding = rows
+    options = {"steps_per_call": 3, "batch_sharding": sharding, "progress": False}
+    state = jstep.train(step, given, batches, last_step=10, **options)
+    if layout == "none":
+        state = jstep.shard_state(state, mesh)
+    print("bits", hashlib.md5(weights(state).encode()).hexdigest())
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    found = []
+    for count in (1, 2):
+        done = wait_for(start(SCRIPT, count, "unused"), timeout=300)
+        assert all(one.code == 0 for one in done), done[0].err
+        found += [line for line in done[0].out.splitlines() if line.startswith("bits")]
+    assert len(found) == 7
+    assert len(set(found)) == 1
