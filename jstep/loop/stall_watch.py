@@ -235,7 +235,12 @@ class StallWatch:
             self._record(wait)
 
     def _record(self, wait: Wait) -> None:
-        fields = {"part": wait.part, "stalled": round(wait.age, 3), "what": wait.what, "process": self._process}
+        fields = {
+            "part": wait.part or self._run.watch.current,
+            "stalled": round(wait.age, 3),
+            "what": wait.what,
+            "process": self._process,
+        }
         self._write(STALL, time=round(time.time(), 6), step=self._run.step, **fields)
 
     # What is a stall.
@@ -347,7 +352,7 @@ class StallWatch:
             yield f"nothing is heard of process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
-        """The innermost line outside jstep and all libraries, or else outside jstep."""
+        """The innermost line outside jstep and all libraries, or else outside jstep, or else of jstep."""
         frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
         makers = [i for i in frames if any(frame.f_code in _MAKERS for frame in _stack(frames[i]))]
         callbacks = [i for i in frames if i not in known]  # threads of XLA
@@ -355,7 +360,7 @@ class StallWatch:
         stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-        return next((os.path.basename(_as_line(frame)) for frame in users or outside), "")
+        return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
 
     def _fields(self, wait: Wait, *, stall: bool = True, most: int = 12) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -376,14 +381,15 @@ class StallWatch:
         run, hook = self._run, (self._run.calling or (None,))[0]
         _say(f"{self._who} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
-        wait.part = wait.part or run.watch.current
         _in_time(lambda: self._record(wait))
         self._files.settle(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
         is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and not isinstance(hook, RunHook))
         if is_users and self._processes == 1 and run.saver is not None and run.step > run.first:
-            limit = max(self._warn, 3 * max(run.watch.lasted[SAVING], default=0.0))
+            usual = max(run.watch.lasted[SAVING], default=None)
+            limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
             if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
                 _say(f"step {run.step} could not be saved within {_secs(limit)} s")
+        _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
         if self._processes > 1:  # let the others get here; without process 0, JAX aborts them
             time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._process else 2))

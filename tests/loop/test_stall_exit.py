@@ -1,6 +1,7 @@
 """`StallHook(exit_secs=…)`: exit code 75, the stacks, and the state that is saved; and what is not a stall."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -69,6 +70,20 @@ train(30, hooks=hooks, checkpoint_dir=directory, save_checkpoint_steps=8)
     assert "saving step 8" in errors
     assert "is saved" not in errors
     assert Saver(tmp_path).latest_step() is None
+
+
+@pytest.mark.thorough
+def test_a_disk_that_blocks(tmp_path):
+    """Nothing is written there, and the process ends all the same."""
+    end(start("train(3, checkpoint_dir=directory)", tmp_path))
+    manifest, folder = tmp_path / "model-3" / "manifest.json", tmp_path / "stalls"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    folder.mkdir(exist_ok=True)
+    os.mkfifo(folder / "0.json")
+    hang = HANG.replace("0.2, exit_secs=0.6", "0.1, exit_secs=1.5")
+    errors = end(start(hang + "train(30, hooks=hooks, checkpoint_dir=directory)", tmp_path), 75)[1]
+    assert re.search(r"has been starting: it looks for checkpoints for [\d.]+ s: \S+\.py:\d+ in \w+", errors)
 
 
 @pytest.mark.thorough
