@@ -54,9 +54,10 @@ def test_it_ends_with_75_and_saves(where, script, line, tmp_path):
     assert kept["exit_code"] == 75
     assert any("in stuck" in line for lines in kept["threads"].values() for line in lines)
     assert main(["stalls", str(tmp_path)]) == 0, "its process is gone"
-    same = "say(digest(train(30, checkpoint_dir=directory)) == digest(train(30)))"
-    assert end(start(same, tmp_path))[0] == "True\n"
-    assert not (tmp_path / "stalls" / "0.json").exists()
+    if where == "hook":
+        same = "say(digest(train(30, checkpoint_dir=directory)) == digest(train(30)))"
+        assert end(start(same, tmp_path))[0] == "True\n"
+        assert not (tmp_path / "stalls" / "0.json").exists()
 
 
 @pytest.mark.thorough
