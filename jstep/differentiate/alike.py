@@ -68,15 +68,16 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
             for atom in _variables(one.eqn.invars):
                 users.setdefault(atom, set()).add(one.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one for one in operations if not _variables(one.eqn.invars) for atom in one.eqn.outvars}
+    free = {atom: one.eqn for one in operations if not _variables(one.eqn.invars) for atom in one.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
-    def read(atom: Any, env: dict[Any, Any] = env) -> Any:
+    def read(atom: Any) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
-        if atom not in env:
-            env.update(zip(free[atom].eqn.outvars, apply(free[atom], free[atom].eqn.invars), strict=True))
-        return env[atom]
+        return env[atom] if atom in env else jax.core.eval_jaxpr(part([], [free[atom]], [atom]), ())[0]
+
+    def part(given: Any, eqns: Any, made: Any) -> Any:
+        return jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
 
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, of which the others see only what they use."""
@@ -85,14 +86,9 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         given = [atom for atom in used if atom not in made and atom not in free]
         numbers = {one.number for one in some}
         kept = [atom for atom in made if users.get(atom, numbers) - numbers]
-
-        def compute(*values: Array) -> list[Array]:
-            here = dict(zip(given, values, strict=True))
-            for one in some:
-                results = apply(one, [read(atom, here) for atom in one.eqn.invars])
-                here.update(zip(one.eqn.outvars, results, strict=True))
-            return [here[atom] for atom in kept]
-
+        first = {id(free[atom]): free[atom] for atom in used if atom in free}
+        eqns = [*first.values(), *(one.eqn for one in some)]
+        compute = functools.partial(jax.core.eval_jaxpr, part(given, eqns, kept), ())
         env.update(zip(kept, call(compute, [env[atom] for atom in given], [atom.aval for atom in kept]), strict=True))
 
     def on_parts(fn: Any, args: list[Array], shapes: Any) -> list[Array]:

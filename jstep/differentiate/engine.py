@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
+from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.loops import Unroll, as_unroll
 from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.types import Array, Params
 from jstep.differentiate.alike import alike
-from jstep.differentiate.lane_gradients import lane_gradients
-from jstep.differentiate.lanes import Lanes, as_lanes
+from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, sum_over_lanes
 from jstep.differentiate.lookup import tables
 from jstep.differentiate.loss_outputs import (
     checked_aux,
@@ -26,8 +26,19 @@ from jstep.differentiate.loss_outputs import (
     split_outputs,
     track_connected,
 )
-from jstep.differentiate.microbatches import AggregationMethod, Part, accumulate, number_of_parts, specs_of_rows, split
-from jstep.differentiate.noise import squared_norm
+from jstep.differentiate.microbatches import (
+    AggregationMethod,
+    Part,
+    accumulate,
+    number_of_parts,
+    rows_of_batch,
+    specs_of_rows,
+    split,
+    summand,
+    weighed,
+    weight_of,
+)
+from jstep.differentiate.noise import Squares, squared_norm
 from jstep.differentiate.sharpness import checked_sharpness, perturbed
 from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
 
@@ -168,9 +179,7 @@ class Differentiation:
     def _whole(self, given: Inputs, indices: list[int]) -> Part:
         """Differentiate the batch, at once or in parts; gradients are a list for the leaves at `indices`."""
         if given.lanes is not None:
-            alone = dataclasses.replace(self, lanes=None, squares=False)
-            of_lane = functools.partial(alone._whole, indices=indices)
-            return lane_gradients(given.lanes, of_lane, given, self.weight_fn, squares=self.squares)
+            return self._in_lanes(given.lanes, given, indices)
         n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
             return self._one(given, indices)
@@ -203,6 +212,57 @@ class Differentiation:
             return self._one(given._replace(params=params, args=batch), []).loss
 
         return reduced_once(run, given.params, parts, loss, indices)
+
+    def _in_lanes(self, lanes: Lanes, given: Inputs, indices: list[int]) -> Part:
+        """Differentiate the batch in lanes.
+
+        Loss, gradients and the floating leaves of aux are means over the lanes, integers of aux are sums. The floating
+        leaves of model_state are means, the others are those of lane 0.
+        """
+        alone = dataclasses.replace(self, lanes=None, squares=False)
+        first, size = rows_of_batch(given.args, f"lanes={lanes.number}")
+        if size % lanes.number or size == 0:
+            raise ValueError(
+                f"lanes={lanes.number} does not divide the batch: {first} has {size} rows; use a multiple of it"
+            )
+        rows, of_rows = trees.flatten(given.args)
+        whole, filled = arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
+
+        def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
+            here = filled(whole)
+            args = of_rows.unflatten(rows)
+            key = None if here.key is None else jax.random.fold_in(here.key, i)
+            found = alone._whole(here._replace(args=args, key=key, batch_specs=specs_of_rows(args)), indices)
+            weight = weight_of(self.weight_fn, args)
+            dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
+            grads = [None if g is None else weighed(g, weight) for g in dense]
+            terms = functools.partial(summand, weight)
+            others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
+            state = jax.tree.map(functools.partial(_of_state, i), found.model_state)
+            norms = None
+            if self.squares:
+                of_lane = jnp.float32(size // lanes.number) if weight is None else weight
+                norms = of_each_lane(lanes, i, (of_lane, squared_norm(found.gradients, here.scale)))
+            return grads, weighed(found.loss, weight), weight, others, state, norms
+
+        summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
+        grads, loss, weight, others, state, norms = summed
+        total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+        def mean(x: Array) -> Array:
+            return x if jnp.issubdtype(x.dtype, jnp.integer) else x / total.astype(x.dtype)
+
+        def of_state(x: Array, old: Array) -> Array:
+            if trees.is_key(old):
+                return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
+            return (x / lanes.number if jnp.issubdtype(x.dtype, jnp.inexact) else x).astype(old.dtype)
+
+        state = jax.tree.map(of_state, state, given.model_state)
+        grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
+        found = None
+        if norms is not None:
+            found = Squares(norms[0], norms[1], alike(lanes, squared_norm, grads, given.scale))
+        return Part(loss, state, aux, grads, summaries, found)
 
     def _one(self, given: Inputs, indices: list[int]) -> Part:
         leaves, treedef = trees.flatten(given.params)
@@ -237,3 +297,11 @@ def _scaled(loss: Array, scale: Array | None) -> Array:
         return loss
     dtype = trees.compute_dtype(loss.dtype)
     return loss.astype(dtype) * scale.astype(dtype)
+
+
+def _of_state(i: Array, leaf: Any) -> Array:
+    """A leaf of model_state as it is summed: floating leaves become means, others are those of lane 0."""
+    leaf = trees.key_data(jnp.asarray(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf.astype(trees.compute_dtype(leaf.dtype))
+    return jnp.where(i == 0, leaf, jnp.zeros_like(leaf))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.loops import Unroll
+from jstep.core.meshes import sharded_like
+from jstep.core.placement import back
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.differentiate.alike import alike
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
-from jstep.differentiate.lanes import Lanes, as_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part
 from jstep.differentiate.noise import estimated
 from jstep.differentiate.sharpness import checked_radius
@@ -29,11 +33,12 @@ from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
 from jstep.optimizers.wrappers.exponential_moving_average import as_average_names, averaged_params
 from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
-from jstep.training.apply import applied, skip_metrics, unless_skipped
+from jstep.training.apply import applied, layouts_of, skip_metrics, unless_skipped
 from jstep.training.constants import Constants, split_constants
 from jstep.training.several_losses import Losses, SeveralLosses, name_of, replaced, several_losses, shown_losses
-from jstep.training.step import PureStep, TrainStep
-from jstep.training.step_in_lanes import parts_in_lanes
+from jstep.training.step import Parts, PureStep, TrainStep
+
+_logger = logging.getLogger("jstep")
 
 OF_CONTEXT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
@@ -257,9 +262,40 @@ def minimize(
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
-    run = parts if lanes is None else parts_in_lanes(lanes, parts)
+    run = parts if lanes is None else _in_lanes(lanes, parts)
     pure_step = PureStep(run, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows, lanes=lanes)
     return TrainStep(pure_step, donate=donate) if jit else pure_step
+
+
+def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
+    """Return the parts of a training step in lanes.
+
+    Args:
+        number: L.
+        pure: `pure(state, args, None, lanes) -> (state, computed, constants)`.
+    """
+    has_warned = False
+
+    def run(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
+        nonlocal has_warned
+        if lanes.others and not has_warned and jax.process_index() == 0:
+            has_warned = True
+            _logger.warning(
+                "lanes=%d: arrays are also split over %s, and the rows of the batch are not (tensor parallelism): the "
+                "bits of this run are not promised to be the same on another number of devices",
+                number,
+                ", ".join(map(repr, lanes.others)),
+            )
+        return pure(state, args, None, lanes)
+
+    def parts(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
+        layouts = layouts_of(require_state(state))
+        leaves = trees.leaves_with_paths(state.params)
+        places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
+        new, *others = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
+        return jax.tree.map(back, new, state), *others
+
+    return parts
 
 
 def _value_and_grad(

@@ -300,6 +300,8 @@ def main(cases):
                 for place, k, last in pieces:
                     model, optimizer = models[case.get("model", "mlp")], optimizers["adamw"]()
                     options = {"lanes": 8, "metrics": ("grad_norm",)} | case.get("options", {})
+                    if options.get("rng"):
+                        options["rng"] = jax.random.key(7)
                     step = jstep.minimize(model.loss, optimizer, **options)
                     state, mesh, rows = placed(place, model, optimizer, jnp.dtype("float32"))
                     sharding = None if mesh is None else NamedSharding(mesh, rows)
