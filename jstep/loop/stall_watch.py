@@ -39,6 +39,8 @@ from jstep.loop.rescue import save_while_it_hangs
 from jstep.loop.run import ENDING, Run
 from jstep.loop.run import STARTING as BEGINNING
 from jstep.loop.start_times import FirstBatch
+from jstep.queues.queue_runner import QueueRunner
+from jstep.queues.queues import FIFOQueue
 from jstep.stores.urls import absolute, location
 from jstep.timeline.lines import STALL
 from jstep.timeline.stalls import CALL, WITH_OTHERS, StallFiles, silent
@@ -50,8 +52,11 @@ EXIT_CODE = 75
 _BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
-_MAKERS = {serve.__code__, FirstBatch.make.__code__, BackgroundCompiler.compile_job.__code__}
+_THREADS = (serve, FirstBatch.make, BackgroundCompiler.compile_job, QueueRunner.feed)
+_MAKERS = {fn.__code__ for fn in _THREADS}
 """The functions that the threads run that make batches or programs."""
+_WAITS_FOR_ROOM = {FIFOQueue.enqueue.__code__, FIFOQueue.enqueue_many.__code__}
+"""The functions of such a thread that has made a batch."""
 _TALKS = (agreement.reached_stop, agreement.max_over_processes, agreement.gather_texts)
 _AGREEMENTS = {fn.__code__ for fn in (*_TALKS, agreement.broadcast_bytes, agreement.broadcast_ints)}
 """The functions that wait for the other processes."""
@@ -354,7 +359,8 @@ class StallWatch:
     def _place(self, wait: Wait) -> str:
         """The innermost line outside jstep and all libraries, or else outside jstep, or else of jstep."""
         frames, known = sys._current_frames(), {thread.ident for thread in threading.enumerate()}
-        makers = [i for i in frames if any(frame.f_code in _MAKERS for frame in _stack(frames[i]))]
+        codes = {i: {frame.f_code for frame in _stack(frames[i])} for i in frames}
+        makers = [i for i in frames if codes[i] & _MAKERS and not codes[i] & _WAITS_FOR_ROOM]
         callbacks = [i for i in frames if i not in known]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
         stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]

@@ -140,7 +140,7 @@ class QueueRunner:
             self._closed_before = self._queue.is_closed()
             self._forget = coord.call_on_stop(self._cancel) if coord else lambda: None
             threads: list[threading.Thread] = [
-                Thread(target=self._feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
+                Thread(target=self.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
                 for i, op in enumerate(self._ops)
             ]
             self._threads = threads
@@ -156,7 +156,8 @@ class QueueRunner:
         name = getattr(op, "__name__", type(op).__name__)
         return f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{name}"
 
-    def _feed(self, op: Callable[[], object]) -> None:
+    def feed(self, op: Callable[[], object]) -> None:
+        """Call an op again and again; all that a thread does."""
         runner_thread.feeding = True
         try:
             while not (self._coord and self._coord.should_stop()):

@@ -8,7 +8,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from hangs import STEP, data, hang, line_of, loss_fn, once_at, train
+from hangs import STEP, X, data, hang, line_of, loss_fn, once_at, train
 
 import jstep
 from jstep.checkpoint.saver import Saver
@@ -157,6 +157,28 @@ def test_the_line_of_each_place(name, tmp_path, monkeypatch):
         train(checkpoint_dir=tmp_path, **prepare(stuck, monkeypatch))
     assert stuck.lines
     assert re.fullmatch(line_of(what, r"hangs\.py:\d+ in __call__", usual="?"), stuck.lines[0])
+
+
+@pytest.mark.thorough
+def test_the_thread_of_a_queue_runner_is_named():
+    """Not one that waits until there is room in another queue."""
+    queue, full = jstep.FIFOQueue(2), jstep.FIFOQueue(2)
+    numbers = iter(range(100))
+    with hang() as stuck:
+
+        def make():
+            if next(numbers) == 12:
+                stuck()
+            queue.enqueue(X)
+
+        coordinator = jstep.Coordinator()
+        for one, op in ((full, lambda: full.enqueue(X)), (queue, make)):
+            jstep.QueueRunner(one, [op]).create_threads(coordinator, daemon=True, start=True)
+        train(batches=lambda step: queue.dequeue())
+        coordinator.request_stop()
+        full.close(cancel_pending_enqueues=True)
+        queue.close(cancel_pending_enqueues=True)
+    assert re.fullmatch(line_of("waiting for batch 12", r"hangs\.py:\d+ in __call__"), stuck.lines[0])
 
 
 @pytest.mark.thorough
