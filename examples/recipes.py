@@ -76,7 +76,7 @@ def recipes(steps):
     free = jstep.schedule_free_adamw(jstep.linear_warmup(1e-2, steps // 10), weight_decay=0.1)
     return {
         "AdamW": (clipped(adamw(rate(5e-3))), jnp.float32),
-        "Lion": (clipped(jstep.lion(rate(1e-3), 0.9, 0.98, 1.0, MATRICES, m_dtype=jnp.bfloat16)), jnp.float32),
+        "Lion": (clipped(jstep.lion(rate(1e-3), 0.9, 0.98, 1.0, MATRICES)), jnp.float32),
         "Muon + AdamW": (muon, jnp.float32),
         "NorMuon + AdamW": (jstep.partition({"muon": normuon, "adamw": adamw(rate(3e-3))}, is_hidden), jnp.float32),
         "AdamH": (on_a_sphere(jstep.scale_by_adam(0.9, 0.95)), jnp.float32),

@@ -3,6 +3,7 @@
     python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp     # one row, a minute or more
     python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one row for each layout
     python examples/will_it_fit.py                                                   # all rows: an hour
+    python examples/will_it_fit.py --model 7b --topology h100:1 --layout replicated --compact    # 7 bytes a parameter
     python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # print each `jstep.cost`
     python -m jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
 
@@ -31,9 +32,9 @@ TENSOR_PARALLEL = 4
 COLUMNS = ("model", "devices", "layout", "state", "peak memory", "fits", "compiled in")
 
 
-def init_params(width, layers):
-    """Weights in float32, used only for their shapes; layers are stacked for `lax.scan`."""
-    return {
+def init_params(width, layers, dtype=jnp.float32):
+    """Weights, used only for their shapes; layers are stacked for `lax.scan`."""
+    weights = {
         "embed": jnp.zeros((VOCABULARY, width)),
         "layers": {
             "qkv": jnp.zeros((layers, width, 3, width)),
@@ -43,6 +44,7 @@ def init_params(width, layers):
         },
         "unembed": jnp.zeros((width, VOCABULARY)),
     }
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
 
 
 def split_by_rows(x):
@@ -93,12 +95,14 @@ def placement(layout, params, mesh):
     return {**specs, "slots_memory": "pinned_host"} if layout == "fsdp+host" else specs
 
 
-def parts(model):
+def parts(model, compact=False):
     """Return the function that creates the parameters, the optimizer and the training step of a model."""
     width, layers, heads, _ = MODELS[model]
     optimizer = jstep.adamw(3e-4, weight_decay=0.1)
+    optimizer = jstep.compact(optimizer) if compact else optimizer
     train_step = jstep.minimize(functools.partial(loss_fn, heads=heads), optimizer)
-    return functools.partial(init_params, width, layers), optimizer, train_step
+    dtype = jnp.bfloat16 if compact else jnp.float32
+    return functools.partial(init_params, width, layers, dtype), optimizer, train_step
 
 
 def tokens(rows):
@@ -112,9 +116,9 @@ def gpt_1b():
     return train_step, state, tokens(rows=256)
 
 
-def cost_of(model, topology, layout):
+def cost_of(model, topology, layout, compact=False):
     """Cost of a step on each device; the batch size is proportional to the number of devices."""
-    make_params, optimizer, train_step = parts(model)
+    make_params, optimizer, train_step = parts(model, compact)
     mesh = jstep.topology(topology)
     rows = MODELS[model][-1] * mesh.size
     if layout == "fsdp+tp":
@@ -128,14 +132,22 @@ def gib(number):
     return "not known" if number is None else f"{number / 2**30:.2f} GiB"
 
 
-def row(model, topology, layout, cost):
+def row(model, topology, layout, cost, compact=False):
     state = gib(cost.params_bytes + cost.slots_bytes) + (f" + {gib(cost.host_bytes)} host" if cost.host_bytes else "")
     fits = {True: "yes", False: "**no**", None: "not known"}[cost.fits] + (", recomputes" if cost.recomputes else "")
     peak = f"{gib(cost.peak_bytes)} of {gib(cost.memory_bytes)}"
-    return model, f"{cost.devices} × {topology}", layout, state, peak, fits, f"{cost.compile_seconds:.0f} s"
+    return (
+        model,
+        f"{cost.devices} × {topology}",
+        layout + ", compact" * compact,
+        state,
+        peak,
+        fits,
+        f"{cost.compile_seconds:.0f} s",
+    )
 
 
-def main(models, topologies, layouts, report=False):
+def main(models, topologies, layouts, report=False, compact=False):
     if not report:
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     for topology in topologies:
@@ -143,8 +155,8 @@ def main(models, topologies, layouts, report=False):
             for layout in layouts:
                 if layout == "fsdp+host" and topology[0] in "abh":
                     continue  # the GPU compiler does not support host memory
-                cost = cost_of(model, topology, layout)
-                print(cost if report else f"| {' | '.join(row(model, topology, layout, cost))} |", flush=True)
+                cost = cost_of(model, topology, layout, compact)
+                print(cost if report else f"| {' | '.join(row(model, topology, layout, cost, compact))} |", flush=True)
 
 
 if __name__ == "__main__":
@@ -152,6 +164,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=MODELS, action="append", dest="models", help="default: 1b and 7b")
     parser.add_argument("--topology", action="append", dest="topologies", help=f"default: {', '.join(TOPOLOGIES)}")
     parser.add_argument("--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: all")
+    parser.add_argument("--compact", action="store_true", help="bfloat16 weights, and AdamW in `jstep.compact`")
     parser.add_argument("--report", action="store_true", help="print the full cost report instead of a row")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value}
     main(**{"models": ("1b", "7b"), "topologies": TOPOLOGIES, "layouts": LAYOUTS} | given)

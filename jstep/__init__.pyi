@@ -120,6 +120,7 @@ from jstep.optimizers.soap import soap as soap
 from jstep.optimizers.wrappers.cautious import cautious as cautious
 from jstep.optimizers.wrappers.chain import chain as chain
 from jstep.optimizers.wrappers.chain import scope as scope
+from jstep.optimizers.wrappers.compact import compact as compact
 from jstep.optimizers.wrappers.dynamic_loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from jstep.optimizers.wrappers.exponential_moving_average import ExponentialMovingAverage as ExponentialMovingAverage
 from jstep.optimizers.wrappers.exponential_moving_average import averaged_params as averaged_params
@@ -132,6 +133,7 @@ from jstep.optimizers.wrappers.low_precision import stochastic_rounding as stoch
 from jstep.optimizers.wrappers.noise_scale import with_noise_scale as with_noise_scale
 from jstep.optimizers.wrappers.partition import partition as partition
 from jstep.optimizers.wrappers.projection import with_projection as with_projection
+from jstep.optimizers.wrappers.repack import repack as repack
 from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.wrappers.update_every import update_every as update_every
 from jstep.queues.coordinator import Coordinator as Coordinator

@@ -59,6 +59,7 @@ SHARED_TRACES = {
     "optimizers.apply_updates",
     "optimizers.eigenbases",
     "optimizers.newton_schulz",
+    "optimizers.wrappers.compact_update",
     "optimizers.wrappers.exponential_moving_average",
     "optimizers.wrappers.skip_nonfinite",
 }

@@ -135,6 +135,16 @@ def shardings_of(tree: Any) -> list[Any] | None:
     return jax.tree.leaves(known) if known is not None and trees.structure(known) == trees.structure(tree) else None
 
 
+def may_run_on(*platforms: str) -> bool:
+    """Whether the program being traced may be compiled for a platform of these names, as far as it is known here.
+
+    A process without accelerators may compile for others.
+    """
+    known = [sharding for sharding in jax.tree.leaves(_SHARDINGS.get()) if hasattr(sharding, "device_set")]
+    here = next(iter(known[0].device_set)).platform if known else jax.default_backend()
+    return here in platforms or (here == "cpu" and not known)
+
+
 def to_host(leaf: Any) -> Any:
     """Move a traced array to host memory."""
     return leaf if is_on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host)

@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend import core
 from jax.sharding import Sharding
 
@@ -259,19 +261,23 @@ def evaluate(
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
     """Whether a program computes arrays of this shape, element by element, from arrays of this shape and scalars."""
+    atoms = [*body.jaxpr.constvars, *body.jaxpr.invars]
+    fits = all(getattr(atom.aval, "shape", None) in ((), shape) for atom in atoms)
+    return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
+
+
+def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bool:
+    """Whether an operation of a program computes arrays of this shape from arrays of this shape and scalars."""
 
     def fits(atom: Any) -> bool:
         return getattr(atom.aval, "shape", None) in ((), shape)
 
-    def is_one(operation: Operation) -> bool:
-        if operation.kind == "call":
-            return is_elementwise(operation.bodies[0], shape)
-        name, atoms = operation.eqn.primitive.name, (*operation.eqn.invars, *operation.eqn.outvars)
-        if name == "broadcast_in_dim":
-            return fits(atoms[-1]) and atoms[0].aval.shape == ()
-        return name in ELEMENTWISE and all(map(fits, atoms))
-
-    return all(map(fits, [*body.jaxpr.constvars, *body.jaxpr.invars])) and all(map(is_one, body.operations))
+    if operation.kind == "call":
+        return is_elementwise(operation.bodies[0], shape)
+    name, atoms = operation.eqn.primitive.name, (*operation.eqn.invars, *operation.eqn.outvars)
+    if name == "broadcast_in_dim":
+        return fits(atoms[-1]) and atoms[0].aval.shape == ()
+    return name in ELEMENTWISE and all(map(fits, atoms))
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]:
@@ -280,12 +286,40 @@ def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         if operation.kind == "call":
             return on_slices(operation.bodies[0], values, length)
-        eqn = operation.eqn
-        if eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"]:
-            eqn = eqn.replace(params={**eqn.params, "shape": (length, *eqn.params["shape"][1:])})
-        return apply(dataclasses.replace(operation, eqn=eqn), values)
+        return on_part(operation, values, (length, *operation.eqn.outvars[0].aval.shape[1:]))
 
     return evaluate(body, values, on_slice)
+
+
+def on_part(operation: Operation, values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Evaluate an elementwise operation, other than a call, on parts of its arrays, of a shape."""
+    eqn = operation.eqn
+    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["shape"]:
+        eqn = eqn.replace(params={**eqn.params, "shape": shape})
+    return apply(dataclasses.replace(operation, eqn=eqn), values)
+
+
+def without_calls(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
+    """Trace a function for one platform, and return its program without calls, and the shapes of its results.
+
+    Args:
+        fn: The function, of arrays.
+        platform: The platform, which decides what `jax.lax.platform_dependent` computes.
+        *args: The arrays, or their shapes.
+    """
+
+    def inside(operation: Operation, values: list[Any]) -> Sequence[Any]:
+        if operation.eqn.primitive.name == "platform_index":
+            known = [names is None or platform in names for names in operation.eqn.params["platforms"]]
+            return [np.int32(known.index(True))]
+        if operation.kind == "cond" and isinstance(values[0], np.generic):
+            return evaluate(operation.bodies[int(values[0])], values[1:], inside)
+        if operation.kind == "call":
+            return evaluate(operation.bodies[0], values, inside)
+        return apply(operation, values)
+
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return body_of(jax.make_jaxpr(lambda *values: evaluate(body_of(traced), values, inside))(*args)), shapes
 
 
 def is_annotated(traced: Any) -> bool:

@@ -7,7 +7,8 @@ import contextvars
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,6 +41,8 @@ class Role(enum.Enum):
     MASTER = "such a copy, which is the parameter of the optimizer inside"
     MASTER_COPY = "a value for each parameter, at first a copy of its master"
     AVERAGE = "an average of each parameter that begins at zeros, or at values of its own"
+    SCALES = "the scales of the codes of another slot"
+    REMAINDER = "the bits below those of a bfloat16: of another slot, or of the parameters"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)
@@ -48,7 +51,9 @@ COUNTS = (*AGES, Role.SCALE_SINCE)
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 """Slots that begin as copies of the parameters: they follow if the parameters are restored without them."""
 _WITH_A_START = (*COPIES, Role.AVERAGE)
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START)
+HALVES = (Role.SCALES, Role.REMAINDER)
+"""Slots without values of their own: each is half of another slot, or of the parameters."""
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
 _HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
@@ -60,11 +65,23 @@ class Roles(Mapping[str, Role | None]):
 
     Attributes:
         complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
+        holds: Slot name → what its values are, as `Slot(holds=…)` declares it, for slots of the parameters' shape.
+        halves: Name of a slot that is stored as codes, or in bfloat16 → the name of the slot with its other half.
+        formats: The names of the wrappers and arguments that decide how numbers are stored.
     """
 
-    def __init__(self, roles: Mapping[str, Role | None] | Iterable[str] = (), *, complete: bool = True) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, Role | None] | Iterable[str] = (),
+        *,
+        complete: bool = True,
+        holds: Mapping[str, str] = MappingProxyType({}),
+        halves: Mapping[str, str] = MappingProxyType({}),
+        formats: Collection[str] = (),
+    ) -> None:
         self._roles = dict(roles) if isinstance(roles, Mapping) else dict.fromkeys(roles)
         self.complete = complete
+        self.holds, self.halves, self.formats = dict(holds), dict(halves), frozenset(formats)
 
     def __getitem__(self, name: str) -> Role | None:
         return self._roles[name]
@@ -98,16 +115,32 @@ class Roles(Mapping[str, Role | None]):
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""
-        return Roles({f"{prefix}/{name}": role for name, role in self.items()}, complete=self.complete)
+        return Roles(
+            {f"{prefix}/{name}": role for name, role in self.items()},
+            complete=self.complete,
+            holds={f"{prefix}/{name}": what for name, what in self.holds.items()},
+            halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
+            formats=self.formats,
+        )
 
     def joined(self, other: "Roles") -> "Roles":
         """The union of these roles and others."""
-        return Roles({**self, **other}, complete=self.complete and other.complete)
+        return Roles(
+            {**self, **other},
+            complete=self.complete and other.complete,
+            holds={**self.holds, **other.holds},
+            halves={**self.halves, **other.halves},
+            formats=self.formats | other.formats,
+        )
+
+    def stored_by(self, format: str) -> "Roles":
+        """The roles of an optimizer that a wrapper or an argument of this name makes store numbers in its own way."""
+        return self.joined(Roles(formats=(format,)))
 
     def beside_others(self) -> "Roles":
         """The roles of one part of an optimizer, where wrappers that must be outermost are hidden."""
         roles = self.without_scale()
-        return Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}, complete=self.complete)
+        return roles.joined(Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}))
 
     def without_scale(self) -> "Roles":
         """The roles of an optimizer that does not see all gradients, so its loss scale is not outermost."""
@@ -134,7 +167,7 @@ class Roles(Mapping[str, Role | None]):
         return self[name] not in _OF_PARAMETERS
 
     def _changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
-        return Roles({name: changes.get(role, role) for name, role in self.items()}, complete=self.complete)
+        return self.joined(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
 NO_ROLES = Roles(complete=False)

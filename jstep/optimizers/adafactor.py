@@ -15,7 +15,7 @@ from jstep.core.slot_roles import Init
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, Result, Values, average, decay_mask, decays, from_update, positive
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import MEAN, Slot
 
 HIGHEST_RELATIVE = 1e-2
 """The upper bound of relative step sizes if no learning_rate is given, as in T5."""
@@ -111,8 +111,8 @@ def adafactor(
     slots = {
         "v_row": Slot(shape=without(1), keeps="rows"),
         "v_col": Slot(shape=without(0), keeps="columns"),
-        "v": Slot(shape=whole),
-    } | ({} if momentum is None else {"m": Slot()})
+        "v": Slot(shape=whole, holds="square"),
+    } | ({} if momentum is None else {"m": MEAN})
     flags = decay_mask(weight_decay_mask)
     made = from_update("adafactor", adafactor_update, slots, hyper, flags=flags, prepare=prepare)
     assert isinstance(made.init, Init)

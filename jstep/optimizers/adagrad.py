@@ -8,6 +8,7 @@ from jstep.core.checks import as_bool
 from jstep.core.execution_order import compute_first
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import Result, Values, average, from_direction, from_update, positive
+from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 
 
 def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:
@@ -29,7 +30,8 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
     """
-    slots = {"accumulator": positive("initial_accumulator_value", initial_accumulator_value)}
+    first = positive("initial_accumulator_value", initial_accumulator_value)
+    slots = {"accumulator": Slot(first, holds="square")}
     return from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
 
 
@@ -72,7 +74,10 @@ def rmsprop(
     Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. If rounding makes the
     variance negative, it is set to 0; TF returns NaN.
     """
-    slots = {"rms": 1.0, "momentum": 0.0} | ({"mg": 0.0} if as_bool(centered, "centered") else {})
+    is_centered = as_bool(centered, "centered")
+    # A variance is the small difference of two averages, so their errors would be its own: they are not declared.
+    slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
+    slots |= {"mg": Slot()} if is_centered else {}
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
     return from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
 
@@ -109,7 +114,7 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
     Source: Tieleman and Hinton (2012); `optax.scale_by_rms`.
     """
     hyper = {"decay": decay, "epsilon": epsilon}
-    return from_update("scale_by_rms", rms_direction, {"rms": 0.0}, hyper, by_rows=True)
+    return from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
 
 
 def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -144,7 +149,7 @@ def adadelta(
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
     """
-    slots = {"accum_update": 0.0, "accum": 0.0}
+    slots = {"accum_update": SQUARE, "accum": SQUARE}
     hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
     return from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
 

@@ -20,10 +20,10 @@ from jstep.optimizers.directions import (
     from_update,
     positive,
 )
-from jstep.optimizers.hyper import low_dtype
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.hyper import deprecated_m_dtype
+from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 
-M_V = {"m": 0.0, "v": 0.0}
+M_V = {"m": MEAN, "v": SQUARE}
 
 
 def adam(
@@ -101,7 +101,7 @@ def adamw(
             depend on the learning rate, put `decay_weights` after the optimizer.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
         amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
-        m_dtype: The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
+        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
@@ -121,8 +121,8 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
-    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), low_dtype("m_dtype", m_dtype)
-    slots = {"m": Slot(dtype=m_dtype), "v": 0.0} | ({"v_max": 0.0} if amsgrad else {})
+    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
+    slots = {"m": Slot(dtype=m_dtype, holds="mean"), "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
     hyper = {
         "learning_rate": learning_rate,
         "beta1": beta1,

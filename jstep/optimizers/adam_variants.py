@@ -20,6 +20,7 @@ from jstep.optimizers.directions import (
     from_update,
     positive,
 )
+from jstep.optimizers.leafwise import MEAN, SLOW, SQUARE, Slot
 
 
 def adabelief(
@@ -60,7 +61,7 @@ def adabelief(
         "epsilon_root": epsilon_root,
     }
     # v is computed from the old m.
-    return from_direction("adabelief", adabelief_direction, {"v": 0.0, "m": 0.0}, hyper, prepare=corrections)
+    return from_direction("adabelief", adabelief_direction, {"v": SQUARE, "m": MEAN}, hyper, prepare=corrections)
 
 
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -99,7 +100,13 @@ def yogi(
     Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return from_direction("yogi", yogi_direction, {"m": 1e-6, "v": 1e-6}, hyper, prepare=corrections)
+    return from_direction(
+        "yogi",
+        yogi_direction,
+        {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")},
+        hyper,
+        prepare=corrections,
+    )
 
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -161,7 +168,7 @@ def ademamix(
         "alpha": alpha,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"m1": 0.0, "m2": 0.0, "v": 0.0}, decay_mask(weight_decay_mask)
+    slots, flags = {"m1": MEAN, "m2": SLOW, "v": SQUARE}, decay_mask(weight_decay_mask)
     return from_direction("ademamix", ademamix_direction, slots, hyper, flags=flags, prepare=corrections)
 
 
@@ -220,7 +227,7 @@ def adan(
         "beta3": beta3,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"m": 0.0, "d": 0.0, "v": 0.0, "previous": 0.0}, decay_mask(weight_decay_mask)
+    slots, flags = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}, decay_mask(weight_decay_mask)
     return from_update("adan", adan_update, slots, hyper, flags=flags, prepare=adan_corrections)
 
 

@@ -8,7 +8,7 @@ returns u and the new slots; the parameter becomes p − learning_rate·(u + wei
 
     def lion(learning_rate=1e-4, beta1=0.9, beta2=0.99):
         hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
-        return from_direction("lion", lion_direction, {"m": 0.0}, hyper)
+        return from_direction("lion", lion_direction, {"m": MEAN}, hyper)
 
 Weight decay is the hyperparameter `weight_decay` with `flags=decay_mask(weight_decay_mask)`. Bias correction needs the
 age of the slots, h.age, which exists only if there is a `prepare`: a function that computes once, for all leaves, what

@@ -10,7 +10,7 @@ from jstep.core.execution_order import compute_first, in_order
 from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, RATE, Result, Values, from_update, positive
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import COPY, SLOW
 
 
 def ftrl(
@@ -51,7 +51,8 @@ def ftrl(
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
     `tf.train.FtrlOptimizer`.
     """
-    slots = {"accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE), "linear": 0.0}
+    # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
+    slots = {"accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE), "linear": SLOW}
     hyper = {
         "learning_rate": positive("learning_rate", learning_rate),
         "learning_rate_power": learning_rate_power,
@@ -120,7 +121,8 @@ def madgrad(
     Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
     for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
     """
-    slots = {"s": 0.0, "grad_sum_sq": 0.0, "initial": Slot("copy")}
+    # The parameters are computed from the sum of squares: it is not declared, as in FTRL.
+    slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
     hyper = {
         "learning_rate": learning_rate,
         "momentum": checked("momentum", momentum, **BETA),

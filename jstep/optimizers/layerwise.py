@@ -18,7 +18,7 @@ from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.directions import Result, Values, average, decay_mask, from_update, with_decay
 from jstep.optimizers.element import element
 from jstep.optimizers.hyper import Hyper
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import MEAN, Slot
 from jstep.optimizers.masks import mask
 from jstep.optimizers.match_gradients import match_gradients
 
@@ -126,7 +126,7 @@ def lars(
     }
     flags = decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
     rule = lars_nesterov_update if as_bool(use_nesterov, "use_nesterov") else lars_update
-    return from_update("lars", rule, {"momentum": 0.0}, hyper, flags=flags)
+    return from_update("lars", rule, {"momentum": MEAN}, hyper, flags=flags)
 
 
 def scaled(g: Array, p: Array, h: Values) -> Array:
@@ -184,7 +184,7 @@ def novograd(
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the results match
     `optax.novograd`.
     """
-    slots = {"m": 0.0, "v": Slot(shape=lambda path, leaf: ())}
+    slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
     hyper = {
         "learning_rate": learning_rate,
         "beta1": beta1,

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.block_codes import KINDS
 from jstep.core.execution_order import are_all_in_place, mark_in_place
 from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
 from jstep.core.slot_roles import Init, Role, Roles
@@ -76,25 +77,36 @@ class Slot:
             float32). The rule always sees floating slots in the dtype of arithmetic.
         keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
             tell, as for a square matrix.
+        holds: What the values are, so that `compact` can store them; None for values that it must leave alone.
+            `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, or a
+            sum. `"square"`: an average, a sum or a maximum of values that are never negative, by which something is
+            divided. `"weight"`: values like those of the parameter.
 
     Example:
         >>> import jstep
         >>> jstep.Slot("copy"), jstep.Slot(shape=lambda path, leaf: leaf.shape[:1] or None).initial
-        (Slot(initial='copy', shape=None, dtype=None, keeps=None), 0.0)
+        (Slot(initial='copy', shape=None, dtype=None, keeps=None, holds=None), 0.0)
     """
 
     initial: Any = 0.0
     shape: Callable[[str, Any], tuple[int, ...] | None] | None = None
     dtype: Any = None
     keeps: Literal["rows", "columns"] | None = None
+    holds: Literal["mean", "slow", "square", "weight"] | None = None
 
     def __post_init__(self) -> None:
-        """Check `keeps`."""
+        """Check `keeps` and `holds`."""
         if self.keeps not in _KEPT:
             raise ValueError(f"keeps={self.keeps!r}: must be 'rows', 'columns' or None")
+        if self.holds is not None and self.holds not in KINDS:
+            raise ValueError(f"holds={self.holds!r}: must be 'mean', 'slow', 'square', 'weight' or None")
 
 
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
+
+MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
+COPY = Slot("copy", holds="weight")
+"""Slots, with what they hold: `Slot` explains it."""
 
 
 def leafwise(
@@ -222,9 +234,15 @@ def leafwise(
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        own: dict[str, Role | None] = {name: role_of(spec) for name, spec in specs_for(params).items()}
+        specs = specs_for(params)
+        own: dict[str, Role | None] = {name: role_of(spec) for name, spec in specs.items()}
         own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
-        return Roles(own | ({START_STEP: Role.AGE} if aged else {}))
+        declared = {name: spec for name, spec in specs.items() if spec.holds is not None}
+        return Roles(
+            own | ({START_STEP: Role.AGE} if aged else {}),
+            holds={name: str(spec.holds) for name, spec in declared.items()},
+            formats=("m_dtype",) if any(spec.dtype is not None for spec in declared.values()) else (),
+        )
 
     return Optimizer(Init(init, roles, is_finished), update, report(hyper))
 

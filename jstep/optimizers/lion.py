@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jstep.core.selection import VarList
 from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, POSITIVE, Result, Values, average, decay_mask, from_direction, from_update
-from jstep.optimizers.hyper import checked, constant, low_dtype
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.hyper import checked, constant, deprecated_m_dtype
+from jstep.optimizers.leafwise import MEAN, Slot
 
 
 def lion(
@@ -32,7 +32,7 @@ def lion(
         beta2: The decay of m, in [0, 1).
         weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
-        m_dtype: The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
+        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
@@ -49,7 +49,7 @@ def lion(
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
-    slots = {"m": Slot(dtype=low_dtype("m_dtype", m_dtype))}
+    slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean")}
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
     return from_direction("lion", lion_direction, slots, hyper, flags=decay_mask(weight_decay_mask))
 
@@ -73,7 +73,7 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
     """
-    return from_update("scale_by_lion", lion_direction, {"m": 0.0}, {"beta1": beta1, "beta2": beta2})
+    return from_update("scale_by_lion", lion_direction, {"m": MEAN}, {"beta1": beta1, "beta2": beta2})
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -104,7 +104,7 @@ def signum(
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
     """
     hyper = {"learning_rate": learning_rate, "beta": checked("beta", beta, **BETA)}
-    return from_direction("signum", signum_direction, {"m": 0.0}, hyper)
+    return from_direction("signum", signum_direction, {"m": MEAN}, hyper)
 
 
 def signum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -20,6 +20,7 @@ from jstep.optimizers.directions import (
     in_bounds,
     with_decay,
 )
+from jstep.optimizers.leafwise import MEAN
 
 
 def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
@@ -68,7 +69,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     `tf.train.MomentumOptimizer`.
     """
     hyper = {"learning_rate": learning_rate, "momentum": momentum}
-    return from_direction("momentum", _direction(use_nesterov), {"momentum": 0.0}, hyper, by_rows=True)
+    return from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
 def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
@@ -90,7 +91,7 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
     Source: `optax.trace`.
     """
-    return from_update("trace", _direction(use_nesterov), {"momentum": 0.0}, {"momentum": momentum}, by_rows=True)
+    return from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, {"momentum": momentum}, by_rows=True)
 
 
 def _direction(use_nesterov: bool) -> Rule:
@@ -159,7 +160,7 @@ def sgd(
     return from_update(
         "sgd",
         sgd_nesterov_update if use_nesterov else sgd_momentum_update if keeps else sgd_update,
-        {"momentum": 0.0} if keeps else {},
+        {"momentum": MEAN} if keeps else {},
         hyper,
         flags=decay_mask(weight_decay_mask),
         prepare=share_of_gradient if keeps and damped else None,

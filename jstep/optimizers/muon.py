@@ -22,6 +22,7 @@ from jstep.optimizers.directions import Result, Values, average, decay_mask, fro
 from jstep.optimizers.distribute_matrices import layout_of_matrix
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import checked, low_dtype, report, value_at
+from jstep.optimizers.leafwise import MEAN
 from jstep.optimizers.masks import own_leaves
 from jstep.optimizers.match_gradients import match_gradients, missing_slot
 from jstep.optimizers.newton_schulz import (
@@ -104,7 +105,7 @@ def muon(
     average_of = nesterov_average if as_bool(use_nesterov, "use_nesterov") else kept_average
     hyper, flags = {"learning_rate": learning_rate, "weight_decay": weight_decay}, decay_mask(weight_decay_mask)
     return chain(
-        from_update("muon", average_of, {"momentum": 0.0}, {"momentum": momentum}),
+        from_update("muon", average_of, {"momentum": MEAN}, {"momentum": momentum}),
         orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper, flags=flags),
     )

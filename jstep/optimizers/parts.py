@@ -1,5 +1,6 @@
 """The parts of a composed optimizer: the names of their slots and hyperparameters, and calls of their updates."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -153,7 +154,8 @@ def merged_slots(parts: Parts, params: Params, global_step: Step) -> Slots:
 def merged_roles(parts: Parts, params: Params) -> Roles:
     """The merged slots of several optimizers, and their roles."""
     known = {part: roles_of(one, params) for part, one in parts.items()}
-    merged = Roles(merge(known.items(), "slot"), complete=all(roles.complete for roles in known.values()))
+    merge(known.items(), "slot")
+    merged = functools.reduce(Roles.joined, known.values(), Roles())
     return merged.beside_others() if len(parts) > 1 else merged
 
 
@@ -179,3 +181,18 @@ def check_names(parts: Parts) -> None:
         except Exception:  # a schedule may need a concrete step: names are then checked at first use
             continue
     merge(hyper, "hyperparameter")
+
+
+def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> None:
+    """Reject an optimizer that contains what a wrapper must not be around.
+
+    Args:
+        by: The name of the wrapper.
+        optimizer: The optimizer.
+        why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
+
+    Raises:
+        ValueError: It contains one of them.
+    """
+    for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
+        raise ValueError(f"optimizer: must not contain {name} inside {by}, {why[name]}")

@@ -13,7 +13,7 @@ from jstep.core.types import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import age as ages
 from jstep.optimizers.directions import POSITIVE, Result, Scalar, Sums, Values, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import checked
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE
 
 
 def prodigy(
@@ -84,7 +84,7 @@ def prodigy(
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
         hyper["growth_rate"] = growth_rate
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
-    slots = {"m": 0.0, "v": 0.0, "s": 0.0, "p0": Slot("copy")}
+    slots = {"m": MEAN, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
     return from_update(
         "prodigy",

@@ -15,8 +15,9 @@ from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import Result, Scalar, Values, average, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import constant
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import COPY, SQUARE
 from jstep.optimizers.match_gradients import find_slot
+from jstep.state.slots import masters_of, values_of
 
 SCALARS = ("weight_sum", "lr_max", "beta1")
 
@@ -77,7 +78,7 @@ def schedule_free_adamw(
         "r": r,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"z": Slot("copy"), "v": 0.0} | _scalars(beta1), decay_mask(weight_decay_mask)
+    slots, flags = {"z": COPY, "v": SQUARE} | _scalars(beta1), decay_mask(weight_decay_mask)
     return from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
 
 
@@ -126,7 +127,7 @@ def schedule_free_sgd(
         "r": r,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"z": Slot("copy")} | _scalars(beta1), decay_mask(weight_decay_mask)
+    slots, flags = {"z": COPY} | _scalars(beta1), decay_mask(weight_decay_mask)
     return from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
 
 
@@ -182,7 +183,7 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
 
     Args:
         state: A `TrainState` whose optimizer is schedule-free, or has such a part under a scope or label. Inside
-            `master_weights`, y is the master copy.
+            `master_weights` or `compact`, y is the master copy.
         name: The name of its slot `z` with the prefixes of scopes and labels, such as `"embed/z"`, if there are
             several; None for the only one.
 
@@ -208,13 +209,14 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
-    masters = [treedef.flatten_up_to(tree) for tree in _masters_around(prefix, params, slots)]
-    zs = treedef.flatten_up_to(slots[prefix + "z"])
+    around = [*_masters_around(prefix, params, slots), masters_of(state)]
+    masters = [treedef.flatten_up_to(tree) for tree in around]
+    zs = treedef.flatten_up_to(values_of(state, prefix + "z"))
     beta1 = slots[prefix + "beta1"]
     return treedef.unflatten(
         [
-            leaf if z is None else _x(leaf, _unrounded(leaf, around), on_devices(z), beta1)
-            for leaf, z, *around in zip(leaves, zs, *masters, strict=True)
+            leaf if z is None else _x(leaf, _unrounded(leaf, wider), on_devices(z), beta1)
+            for leaf, z, *wider in zip(leaves, zs, *masters, strict=True)
         ]
     )
 

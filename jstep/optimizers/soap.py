@@ -15,7 +15,7 @@ from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, 
 from jstep.optimizers.age import age_of, bias_correction
 from jstep.optimizers.directions import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases
-from jstep.optimizers.leafwise import Slot
+from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 from jstep.optimizers.offloading import loads_slots, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
@@ -79,7 +79,7 @@ def soap(
     def slots(params: Params) -> dict[str, Any]:
         # At least two axes, so that the names do not depend on whether there is a matrix.
         axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
-        return {"m": 0.0, "v": 0.0} | {
+        return {"m": MEAN, "v": SQUARE} | {
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
         }
 

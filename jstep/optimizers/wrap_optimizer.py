@@ -58,6 +58,7 @@ class Own:
     Attributes:
         slots: The names of its slots → `make(params, global_step)`.
         roles: The roles of some of them.
+        holds: What some of them hold: see `Slot`.
         hyper: Its hyperparameters, as returned by `checked`; those that are held are slots, too.
         aged: Whether it needs an age. It is that of the inner optimizer's `start_step` if there is one, otherwise of a
             separate slot; around a `partition` each label has a separate slot. The update gets them as `at.starts`.
@@ -68,6 +69,7 @@ class Own:
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
+    holds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aged: bool = False
     counted: Callable[[Step], Array] | None = None
@@ -81,7 +83,7 @@ class Own:
     def all_roles(self) -> Roles:
         """The roles of the slots, but for the age."""
         held = dict.fromkeys(held_names(self.hyper), Role.HELD)
-        return Roles({**dict.fromkeys(self.slots), **self.roles, **held})
+        return Roles({**dict.fromkeys(self.slots), **self.roles, **held}, holds=self.holds)
 
 
 _NOTHING = Own()

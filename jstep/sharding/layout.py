@@ -211,6 +211,8 @@ def of_slot(
         role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
             column.
     """
+    if role is Role.SCALES:
+        return _of_scales(mesh, sharding, slot_shape)
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
@@ -229,6 +231,14 @@ def of_slot(
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda one: sum(part is not None for part in one))
     return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
+
+
+def _of_scales(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of scales: that of their codes, except along an axis whose blocks are split."""
+    parts = zip(sharding.spec, shape, strict=False)
+    return NamedSharding(
+        mesh, PartitionSpec(*(None if size % parts_along(mesh, part) else part for part, size in parts))
+    )
 
 
 def _role_by_name(name: str) -> Role | None:

@@ -6,9 +6,13 @@ import jax
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.block_codes import opened
 from jstep.core.checks import as_text
+from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import sharded_like, without_explicit_axes
+from jstep.core.placement import is_shape, on_devices
 from jstep.core.selection import index_of
-from jstep.core.slot_roles import NO_ROLES, Roles, roles_in
+from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.core.types import Params
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState, require_state
 
@@ -59,23 +63,56 @@ def owners(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> lis
 def get_slot_names(state: TrainState) -> list[str]:
     """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
 
+    Scales and remainders, which `compact` adds, are left out, too.
+
     Example:
         >>> import jstep
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
         ['m', 'v']
     """
+    roles = roles_in(require_state(state))
     return sorted(
         name
-        for name, tree in require_state(state).slots.items()
-        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles_in(state))
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles) and roles.get(name) not in HALVES
     )
+
+
+def values_of(state: TrainState, name: str) -> Any:
+    """Return the values of a slot: those of one that `compact` stores in float32, any other as it is."""
+    half = state.slots.get(roles_in(state).halves.get(name, ""))
+    if half is None:
+        return state.slots[name]
+
+    def values(tree: Any, half: Any) -> Any:
+        pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
+        return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
+
+    with internal_transfers():
+        whole = on_devices((state.slots[name], half))
+        return without_explicit_axes(values, *whole, place=sharded_like(state.slots[name]))
+
+
+def masters_of(state: TrainState) -> Params:
+    """Return the parameters, in float32 where a slot of `compact` has their remainder."""
+    roles = roles_in(state)
+    treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
+    for name in roles.of(Role.REMAINDER):
+        if name not in roles.halves.values() and name in state.slots:
+            lows = treedef.flatten_up_to(on_devices(state.slots[name]))
+            leaves = [_value(on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+def _value(stored: Any, half: Any) -> Any:
+    return jax.eval_shape(opened, stored, half) if is_shape(stored) else opened(stored, half)
 
 
 def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
     Args:
-        state: The state.
+        state: The state. What `compact` stores is returned in float32, as without it; `state.slots` has what is stored.
         name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
         path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
             omitted.
@@ -90,8 +127,10 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
         >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
         0.1
     """
-    tree = require_state(state).slots.get(as_text(name, "name"))
-    if path is None or tree is None:
+    if as_text(name, "name") not in require_state(state).slots:
+        return None
+    tree = values_of(state, name)
+    if path is None:
         return tree
     place = index_of(tree, as_text(path, "path"), "get_slot")
     return None if place is None else jax.tree.leaves(tree)[place]

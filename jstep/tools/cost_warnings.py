@@ -9,9 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core.meshes import dims_of, mesh_axes_of
+from jstep.core import trees
+from jstep.core.block_codes import blocks_between
+from jstep.core.meshes import dims_of, mesh_axes_of, parts_along
 from jstep.core.placement import sharding_of
 from jstep.core.programs import is_annotated
+from jstep.core.slot_roles import roles_in
 from jstep.core.text import listed, size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
@@ -37,6 +40,7 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
       gives no warning.
     - A part of the state is not donated although the step returns a new one.
     - Slots are gathered.
+    - Blocks of slots that `compact` stores are split between devices.
     - Parameters are gathered more often than the step uses them. Gathers that a `shard_map` requests, of slots or
       parameters, give no warning.
 
@@ -54,6 +58,7 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
         _undonated(program, leaves, state, result),
         _gathered_slots(moved, leaves),
         _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
+        _split_blocks(state),
     ]
     return [sentence for sentence in found if sentence]
 
@@ -234,6 +239,23 @@ def _gathered_parameters(
         f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "
         'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
     )
+
+
+def _split_blocks(state: Any) -> str:
+    """Return a warning about blocks of codes that several devices share, or the empty string."""
+    found = []
+    for name, half in roles_in(state).halves.items():
+        both = (trees.flatten_like(state.params, state.slots[one], one) for one in (name, half))
+        for path, codes, scales in zip(trees.paths_of(state.params), *both, strict=True):
+            axis = None if scales is None else blocks_between(codes.shape, scales.shape).axis
+            split = _spec(codes)[axis : axis + 1] if axis is not None else ()
+            if any(scales.shape[axis] % parts_along(codes.sharding.mesh, part) for part in split):
+                found.append(f"slots/{name}/{path}")
+    text = (
+        "blocks of slots are split between devices ({}), which exchange codes for common scales in each update: split "
+        "these parameters along another axis, or give compact a smaller block, such as 32"
+    )
+    return text.format(listed(found)) if found else ""
 
 
 def _gathers(

@@ -1,15 +1,21 @@
 """Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no TPU is needed.
 
     python tests/benchmarks/bench_compilers.py [names]
+    python tests/benchmarks/bench_compilers.py --compact [names]     # in `compact`, by the compilers for v5e and H100
 
 An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
 compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
 slots once. For a matrix of 8192 × 8192, which does not fit into a cache, the table has the ratio to the minimum. For an
 MLP of a few hundred kB, which the compiler copies into the chip's cache and counts twice, it has only the ratio to
 Optax. A conditional counts as its most expensive branch.
+
+With --compact, parameters are bfloat16, and bytes are those of the operands and results of kernels in slow memory. An
+array that a loop carries counts once for each kernel that reads or writes a slice of it.
 """
 
+import math
 import os
+import re
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -133,6 +139,74 @@ WHY = {
 """Reasons for updates that access more than 1.05 times the minimum."""
 
 
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "while", "conditional"}
+
+
+def arrays(text):
+    """Return the bytes of each array of a type that is in slow memory."""
+    found = []
+    for dtype, dims, layout in re.findall(r"\b(\w+)\[([\d,]*)\](?:\{([^}]*)\})?", text):
+        if dtype in WIDTHS and "S(1)" not in layout:
+            found.append(WIDTHS[dtype] * math.prod(int(size) for size in dims.split(",") if size))
+    return found
+
+
+def moved(text):
+    """Return the bytes that the kernels of a compiled program read and write in slow memory."""
+    total = 0
+    for body in ["ENTRY", *dict.fromkeys(re.findall(r"body=(%[\w.\-]+)", text))]:
+        start = text.index(f"\n{body} ")
+        types = {}
+        for line in text[start : text.index("\n}", start)].splitlines()[2:]:
+            name, kind, opcode, rest = INSTRUCTION.match(line).groups()
+            types[name] = kind
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            if opcode not in FREE:
+                read = [size for one in operands for size in arrays(types.get(one, ""))]
+                written = arrays(kind)
+                # In a loop a result of the size of an operand replaces slices of it, which are not read.
+                for size in written if body != "ENTRY" else []:
+                    if size in read:
+                        read.remove(size)
+                total += sum(read) + sum(written)
+    return total
+
+
+COMPACT = "adamw", "lion", "momentum", "adagrad", "nadam", "ademamix", "rmsprop", "schedule_free_adamw"
+
+
+def compact_rows(names):
+    print("| optimizer | device | state | kernels move / least | temporaries |\n|---|---|---|---|---|", flush=True)
+    for name in names or (
+        "adamw",
+        "lion",
+        "momentum",
+        "adagrad",
+        "nadam",
+        "ademamix",
+        "rmsprop",
+        "schedule_free_adamw",
+    ):
+        for device in ("v5e:1x1", "h100:1"):
+            chip = jax.NamedSharding(jstep.topology(device), jax.P())
+            grads = on_chip({key: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16) for key, one in matrix().items()}, chip)
+            optimizer = jstep.compact(TABLE[name].make(LR))
+            state = on_chip(jax.eval_shape(lambda: jstep.TrainState.create(zeros(grads), optimizer)), chip)  # noqa: B023
+            step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)  # noqa: B023
+            compiled = step.lower(state, grads).compile()
+            count, least = 8192 * 8192, 2 * size(state) + size(grads)
+            temporaries = compiled.memory_analysis().temp_size_in_bytes / count
+            ratio = moved(compiled.as_text()) / least
+            cells = f"{size(state) / count:.2f}", f"{ratio:.2f}", f"{temporaries:.2f}"
+            print(f"| `{name}` | {device} | {' | '.join(cells)} |", flush=True)
+
+
+def matrix():
+    return {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in MATRIX.items()}
+
+
 def main(names):
     chip = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
     shapes = [{key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in tree.items()} for tree in (MATRIX, MLP)]
@@ -153,4 +227,4 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    compact_rows(sys.argv[2:]) if sys.argv[1:2] == ["--compact"] else main(sys.argv[1:])

@@ -100,7 +100,8 @@ def test_matches_optax(name: str) -> None:
 
 
 def test_low_precision_moments_match_optax() -> None:
-    optimizer = jstep.adamw(LR, **ADAM, m_dtype=jnp.bfloat16, **DECAYING)
+    with pytest.warns(DeprecationWarning, match="m_dtype"):
+        optimizer = jstep.adamw(LR, **ADAM, m_dtype=jnp.bfloat16, **DECAYING)
     reference = optax.adamw(LR, **OPTAX_ADAM, mu_dtype=jnp.bfloat16, **OPTAX_DECAY)
     found, state = run_jstep(optimizer)
     assert state.slots["m"]["a"].dtype == jnp.bfloat16

@@ -281,3 +281,17 @@ def test_layers_sharded_along_the_stacked_axis_warn():
     assert found.startswith("parameters are gathered more often than they are used (params['")
     assert " and 1 more; 16 times per step): " in found
     assert 'jax.P(None, "data")' in found
+
+
+def test_blocks_that_devices_share_are_reported():
+    def init():
+        return {"w": jnp.zeros((64, 512)), "v": jnp.zeros((64, 512))}
+
+    def text(block, specs):
+        state = create(init, specs=specs, optimizer=jstep.compact(jstep.adam(1e-3), block=block))
+        return "\n".join(warnings_of(parse_program(""), state, (), None))
+
+    specs = [("w", P(None, "data"))]
+    assert "blocks of slots are split between devices (slots/m/w and 1 more)" in text(128, specs)
+    assert "blocks" not in text(32, specs)
+    assert "blocks" not in text(128, [("w", P("data"))])

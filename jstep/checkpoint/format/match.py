@@ -60,6 +60,7 @@ class Match:
         extra: Paths of the checkpoint that the target does not use.
         differing: Descriptions of leaves that differ in shape or dtype.
         untrained: Paths of the checkpoint for which the target has no use: averages of parameters that are not updated.
+        in_other_format: Whether the slots seem to be those of the target, stored in another format: see `repack`.
     """
 
     wanted: list[Wanted]
@@ -67,6 +68,7 @@ class Match:
     extra: list[str]
     differing: list[str]
     untrained: list[str]
+    in_other_format: bool = False
 
     def differences(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
@@ -129,6 +131,11 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         [key[0] for key in unused if key not in untrained],
         found.differing,
         [key[0] for key in untrained],
+        slots.is_in_other_format(
+            {leaf.keys: leaf.kind for leaf in leaves},
+            {leaf.keys: (leaf.shape, leaf.dtype) for leaf in manifest.leaves},
+            roles_in(target),
+        ),
     )
 
 
@@ -173,6 +180,13 @@ def _is_extra(key: _Id, source: Leaf | LeftOut, averages: Sequence[str] | None) 
     return isinstance(source, Leaf) and not _is_average(key[0], averages) and not _is_age_of(averages, key[0])
 
 
+_REPACK = (
+    " Some slots are stored in another format, with or without jstep.compact, or with other blocks: create a target "
+    "with the optimizer that saved the checkpoint, restore it, and convert the state: "
+    "state = jstep.repack(state, old_optimizer, new_optimizer)."
+)
+
+
 def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
     """Check that a state can be restored from what was matched.
 
@@ -189,6 +203,7 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
+            + (_REPACK if found.in_other_format else "")
         )
     if found.wanted and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(

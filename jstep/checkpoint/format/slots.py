@@ -16,6 +16,7 @@ _PARAMS = "params"
 SLOTS = "slots"
 _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
 _WIDTHS = {"int32", "int64"}
+_CODES = {"int8", "int16", "uint8"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 _AGE = "start_step"
 _AVERAGING, _LOOKAHEAD = "with_moving_average", "lookahead"
@@ -181,6 +182,25 @@ def is_of_untrained(keys: Keys, params: Collection[str], target: Any) -> bool:
         return False
     averaged = roles[keys[1]] in (Role.COPY, Role.MASTER_COPY, Role.AVERAGE)
     return averaged and "/".join((_PARAMS, *keys[2:])) in params
+
+
+def is_in_other_format(target: Mapping[Keys, Kind], saved: Mapping[Keys, Kind], roles: Roles) -> bool:
+    """Return whether a target and a checkpoint seem to have the same slots in different formats.
+
+    Codes are small integers, and so is a remainder, which only one of the formats may have.
+
+    Args:
+        target: The leaves of the target: keys → shape and dtype.
+        saved: Those of the checkpoint.
+        roles: The roles of the target's slots, as far as they are known.
+    """
+
+    def differs(keys: Keys) -> bool:
+        one, other = target.get(keys), saved.get(keys)
+        scales = len(keys) > 1 and roles.get(keys[1]) is Role.SCALES
+        return one != other and (scales or any(kind is not None and kind[1] in _CODES for kind in (one, other)))
+
+    return any(keys[0] == SLOTS and differs(keys) for keys in {**target, **saved})
 
 
 def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, trained, wrap_optimizer
+from jstep.state.slots import values_of
 from jstep.state.train_state import TrainState
 
 NAME = "ExponentialMovingAverage"
@@ -331,6 +332,7 @@ def with_moving_average(
     own = Own(
         {ema.name: fresh},
         {ema.name: Role.COPY if copied else Role.AVERAGE},
+        {ema.name: "weight"},
         hyper,
         aged=ema.zero_debias,
         # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
@@ -420,7 +422,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
     """
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
     slots = dict.fromkeys(find_slot(state, one, hint) for one in names)
-    found = {slot: trees.flatten_like(state.params, state.slots[slot], f"slot {slot!r}") for slot in slots}
+    found = {slot: trees.flatten_like(state.params, values_of(state, slot), f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
     new: list[Any] = []
     for i, p in enumerate(leaves):

@@ -82,6 +82,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         Own(
             {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
             {SLOW: Role.COPY},
+            {SLOW: "weight"},
             hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
             aged=True,
         ),

@@ -9,13 +9,13 @@ from jstep.core import trees
 from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
 from jstep.core.indexed_slices import is_slices
-from jstep.core.slot_roles import Role, Roles
+from jstep.core.slot_roles import Role
 from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.apply_updates import add, apply_updates
 from jstep.optimizers.element import map_updates, wide_updates
 from jstep.optimizers.masks import leaf_numbers, partial_params
 from jstep.optimizers.offloading import per_leaf
-from jstep.optimizers.parts import call_update, inner_context
+from jstep.optimizers.parts import call_update, inner_context, refuse_formats
 from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 
@@ -40,7 +40,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
 
     Raises:
         TypeError: `dtype` is not a floating dtype of at least 32 bits.
-        ValueError: The optimizer already has a slot `master`.
+        ValueError: The optimizer already has a slot `master`, or contains `compact`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -54,6 +54,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
     """
     require_optimizer("optimizer", optimizer)
+    refuse_formats("master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"})
     wide = _floating_dtype(dtype)
 
     def widened(leaf: Any) -> Any:
@@ -84,7 +85,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         "master_weights",
         update,
         Own({MASTER: fresh}, {MASTER: Role.MASTER}),
-        inner_roles=Roles.within_masters,
+        inner_roles=lambda roles: roles.within_masters().stored_by("master_weights"),
         init_on=lambda params: jax.tree.map(widened, params),
     )
 
@@ -145,6 +146,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
     require_optimizer("optimizer", optimizer)
+    refuse_formats("stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"})
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -160,7 +162,9 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
         leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
-    return wrap_optimizer(optimizer, "stochastic_rounding", update)
+    return wrap_optimizer(
+        optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")
+    )
 
 
 def _stochastically_rounded(p: Array, u: Array, key: Array) -> Array:

@@ -1,0 +1,403 @@
+"""`compact`: what is stored, what stays, what keeps its bits, and what it may be combined with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+SHAPES = {"w": (32, 256), "small": (16, 16), "b": (256,)}
+LR = 1e-2
+
+
+def params(dtype=jnp.bfloat16, shapes=SHAPES):
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def gradients(like, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32).astype(p.dtype), like)
+
+
+def after(optimizer, state, count=3, first=0):
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for i in range(first, first + count):
+        state = step(state, gradients(state.params, i))
+    return state
+
+
+def create(optimizer, dtype=jnp.bfloat16, shapes=SHAPES, **kwargs):
+    return jstep.TrainState.create(params(dtype, shapes), optimizer, **kwargs)
+
+
+def kinds(state):
+    """The slots of the leaf `w`: name → dtype and shape."""
+    named = {name: tree["w"] for name, tree in state.slots.items() if isinstance(tree, dict)}
+    return {name: (str(leaf.dtype), leaf.shape) for name, leaf in named.items() if leaf is not None}
+
+
+def size(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def close(one, other, within):
+    """Whether updates that were computed from the same gradients are nearly the same."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.max(np.abs(np.float32(a) - np.float32(b))) < within
+
+
+def test_adamw_takes_seven_bytes_a_parameter_with_its_gradient():
+    shapes = {"w": (1024, 1024)}
+    optimizer = jstep.compact(jstep.adamw(LR))
+    state = jax.eval_shape(lambda: jstep.TrainState.create(params(shapes=shapes), optimizer))
+    assert size((state, state.params)) / 2**20 < 7.07
+    state = jax.eval_shape(lambda: jstep.TrainState.create(params(jnp.float32, shapes), optimizer))
+    assert size(state) / 2**20 < 6.07
+
+
+def test_what_is_stored():
+    state = create(jstep.compact(jstep.adamw(LR)))
+    assert kinds(state) == {
+        "m": ("int8", (32, 256)),
+        "m/scale": ("float32", (32, 2)),
+        "v": ("uint8", (32, 256)),
+        "v/scale": ("float32", (32, 2)),
+        "remainder": ("int8", (32, 256)),
+    }
+    assert state.slots["m"]["small"].dtype == state.slots["v"]["b"].dtype == jnp.float32
+    assert state.slots["m/scale"]["small"] is None
+    assert state.slots["remainder"]["small"].dtype == jnp.int8
+    assert jstep.get_slot_names(state) == ["m", "v"]
+    assert jstep.get_slot(state, "m")["w"].dtype == jstep.get_slot(state, "v", "w").dtype == jnp.float32
+    assert "remainder" not in create(jstep.compact(jstep.adamw(LR)), jnp.float32).slots
+
+
+def test_slow_averages_have_16_bits_and_copies_of_weights_24():
+    optimizer = jstep.with_moving_average(jstep.ademamix(LR), jstep.ExponentialMovingAverage(0.999))
+    found = kinds(create(jstep.compact(optimizer)))
+    assert found["m2"] == ("int16", (32, 256))
+    assert found["ExponentialMovingAverage"] == ("bfloat16", (32, 256))
+    assert found["ExponentialMovingAverage/remainder"] == ("int8", (32, 256))
+
+
+def test_undeclared_slots_and_those_of_other_shapes_stay():
+    def rule(g, p, slots, h):
+        return -g, {name: slot + 1.0 for name, slot in slots.items()}
+
+    slots = {"m": 0.0, "rows": jstep.Slot(shape=lambda path, leaf: leaf.shape[:1], holds="mean")}
+    custom = jstep.leafwise(rule, hyper={"learning_rate": 0.1}, slots=slots)
+    state = after(jstep.compact(custom), create(jstep.compact(custom)), 1)
+    assert kinds(state)["m"] == ("float32", (32, 256))
+    assert kinds(state)["rows"] == ("float32", (32,))
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(["w"], ["w"]), (lambda path, leaf: path == "w", ["w"]), ({"w": True, "u": False}, ["w"])]
+)
+def test_kept_parameters_have_float32_slots_and_a_remainder(keep, kept):
+    optimizer = jstep.compact(jstep.adamw(LR), keep=keep)
+    state = after(optimizer, create(optimizer, shapes={"w": (32, 256), "u": (32, 256)}))
+    for name in ("w", "u"):
+        assert state.slots["m"][name].dtype == (jnp.float32 if name in kept else jnp.int8)
+        assert state.slots["remainder"][name].dtype == jnp.int8
+    with pytest.raises(ValueError, match=r"keep.*'nothing'"):
+        create(jstep.compact(jstep.adamw(LR), keep=["nothing"]))
+
+
+def test_min_size_and_block():
+    optimizer = jstep.compact(jstep.adamw(LR), min_size=200, block=32)
+    state = after(optimizer, create(optimizer))
+    assert {name: leaf.shape for name, leaf in state.slots["m/scale"].items()} == {
+        "w": (32, 8),
+        "small": (16, 1),
+        "b": (8,),
+    }
+    assert create(jstep.compact(jstep.adamw(LR), min_size=8193)).slots["m"]["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"block": 16}, ValueError, "block=16"),
+        ({"block": 2048}, ValueError, "block=2048.*power of two from 32 to 1024"),
+        ({"block": 96}, ValueError, "block=96.*power of two"),
+        ({"block": 64.5}, TypeError, "block=64.5"),
+        ({"min_size": -1}, ValueError, "min_size=-1"),
+        ({"keep": 3}, TypeError, "keep"),
+    ],
+)
+def test_arguments_are_checked(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        jstep.compact(jstep.adamw(LR), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: jstep.compact(jstep.master_weights(jstep.adamw(LR))), ("compact", "master_weights")),
+        (lambda: jstep.compact(jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.master_weights(jstep.sgd(LR)))),
+         ("compact", "master_weights")),
+        (lambda: jstep.compact(jstep.stochastic_rounding(jstep.adamw(LR), jax.random.key(0))),
+         ("compact", "stochastic_rounding")),
+        (lambda: jstep.compact(jstep.scope("a", jstep.compact(jstep.adamw(LR)))), ("compact inside compact",)),
+        (lambda: jstep.master_weights(jstep.skip_nonfinite(jstep.compact(jstep.adamw(LR)))),
+         ("master_weights", "compact")),
+        (lambda: jstep.master_weights(jstep.partition({"a": jstep.compact(jstep.sgd(LR))}, lambda path, leaf: "a")),
+         ("master_weights", "compact")),
+        (lambda: jstep.stochastic_rounding(jstep.compact(jstep.adamw(LR)), jax.random.key(0)),
+         ("stochastic_rounding", "compact")),
+    ],
+)  # fmt: skip
+def test_other_formats_are_refused_by_name(make, names):
+    with pytest.raises(ValueError, match="must not contain") as caught:
+        make()
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_m_dtype_is_deprecated_and_refused():
+    for make in (jstep.adamw, jstep.lion):
+        with pytest.warns(DeprecationWarning, match="jstep.compact"):
+            optimizer = make(LR, m_dtype=jnp.bfloat16)
+        with pytest.raises(ValueError, match="m_dtype inside compact"):
+            jstep.compact(optimizer)
+
+
+def test_float16_is_refused_by_path():
+    with pytest.raises(ValueError, match="'half' is float16"):
+        jstep.TrainState.create({"half": jnp.ones((64, 128), jnp.float16)}, jstep.compact(jstep.adamw(LR)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_updates_are_nearly_those_of_float32(dtype):
+    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(LR))
+    compact = jstep.compact(optimizer)
+    masters = after(jstep.master_weights(optimizer), create(jstep.master_weights(optimizer), dtype), 5)
+    state = after(compact, create(compact, dtype), 5)
+    # The learning rate is the size of an update.
+    close(state.params, masters.params, (1.0 if dtype == jnp.float32 else 3.0) * LR)
+    moved = jax.tree.map(lambda a, b: np.mean(np.abs(np.float32(a) - np.float32(b))), state.params, masters.params)
+    assert max(jax.tree.leaves(moved)) < 0.05 * LR
+
+
+def test_a_bfloat16_parameter_is_its_masters_rounding_half_up():
+    optimizer = jstep.compact(jstep.gradient_descent(2**-10))
+    state = jstep.TrainState.create({"w": jnp.ones((), jnp.bfloat16)}, optimizer)
+    seen = []
+    for _ in range(8):
+        state = jstep.apply_gradients(state, {"w": jnp.ones((), jnp.bfloat16)}, optimizer)
+        seen.append((float(state.params["w"]), int(state.slots["remainder"]["w"])))
+    # Masters of 1 − n/1024; numbers below 1 are 1/256 apart, and a remainder counts parts of 1/65536.
+    assert [p + r / 65536 for p, r in seen] == [1 - n / 1024 for n in range(1, 9)]
+    assert seen[1] == (1 - 1 / 256, 128 - 256) or seen[1][0] == 1.0
+    assert seen[3] == (1 - 1 / 256, 0)
+
+
+def test_a_parameter_that_is_changed_keeps_its_value():
+    optimizer = jstep.compact(jstep.gradient_descent(0.0))
+    state = after(jstep.compact(jstep.gradient_descent(0.3)), create(optimizer))
+    assert np.any(state.slots["remainder"]["w"])
+    other = jax.tree.map(lambda p: jnp.zeros_like(p).at[..., 0].set(-2.5), state.params)
+    state = after(optimizer, state.replace(params=other), 1)
+    close(state.params, other, 1e-6)
+
+
+def test_codes_keep_their_bits_without_a_gradient():
+    optimizer = jstep.compact(jstep.adamw(LR, weight_decay=0.0))
+    state = after(optimizer, create(optimizer))
+    grads = {**gradients(state.params), "w": None}
+    new = jax.jit(lambda state: jstep.apply_gradients(state, grads, optimizer))(state)
+    for name in kinds(state):
+        assert np.array_equal(new.slots[name]["w"], state.slots[name]["w"]), name
+    assert np.array_equal(new.params["w"], state.params["w"])
+    assert not np.array_equal(new.slots["m"]["b"], state.slots["m"]["b"])
+
+
+GUARDS = {
+    "around": lambda one: jstep.skip_nonfinite(jstep.compact(one)),
+    "inside": lambda one: jstep.compact(jstep.skip_nonfinite(one)),
+    "loss-scale": lambda one: jstep.dynamic_loss_scale(jstep.compact(one)),
+    "loss-scale-inside": lambda one: jstep.compact(jstep.dynamic_loss_scale(one)),
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
+def test_a_guard_leaves_every_code_as_it_was(guard):
+    optimizer = guard(jstep.with_moving_average(jstep.adamw(LR), jstep.ExponentialMovingAverage(0.9)))
+    state = after(optimizer, create(optimizer))
+    bad = gradients(state.params)
+    bad["w"] = bad["w"].at[3, 7].set(jnp.nan)
+    new = jax.jit(lambda state: jstep.apply_gradients(state, bad, optimizer))(state)
+    for name in kinds(state):
+        assert jax.tree.all(jax.tree.map(np.array_equal, new.slots[name], state.slots[name])), name
+    assert jax.tree.all(jax.tree.map(np.array_equal, new.params, state.params))
+    assert after(optimizer, new, 1, first=7) != new
+
+
+def test_an_unguarded_gradient_that_is_not_finite_spoils_its_block():
+    optimizer = jstep.compact(jstep.adamw(LR))
+    state = after(optimizer, create(optimizer), 1)
+    bad = gradients(state.params)
+    bad["w"] = bad["w"].at[3, 7].set(jnp.inf)
+    state = after(optimizer, jstep.apply_gradients(state, bad, optimizer), 1)
+    spoiled = ~np.isfinite(jstep.get_slot(state, "m", "w"))
+    assert np.all(spoiled[3, :128])
+    spoiled[3, :128] = False
+    assert not np.any(spoiled)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rows_that_no_lookup_names_keep_their_bits(dtype):
+    optimizer = jstep.compact(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adagrad(0.1)))
+
+    def loss(params, rows):
+        return jnp.sum(jnp.square(jstep.lookup(params["table"], rows).astype(jnp.float32) - 1))
+
+    start = {"table": params(dtype, {"w": (64, 128)})["w"]}
+    state = jstep.TrainState.create(start, optimizer)
+    step = jstep.minimize(loss, optimizer, donate=False)
+    for rows in ([1, 5, 5], [5, 9, 30], [2, 3, 63]):
+        new, _ = step(state, jnp.array(rows))
+        others = np.setdiff1d(np.arange(64), rows)
+        for name in ("accumulator", "accumulator/scale", *(["remainder"] if dtype == jnp.bfloat16 else [])):
+            old, made = np.asarray(state.slots[name]["table"]), np.asarray(new.slots[name]["table"])
+            assert np.array_equal(made[others], old[others]), name
+            assert not np.array_equal(made[rows], old[rows])
+        assert np.array_equal(new.params["table"][others], state.params["table"][others])
+        state = new
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        jstep.lookahead(jstep.compact(jstep.adamw(LR)), 2),
+        jstep.compact(jstep.lookahead(jstep.adamw(LR), 2)),
+        jstep.update_every(2, jstep.compact(jstep.adamw(LR)), accumulate=True),
+        jstep.compact(jstep.update_every(2, jstep.adamw(LR), accumulate=True)),
+        jstep.with_projection(jstep.compact(jstep.adamw(LR)), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
+        jstep.compact(jstep.with_projection(jstep.adamw(LR), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p))),
+        jstep.compact(jstep.scope("a", jstep.cautious(jstep.momentum(LR, 0.9)))),
+        jstep.partition(
+            {"a": jstep.compact(jstep.adamw(LR)), "b": jstep.muon(LR)}, lambda path, leaf: "b" if path == "w" else "a"
+        ),
+        jstep.compact(
+            jstep.partition({"a": jstep.adamw(LR), "b": jstep.muon(LR)}, lambda path, leaf: "b" if path == "w" else "a")
+        ),
+        jstep.compact(jstep.soap(LR)),
+    ],
+)
+@pytest.mark.thorough
+def test_compositions_train_and_resume_bit_for_bit(optimizer, tmp_path):
+    state = after(optimizer, create(optimizer), 4)
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(after(optimizer, create(optimizer), 2))
+        restored = saver.restore(create(optimizer))
+    assert after(optimizer, restored, 2, first=2) == state
+    assert all(np.all(np.isfinite(np.float32(leaf))) for leaf in jax.tree.leaves(state.params))
+
+
+def test_labels_have_compact_parts():
+    optimizer = jstep.partition(
+        {"a": jstep.compact(jstep.adamw(LR)), "b": jstep.momentum(LR, 0.9)},
+        lambda path, leaf: "a" if path == "w" else "b",
+    )
+    state = after(optimizer, create(optimizer))
+    assert {"a/m", "a/m/scale", "a/remainder", "b/momentum"} <= set(state.slots)
+    assert jstep.get_slot_names(state) == ["a/m", "a/v", "b/momentum"]
+    assert state.slots["a/remainder"]["b"] is None
+    assert jstep.get_slot(state, "a/m", "w").dtype == jnp.float32
+
+
+def test_frozen_leaves_need_no_remainder():
+    optimizer = jstep.compact(jstep.partition({"a": jstep.adamw(LR)}, lambda path, leaf: "a" if path == "w" else None))
+    state = after(optimizer, create(optimizer), 1)
+    assert state.slots["remainder"]["b"] is None
+
+
+def test_functions_of_a_state_return_what_they_return_without():
+    ema = jstep.ExponentialMovingAverage(0.5)
+    for wrap, read in (
+        (lambda one: jstep.with_moving_average(one, ema), jstep.averaged_params),
+        (lambda one: jstep.lookahead(one, 2), jstep.slow_params),
+        (lambda one: jstep.schedule_free_sgd(LR), jstep.schedule_free_params),
+    ):
+        plain = wrap(jstep.momentum(LR, 0.9))
+        compact = jstep.compact(plain)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            other = jstep.master_weights(plain)
+            one = after(compact, create(compact, dtype))
+            two = after(other, create(other, dtype))
+            found = read(one)
+            assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, one.params)
+            close(found, read(two), 0.03 if dtype == jnp.bfloat16 else 3e-3)
+
+
+def test_a_mesh_shards_codes_and_scales_like_their_parameters():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    optimizer = jstep.compact(jstep.adamw(LR))
+    for spec, scales in (
+        (P("data"), P("data", None)),
+        (P(None, "model"), P(None, "model")),
+        (P(None, "data"), P(None, None)),
+    ):
+        state = create(optimizer, mesh=mesh, param_specs=[("w", spec)])
+        for name in ("m", "v", "remainder"):
+            assert state.slots[name]["w"].sharding.is_equivalent_to(state.params["w"].sharding, 2)
+        sharding = jax.sharding.NamedSharding(mesh, scales)
+        assert state.slots["m/scale"]["w"].sharding.is_equivalent_to(sharding, 2), spec
+    split = create(optimizer, mesh=mesh, slot_axis="data")
+    assert split.slots["m/scale"]["w"].sharding.shard_shape((32, 2)) == (32, 2)  # w is split along its last axis
+    assert split.slots["m"]["w"].sharding.shard_shape((32, 256)) == (32, 64)
+
+
+@pytest.mark.thorough(except_for={"layout": ["rows"]})
+@pytest.mark.parametrize("layout", ["rows", "columns", "both", "zero1", "explicit", "host"])
+@pytest.mark.parametrize("devices", [4, 8])
+def test_the_bits_are_the_same_in_every_layout(layout, devices):
+    ema = jstep.ExponentialMovingAverage(0.9)
+    optimizer = jstep.compact(jstep.with_moving_average(jstep.ademamix(LR), ema))
+    shapes = {"w": (32, 1024), "b": (256,)}
+    types = jax.sharding.AxisType.Explicit if layout == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((devices // 2, 2), ("data", "model"), axis_types=(types,) * 2)
+    spec = {"columns": P(None, "data"), "both": P("data", "model"), "zero1": P()}.get(layout, P("data"))
+    placed = {"slot_axis": "data"} if layout == "zero1" else {"param_specs": [("w", spec)]}
+    placed |= {"slots_memory": "pinned_host"} if layout == "host" else {}
+
+    def loss(params, x):
+        hidden = x.astype(params["w"].dtype) @ params["w"]
+        return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
+
+    def run(state):
+        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+        for i in range(3):
+            grads = gradients(params(shapes=shapes), i)
+            if state.params["w"].sharding.num_devices > 1:
+                grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), grads, state.params)
+            state = step(state, grads)
+        return jax.device_get(jax.tree.map(lambda x: x, state))
+
+    alone = run(create(optimizer, shapes=shapes))
+    split = run(create(optimizer, shapes=shapes, mesh=mesh, **placed))
+    for name in alone.slots:
+        same = jax.tree.map(np.array_equal, alone.slots[name], split.slots[name])
+        assert jax.tree.all(same), name
+    assert jax.tree.all(jax.tree.map(np.array_equal, alone.params, split.params))
+
+
+def test_steps_per_call_make_the_same_bits():
+    optimizer = jstep.compact(jstep.adamw(LR))
+
+    def loss(params, x):
+        return jnp.mean(jnp.square((x.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32)))
+
+    xs = np.random.default_rng(0).normal(size=(4, 8, 32)).astype(np.float32)
+    one = jstep.minimize(loss, optimizer)
+    several = jstep.scan_steps(jstep.minimize(loss, optimizer), 4)
+    shapes = {"w": (32, 256)}
+    state = create(optimizer, shapes=shapes)
+    for x in xs:
+        state, _ = one(state, x)
+    scanned, _ = several(create(optimizer, shapes=shapes), xs)
+    assert scanned == state

@@ -1,0 +1,121 @@
+"""The loops in which TPUs update what `compact` stores make the values of the update by whole leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+from jstep.optimizers.wrappers import by_slices
+
+LR = 1e-2
+EMA = jstep.ExponentialMovingAverage(0.9)
+SHAPES = {"w": (64, 512), "layers": (4, 64, 3, 128), "row": (8192,), "odd": (96, 100), "b": (128,)}
+
+
+def labels(path, leaf):
+    return "b" if path == "w" else "a"
+
+
+OPTIMIZERS = {
+    "adamw": jstep.adamw(LR),
+    "clip": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.with_moving_average(jstep.ademamix(LR), EMA)),
+    "nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=0.1),
+    "adan": jstep.adan(LR),  # a slot of float32
+    "prodigy": jstep.prodigy(),  # a slot that is only read, and sums over all leaves
+    "schedule_free": jstep.schedule_free_adamw(LR),
+    "lamb": jstep.lamb(LR),  # norms of leaves
+    "labels": jstep.partition({"a": jstep.adamw(LR), "b": jstep.muon(LR)}, labels),
+    "guard": jstep.skip_nonfinite(jstep.adamw(LR)),
+    "projection": jstep.with_projection(jstep.lion(LR), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
+    "keep": None,
+}
+
+
+@pytest.fixture
+def in_slices(monkeypatch):
+    """Compile for the CPU what is meant for TPUs, with small slices."""
+    monkeypatch.setattr(by_slices, "LARGE", 4096)
+    monkeypatch.setattr(by_slices, "SLICE", 8192)
+    used = []
+
+    def only_tpu(*args, tpu=None, default=None, **others):
+        used.append(tpu)
+        return (tpu or default)(*args)
+
+    def use():
+        monkeypatch.setattr(jax.lax, "platform_dependent", only_tpu)
+        return used
+
+    return use
+
+
+def create(name, dtype):
+    optimizer = OPTIMIZERS[name]
+    optimizer = jstep.compact(jstep.adamw(LR), keep=["w"]) if optimizer is None else jstep.compact(optimizer)
+    rng = np.random.default_rng(0)
+    params = {key: jnp.asarray(rng.normal(size=shape), dtype) for key, shape in SHAPES.items()}
+    return optimizer, jstep.TrainState.create(params, optimizer)
+
+
+def trained(optimizer, state):
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for i in range(3):
+        rng = np.random.default_rng(i)
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), state.params)  # noqa: B023
+        grads["b"] = None if i == 1 else grads["b"]
+        grads["odd"] = None if i == 1 else grads["odd"]
+        state = step(state, grads)
+    return state
+
+
+@pytest.mark.thorough(except_for={"name": ["clip"], "dtype": [jnp.bfloat16]})
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slices_make_the_same_values(name, dtype, in_slices):
+    most = 0.02 if name == "labels" else 0.002  # Muon's products of matrices amplify what differs
+    optimizer, start = create(name, dtype)
+    whole = trained(optimizer, start)
+    used = in_slices()
+    sliced = trained(optimizer, start)
+    assert any(used)
+    assert jax.tree.structure(sliced) == jax.tree.structure(whole)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(sliced), jax.tree.leaves(whole), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        # Kernels may differ in the last bit of a value, and so in a code that is at the border of two.
+        differing = np.mean(np.asarray(one != other)) if one.ndim else 0
+        assert differing < (0.2 if one.dtype == jnp.float32 else most), jax.tree_util.keystr(path)
+        np.testing.assert_allclose(
+            np.float32(one), np.float32(other), atol=2 if one.dtype.itemsize == 1 else 2e-2, rtol=1e-2
+        )
+
+
+def test_the_shape_of_slices(monkeypatch):
+    from jstep.core.block_codes import Blocks
+
+    def of(*shape, blocks=None):
+        return by_slices.slice_shape("w", shape, blocks)
+
+    assert of(8192, 8192, blocks=Blocks(1, 128)) == (64, 8192)
+    assert of(32, 4096, 3, 4096, blocks=Blocks(3, 128)) == (1, 32, 3, 4096)
+    assert of(2**24, blocks=Blocks(0, 128)) == (2**19,)
+    assert of(2**21, 3, blocks=Blocks(0, 128)) == (2**17, 3)
+    assert of(1021, 1031) == (1021, 1031)  # no axis can be cut
+
+
+def test_the_end_of_a_program_stops_at_what_is_not_elementwise():
+    from jstep.core.programs import without_calls
+
+    def fn(g, p, rate):
+        norm = jnp.sqrt(jnp.sum(g * g))
+        mixed = g @ jnp.ones((8, 8))
+        return p - rate * jnp.tanh(mixed / norm), g * 2.0
+
+    x = jnp.ones((8, 8))
+    program, _ = without_calls(lambda *args: list(fn(*args)), "tpu", x, 2 * x, jnp.float32(0.5))
+    ending = by_slices.ending_of(program, [0], (8, 8))
+    env = by_slices.values_of(program, [x, 2 * x, jnp.float32(0.5)], ending.needs)
+    known = {var: env[var][:2] if env[var].ndim else env[var] for var in ending.needs}
+    assert sorted(np.shape(value) for value in known.values()) == [(), (), (2, 8), (2, 8)]
+    (part,) = ending.on_slice(known, (2, 8))
+    np.testing.assert_allclose(part, fn(x, 2 * x, jnp.float32(0.5))[0][:2], rtol=1e-6)
