@@ -73,3 +73,14 @@ def test_the_script_supports_gpus(capsys, monkeypatch):
     (row,) = found  # compile-only GPUs have no host memory
     assert (row["layout"], row["fits"]) == ("fsdp", "yes")
     assert row["peak memory"].endswith("of 59.33 GiB")
+
+
+@pytest.mark.gpu_compiler
+def test_compact_halves_the_state(capsys, monkeypatch):
+    arguments = ("--model", "small", "--topology", "h100:1", "--layout", "replicated")
+    states = []
+    for more in ((), ("--compact",)):
+        (row,) = rows_of(capsys, monkeypatch, *arguments, *more)
+        assert row["layout"] == ("replicated, compact" if more else "replicated")
+        states.append(float(row["state"].removesuffix(" GiB")))
+    assert states[1] < 0.5 * states[0]
