@@ -18,7 +18,7 @@ COMMANDS = {
     "events": "print the events of a file, one per line",
     "cost": "estimate the cost of a step: operations, memory, transfers",
     "goodput": "account for the wall time of a run, over all its starts",
-    "stalls": "show the processes of a run that hang, and what they wait for",
+    "stalls": "show the processes that hang (exit code 1), and what they wait for",
 }
 """Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
 and a line here."""
@@ -26,12 +26,11 @@ and a line here."""
 _EPILOG = """\
 examples:
   python -m jstep inspect run/model-1000 --verify
-  python -m jstep diff run-on-one-host run-on-two
   python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
-Exit codes: 0 on success; 1 if `diff` found a difference, or `stalls` a process that hangs; 2 on an error: a missing \
-path, a corrupted file, or nothing to compare."""
+Exit codes: 0 on success; 1 if `diff` found a difference; 2 on an error: a missing path, a corrupted file, or \
+nothing to compare."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
