@@ -18,7 +18,7 @@ COMMANDS = {
     "events": "print the events of a file, one per line",
     "cost": "estimate the cost of a step: operations, memory, transfers",
     "goodput": "account for the wall time of a run, over all its starts",
-    "stalls": "show the processes that hang (exit code 1), and what they wait for",
+    "stalls": "show the processes that hang (exit code 1) and their waits",
 }
 """Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
 and a line here."""
