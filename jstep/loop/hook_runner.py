@@ -147,7 +147,7 @@ class HookRunner:
                     if stop and run.stopped_by is None:
                         run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                 due.done(step)
-                watch.record(thing_of(hook, "after_step"), began)
+                watch.record(_thing(part, hook, "after_step"), began)
             except Exception as raised:
                 error, failed = raised, run.calling
         if watch.current != STEPPING:
@@ -227,13 +227,13 @@ class HookRunner:
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         run = self._run
         run.calling = (hook, method)
-        began = run.watch.clock()
+        part, began = _part_of(hook), run.watch.clock()
         if isinstance(hook, RunSaverHook):
             result = getattr(hook, method)(*args)
         else:
-            with run.watch.part(_part_of(hook)):
+            with run.watch.part(part):
                 result = getattr(hook, method)(*args)
-        run.watch.record(thing_of(hook, method), began)
+        run.watch.record(_thing(part, hook, method), began)
         run.calling = None
         return result
 
@@ -262,7 +262,10 @@ class HookRunner:
 
 def thing_of(hook: Any, method: str) -> Hashable:
     """The name under which durations of calls are recorded: saves, the evaluations of one hook, one method of it."""
-    part = _part_of(hook)
+    return _thing(_part_of(hook), hook, method)
+
+
+def _thing(part: str, hook: Any, method: str) -> Hashable:
     if part == HOOKS or method == "begin":
         return id(hook), method
     return (id(hook), EVALUATING) if part == EVALUATING else SAVING
