@@ -5,7 +5,7 @@ and reads each operand once; an enforced order would split it and read operands 
 """
 
 import contextvars
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import Literal
 
 from jstep.core.exceptions import setting
+from jstep.core.programs import variables
 from jstep.core.types import Array
 
 
@@ -92,21 +93,17 @@ def _reaches_only(jaxpr: Any, source: Any, target: Any) -> bool:
     """Whether the only result that is computed from `source`, except by way of `target`, is `target`."""
     reached = {source} - {target}
     for eqn in jaxpr.eqns:
-        if any(atom in reached for atom in _variables(eqn.invars)):
+        if any(atom in reached for atom in variables(eqn.invars)):
             reached |= set(eqn.outvars) - {target}
-    return not any(atom in reached for atom in _variables(jaxpr.outvars))
+    return not any(atom in reached for atom in variables(jaxpr.outvars))
 
 
 def _is_kept(jaxpr: Any, value: Any) -> bool:
     """Whether XLA computes a value once, even if several kernels use it."""
-    if not any(value in _variables(eqn.invars) for eqn in jaxpr.eqns):
+    if not any(value in variables(eqn.invars) for eqn in jaxpr.eqns):
         return True
     made_by = [eqn for eqn in jaxpr.eqns if value in eqn.outvars]
-    return all(sum(atom.aval.shape == value.aval.shape for atom in _variables(eqn.invars)) > 1 for eqn in made_by)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return all(sum(atom.aval.shape == value.aval.shape for atom in variables(eqn.invars)) > 1 for eqn in made_by)
 
 
 def _is_traced(tree: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -220,6 +220,11 @@ def _is_program(value: Any, eqn: Any) -> bool:
 
 def _shapes(atoms: Any) -> list[Any]:
     return [getattr(atom.aval, "shape", None) for atom in atoms]
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among operands or results; the others are literals."""
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jstep.core import trees
 from jstep.core.placement import on_devices
-from jstep.core.programs import ELEMENTWISE, Operation, Subprogram, apply, body_of, evaluate, walk
+from jstep.core.programs import ELEMENTWISE, Operation, Subprogram, apply, body_of, evaluate, variables, walk
 from jstep.core.types import Array
 from jstep.differentiate.lanes import Lanes, arrays_of, is_in_lanes, isolated, sum_over_lanes, traced
 
@@ -60,15 +60,15 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
     program, _ = traced(lanes, lambda values: evaluate(body, values, _inlined), list(values))
     jaxpr = program.jaxpr
-    users = {atom: {-1} for atom in _variables(jaxpr.outvars)}
+    users = {atom: {-1} for atom in variables(jaxpr.outvars)}
     operations: list[Operation] = []
     for one in reversed(body_of(program).operations):
         if one.eqn.effects or any(atom in users for atom in one.eqn.outvars):  # it is needed
             operations.insert(0, one)
-            for atom in _variables(one.eqn.invars):
+            for atom in variables(one.eqn.invars):
                 users.setdefault(atom, set()).add(one.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one.eqn for one in operations if not _variables(one.eqn.invars) for atom in one.eqn.outvars}
+    free = {atom: one.eqn for one in operations if not variables(one.eqn.invars) for atom in one.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
     def read(atom: Any) -> Any:
@@ -82,7 +82,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, of which the others see only what they use."""
         made = dict.fromkeys(atom for one in some for atom in one.eqn.outvars)
-        used = dict.fromkeys(atom for one in some for atom in _variables(one.eqn.invars))
+        used = dict.fromkeys(atom for one in some for atom in variables(one.eqn.invars))
         given = [atom for atom in used if atom not in made and atom not in free]
         numbers = {one.number for one in some}
         kept = [atom for atom in made if users.get(atom, numbers) - numbers]
@@ -104,7 +104,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
 
-    for level in _levels(lanes.number, [one for one in operations if _variables(one.eqn.invars)]):
+    for level in _levels(lanes.number, [one for one in operations if variables(one.eqn.invars)]):
         if level[PARTS]:
             together(on_parts, level[PARTS])
         if level[SUM]:
@@ -133,7 +133,7 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
-        given = _variables(operation.eqn.invars)
+        given = variables(operation.eqn.invars)
         arrays = [atom for atom in given if atom.aval.shape]
         way = _way(number, operation)
         if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
@@ -179,7 +179,7 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
-        used = [group_of[atom] for atom in _variables(operation.eqn.invars) if atom in group_of]
+        used = [group_of[atom] for atom in variables(operation.eqn.invars) if atom in group_of]
         first, *others = {id(group): group for group in used}.values() or [[]]
         added = [operation, *(one for group in others for one in group)]
         first.extend(added)
@@ -202,7 +202,3 @@ def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: A
         test, body, start = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
         return jax.lax.while_loop(lambda now: run(0, *test, *now)[0], lambda now: run(1, *body, *now), list(start))
     return apply(operation, values)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]

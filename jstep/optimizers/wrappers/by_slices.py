@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jstep.core.block_codes import Blocks
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
-from jstep.core.programs import Operation, Subprogram, apply, is_elementwise_operation, on_part
+from jstep.core.programs import Operation, Subprogram, apply, is_elementwise_operation, on_part, variables
 from jstep.core.types import Array
 
 LARGE = 2**20
@@ -94,26 +94,26 @@ def ending_of(program: Subprogram, results: list[int], shape: Shape) -> Ending:
         shape: Their shape.
     """
     wanted = [program.jaxpr.outvars[i] for i in results]
-    needs = dict.fromkeys(atom for atom in wanted if not isinstance(atom, Literal))
+    needs = dict.fromkeys(variables(wanted))
     operations = []
     for operation in reversed(program.operations):
         made = [var for var in operation.eqn.outvars if var in needs]
         if made and made[0].aval.shape == shape and is_elementwise_operation(operation, shape):
             operations.append(operation)
             needs = {var: None for var in needs if var not in made}
-            needs |= dict.fromkeys(atom for atom in operation.eqn.invars if not isinstance(atom, Literal))
+            needs |= dict.fromkeys(variables(operation.eqn.invars))
     return Ending(results, operations[::-1], list(needs), wanted)
 
 
 def values_of(program: Subprogram, given: Sequence[Any], wanted: Iterable[Any]) -> dict[Any, Any]:
     """Compute some variables of a program, and nothing that they do not need."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *given], strict=True))
-    missing = {var for var in wanted if not isinstance(var, Literal)} - env.keys()
+    missing = set(variables(wanted)) - env.keys()
     needed = []
     for operation in reversed(program.operations):
         if missing.intersection(operation.eqn.outvars):
             needed.append(operation)
-            missing.update(atom for atom in operation.eqn.invars if not isinstance(atom, Literal))
+            missing.update(variables(operation.eqn.invars))
     for operation in reversed(needed):
         values = [read(env, atom) for atom in operation.eqn.invars]
         env.update(zip(operation.eqn.outvars, apply(operation, values), strict=True))
