@@ -13,10 +13,10 @@ from jstep.clipping.clip import clip_by_global_norm as clip_by_global_norm
 from jstep.clipping.clip import clip_by_norm as clip_by_norm
 from jstep.clipping.clip import clip_by_value as clip_by_value
 from jstep.clipping.clip import global_norm as global_norm
-from jstep.core.indexed_slices import IndexedSlices as IndexedSlices
-from jstep.core.types import Context as Context
-from jstep.core.types import Optimizer as Optimizer
-from jstep.core.types import Schedule as Schedule
+from jstep.core.trees import Context as Context
+from jstep.core.trees import IndexedSlices as IndexedSlices
+from jstep.core.trees import Optimizer as Optimizer
+from jstep.core.trees import Schedule as Schedule
 from jstep.data.batches import Batches as Batches
 from jstep.data.batches import batches as batches
 from jstep.data.from_state import from_state as from_state

@@ -16,8 +16,8 @@ from jstep.checkpoint.format.match import PARAMS, Match, Names, check, check_ave
 from jstep.checkpoint.store.listing import misnamed, name
 from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
-from jstep.core.text import listing
+from jstep.core.checks import listing
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import agreement
 from jstep.stores.urls import is_url
 

@@ -12,7 +12,7 @@ import jax
 from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Commit, Files, Store
-from jstep.core.text import listing
+from jstep.core.checks import listing
 from jstep.distributed import agreement
 
 _logger = logging.getLogger("jstep")

@@ -15,8 +15,7 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.writing import Writer
-from jstep.core.checks import as_bool, kind
-from jstep.core.exceptions import note, scoped
+from jstep.core.checks import as_bool, kind, note, scoped
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.optimizers.wrappers.exponential_moving_average import as_average_names

@@ -16,7 +16,7 @@ from jstep.checkpoint.reading import newest_in_words, short
 from jstep.checkpoint.retention import RetentionManager
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList
 from jstep.distributed import agreement
 

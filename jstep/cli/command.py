@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from jstep.core.text import columns
+from jstep.core.checks import columns
 
 OK = 0
 DIFFERENT = 1

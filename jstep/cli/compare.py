@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core.ranges import is_inexact
+from jstep.core.checks import is_inexact
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,11 +35,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     place, name = _place_and_name(arguments.program)
     # These import JAX, which --help and the errors above do not need.
+    from jstep.core.devices import parsed
     from jstep.core.meshes import mesh_of
     from jstep.core.placement import compiles_only
     from jstep.tools.cost import cost
     from jstep.topologies.compilers import name_of, prepare, require_compiler
-    from jstep.topologies.names import parsed
 
     topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
     if topology is not None:

@@ -11,7 +11,7 @@ from jstep.cli import cards
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable
 from jstep.cli.compare import LeafDifference, difference
-from jstep.core.text import columns
+from jstep.core.checks import columns
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join, location, split
 

@@ -9,8 +9,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table, time_text
-from jstep.core.ranges import is_inexact, range_of
-from jstep.core.text import size
+from jstep.core.checks import is_inexact, range_of, size
 from jstep.stores.files import is_directory
 from jstep.stores.urls import location
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain, printable
-from jstep.core.text import figure
+from jstep.core.checks import figure
 from jstep.stores.files import is_directory
 from jstep.stores.urls import absolute, is_url, location
 from jstep.summary.read import Point, find_runs, read_scalars

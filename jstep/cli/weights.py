@@ -9,7 +9,7 @@ from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.cli.checkpoints import at, below
 from jstep.cli.command import OK, as_json, cell, printable, table
-from jstep.core.text import size
+from jstep.core.checks import size
 from jstep.stores.urls import is_url
 from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
 from jstep.weights.header import name_of

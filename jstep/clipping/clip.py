@@ -10,12 +10,10 @@ import numpy as np
 
 from jstep.clipping.norms import clipped, factors, norm_of, scaled
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_int
-from jstep.core.execution_order import compute_first
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import on_any_mesh
-from jstep.core.types import Array, Number
+from jstep.core.placement import as_scalar, compute_first
+from jstep.core.trees import Array, IndexedSlices, Number, combined, is_slices, within
 
 
 @on_any_mesh

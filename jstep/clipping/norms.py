@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 
 def norm_of(arrays: Sequence[Array], axes: Any = None, limit: Any = 0.0) -> Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 SMALLEST_BLOCK = 32
 KINDS = {"mean": np.dtype("int8"), "slow": np.dtype("int16"), "square": np.dtype("uint8"), "weight": None}

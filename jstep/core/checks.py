@@ -1,12 +1,312 @@
-"""Argument validation. Error messages have the form `name=value: must be …, got …; what to do`."""
+"""Checks of arguments, and the words of errors: numbers, sizes, lists and tables for people."""
 
+import base64
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import html
+import importlib
 import inspect
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+import re
+import sys
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
 
+import ml_dtypes
 import numpy as np
+
+# Text, HTML and figures for people: numbers, sizes, lists, tables.
+
+WIDTH = 100
+"""The longest line of printed tables."""
+SHOWN = 20
+"""Entries of a list in a message."""
+
+
+def size(number: float, digits: int = 3) -> str:
+    """Format a number of bytes."""
+    return scaled(number, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"), digits)
+
+
+def scaled(
+    count: float,
+    unit: str,
+    base: int = 1000,
+    prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"),
+    digits: int = 3,
+) -> str:
+    """Format a number with a prefix of its unit: 1.5 GFLOP."""
+    power = 0
+    while abs(count) >= base and power + 1 < len(prefixes):
+        count, power = count / base, power + 1
+    text = f"{count:.0f}" if power == 0 or abs(count) >= 10 ** (digits - 1) else f"{count:.{digits}g}"
+    return f"{text} {prefixes[power]}{unit}"
+
+
+def count(number: Any) -> str:
+    """Format an integer, with spaces between thousands."""
+    return f"{int(number):,}".replace(",", " ")
+
+
+def array_type(shape: Iterable[int], dtype: Any) -> str:
+    """Format the shape and dtype of an array: `float32[2,3]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def cut(text: str, longest: int) -> str:
+    """Cut off the end of a long text."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def cut_path(path: str, longest: int = 36) -> str:
+    """Cut off the beginning of a long path: its end tells leaves apart."""
+    return path if len(path) <= longest else "…" + path[1 - longest :]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return the first word, and the number of the others."""
+    return words[0] if len(words) == 1 else f"{words[0]} and {len(words) - 1} more"
+
+
+def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
+    """Format a part of a message: title, number of items, first items; the empty string if there are no items."""
+    if not items:
+        return ""
+    more = f", … and {len(items) - most} more" if len(items) > most else ""
+    return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
+
+
+def wrapped(title: str, words: Sequence[str]) -> list[str]:
+    """Wrap a list of words after a title."""
+    lines = [f"{title}  "]
+    for i, word in enumerate(words):
+        more = word + ("" if i + 1 == len(words) else ", ")
+        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
+            lines.append(" " * (len(title) + 2))
+        lines[-1] += more
+    return [line.rstrip() for line in lines]
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Align the cells of rows of equal length.
+
+    Args:
+        rows: The rows, the heads first.
+        left: The number of columns that are left-aligned; the others are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
+
+    return list(map(line, rows))
+
+
+_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
+_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
+_LEFT = f"{_CELL}; text-align: left"
+_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
+
+    Args:
+        title: The title above the table.
+        rows: The rows: the first cell is left-aligned, the others right-aligned.
+        head: The names of the columns, if any.
+        notes: Lines below the table.
+    """
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
+    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    if head:
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell)}</td>' for i, cell in enumerate(row))
+        parts.append(f'<tr style="background: none">{cells}</tr>')
+    parts.append("</table>")
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
+    return "".join([*parts, "</div>"])
+
+
+def html_picture(png: bytes | None, alt: str) -> str:
+    """Format an inline image; an empty string without an image."""
+    if png is None:
+        return ""
+    source = base64.b64encode(png).decode()
+    # White background also in dark themes, because plots are drawn in black.
+    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
+    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
+
+
+def figure() -> Any:
+    """Return an empty figure of matplotlib, created without pyplot, which has global state and may need a display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
+    return Figure(layout="constrained")
+
+
+def _side(column: int) -> str:
+    return _RIGHT if column else _LEFT
+
+
+# The user's exceptions: notes on them, and context managers that let them pass as they are.
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def scoped(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
+    """Make a context manager of a generator that yields once, like `contextlib.contextmanager`.
+
+    An exception that leaves the context is not thrown into the generator, which is closed: only its `finally` runs.
+    `contextlib` sets `__traceback__` of the exception, so that one of a class that refuses attributes, such as a frozen
+    dataclass, would be replaced by another error. Use it around the user's code.
+    """
+
+    @functools.wraps(make)
+    def scope(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
+        return _Scope(make(*args, **kwargs))
+
+    return scope
+
+
+class _Scope(contextlib.AbstractContextManager[_T], Generic[_T]):
+    __slots__ = ("_body",)
+
+    def __init__(self, body: Any) -> None:
+        self._body: Generator[_T] = body
+
+    def __enter__(self) -> _T:
+        return next(self._body)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            next(self._body, None)
+        else:
+            self._body.close()
+
+
+@scoped
+def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
+    """Context manager that sets a context variable."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, if its class allows it."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+_AXIS = re.compile("unbound axis name: (.+?)(?:\\.|$)")
+_KEEPS_TYPES = re.compile("carry input and carry output must have equal types|branches must have equal output types")
+
+
+def explain_jax(error: BaseException) -> None:
+    """Add a note to an error of JAX in a user's function if its message does not show the way out."""
+    text = str(error)
+    if isinstance(error, NameError) and (found := _AXIS.search(text)):
+        _note_once(error, _UNBOUND_AXIS.format(found[1]))
+    elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
+        _note_once(error, _OF_ONE_TYPE)
+
+
+def _note_once(error: BaseException, text: str) -> None:
+    if text not in getattr(error, "__notes__", ()):
+        note(error, text)
+
+
+_UNBOUND_AXIS = (
+    "A model written for pmap names its axis {0!r}. A step of jstep is one program over the whole batch, also on a "
+    "mesh: leave the name out (BatchNorm without axis_name, jnp.mean for lax.pmean), or bind it with "
+    "jax.vmap(fn, axis_name={0!r}) over an axis of one element: x[None]."
+)
+_OF_ONE_TYPE = (
+    "A carry keeps its dtypes from step to step, and so does what branches return. Create states with "
+    "TrainState.create, whose arrays are not weakly typed, and other initial values as arrays of their final dtype "
+    "(jnp.float32(0) for 0); or cast what comes out with .astype."
+)
+
+
+# Ranges of the numbers in NumPy arrays, without importing JAX.
+
+
+def is_inexact(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype, of NumPy or of ml_dtypes, has floating-point numbers, real or complex."""
+    try:
+        ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    except ValueError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The range of the numbers in an array; for complex arrays, of their magnitudes.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        low: The lowest finite number; None if no number is finite.
+        high: The highest finite number; None if no number is finite.
+        nans: Number of NaNs.
+        infinities: Number of infinities.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    nans: int = 0
+    infinities: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite."""
+        return not self.nans + self.infinities
+
+    def __str__(self) -> str:
+        kind = array_type(self.shape, self.dtype)
+        if self.low is None:
+            finite = "empty" if self.is_finite else ""
+        elif self.low == self.high:
+            finite = f"all {self.low:.6g}" if self.shape else f"{self.low:.6g}"
+        else:
+            finite = f"from {self.low:.6g} to {self.high:.6g}"
+        bad = [f"{self.nans} NaN"] * bool(self.nans) + [f"{self.infinities} infinite"] * bool(self.infinities)
+        return f"{kind} {', '.join([*([finite] if finite else []), *bad])}"
+
+
+def range_of(array: np.ndarray[Any, Any]) -> Range:
+    """Return the range of the numbers in an array."""
+    host = array
+    if np.iscomplexobj(host):
+        host = np.where(np.isfinite(host.real) & np.isfinite(host.imag), np.abs(host), host.real + host.imag)
+    host = host.astype(np.float64) if is_inexact(host.dtype) else host
+    finite = host[np.isfinite(host)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    nans = int(np.isnan(host).sum())
+    return Range(str(array.dtype), array.shape, low, high, nans, host.size - finite.size - nans)
+
+
+# Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.
 
 
 def shown(value: Any, longest: int = 100) -> str:
@@ -92,7 +392,7 @@ def as_number(
 ) -> float:
     """Convert a real number (Python, NumPy, or a concrete JAX scalar) to a float.
 
-    For arguments that may be traced see `jstep.core.array_checks.as_scalar`.
+    For arguments that may be traced see `jstep.core.placement.as_scalar`.
 
     Args:
         value: The user's value.
@@ -205,3 +505,46 @@ def one_of(value: Any, argument: str, choices: Any) -> Any:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={shown(value)}: must be one of {', '.join(map(repr, choices))}")
     return value
+
+
+# Public names of packages: `__module__` of exported objects, and lazy imports.
+
+
+def set_public_module(namespace: dict[str, Any]) -> None:
+    """Set `__module__` of the functions and classes that a package exports to their public location.
+
+    This is `jstep` for names exported at the root, and the package for the rest. Errors, reprs and documentation then
+    show the public name.
+
+    Args:
+        namespace: The `globals()` of the package, with `__all__`.
+    """
+    package = namespace["__name__"]
+    root = sys.modules[package.partition(".")[0]]
+    for name in namespace["__all__"]:
+        value = namespace.get(name)
+        if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
+            value.__module__ = root.__name__ if name in root.__all__ else package
+
+
+def load_when_used(
+    namespace: dict[str, Any], places: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package that imports its exports lazily.
+
+    The command line reads checkpoints, weights and event files without importing JAX, which would take longer.
+
+    Args:
+        namespace: The `globals()` of the package, with `__all__`.
+        places: Name → the module that defines it. A module of the package with the same name would shadow it.
+    """
+    package = namespace["__name__"]
+
+    def load(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        namespace[name] = getattr(importlib.import_module(places[name]), name)
+        set_public_module(namespace)
+        return namespace[name]
+
+    return load, lambda: sorted({*namespace, *namespace["__all__"]})

@@ -1,21 +1,26 @@
-"""Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage."""
+"""Where arrays are: devices, memory kinds, shards, the order of updates in place; checks of arrays."""
 
 import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_text, shown
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import setting
-from jstep.core.meshes import mesh_of, parts_along
+from jstep.core.checks import Bounds, as_int, as_number, as_text, kind, setting, shown
+from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along
+from jstep.core.programs import all_equations, variables
+from jstep.core.trees import Array
+
+# Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage.
 
 
 def sharding_of(leaf: Any) -> Any:
@@ -264,34 +269,36 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-Bounds = tuple[tuple[int, int], ...]
+ShardBounds = tuple[tuple[int, int], ...]
 """A part of an array: (begin, end) for each axis. Slices may omit theirs, and are not hashable before Python 3.12."""
 
 
-def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
     """Return the bounds of an index; None is that of a scalar."""
     found = (one.indices(size) for one, size in zip(index or (), shape, strict=True))
     return tuple((begin, max(begin, end)) for begin, end, _ in found)
 
 
-def slices(part: Bounds) -> tuple[slice, ...]:
+def slices(part: ShardBounds) -> tuple[slice, ...]:
     """Return the part as an index."""
     return tuple(slice(*ends) for ends in part)
 
 
-def lengths(part: Bounds) -> tuple[int, ...]:
+def lengths(part: ShardBounds) -> tuple[int, ...]:
     """Return the shape of the part."""
     return tuple(end - begin for begin, end in part)
 
 
-def local_parts(shape: Sequence[int], sharding: Any) -> list[Bounds]:
+def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
     """Return the distinct parts of an array that the devices of this process hold; the whole array without sharding."""
     whole = (slice(None),) * len(shape)
     indices: Iterable[Any] = [whole] if sharding is None else _indices(shape, sharding).values()
     return list(dict.fromkeys(bounds(index, shape) for index in indices))
 
 
-def place(shape: Sequence[int], dtype: Any, sharding: Any, parts: Mapping[Bounds, np.ndarray[Any, Any]]) -> jax.Array:
+def place(
+    shape: Sequence[int], dtype: Any, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
+) -> jax.Array:
     """Return the array of parts, which shares no memory with them.
 
     Args:
@@ -358,3 +365,291 @@ def _on_devices(sharding: Any, path: str) -> jax.sharding.NamedSharding:
 
 def _indices(shape: Sequence[int], sharding: Any) -> Mapping[Any, Any]:
     return sharding.addressable_devices_indices_map(tuple(shape))
+
+
+# Scans that unroll if the compiled loop would be slow.
+
+Unroll = int | bool | None
+
+SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
+"""Operations with a slow path inside loops in XLA's CPU backend: convolutions, 10 to 30 times slower."""
+
+
+def as_unroll(value: Any) -> Unroll:
+    """Validate `unroll`, the number of scan iterations per loop iteration, as in `jax.lax.scan`; None is automatic.
+
+    Raises:
+        TypeError: The value is not an integer, a bool or None.
+        ValueError: The value is below 1.
+    """
+    if value is None or isinstance(value, bool | np.bool_):
+        return None if value is None else bool(value)
+    try:
+        return as_int(value, "unroll", 1, "a number of iterations")
+    except TypeError:
+        raise TypeError(f"unroll={shown(value)}: must be an integer, a bool or None, got {kind(value)}") from None
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, unroll: Unroll = None
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` with automatic unrolling for unroll=None.
+
+    Args:
+        body: `body(carry, x) -> (carry, y)`; traced once.
+        carry: The loop carry.
+        xs: The inputs of the iterations, stacked on a leading axis.
+        length: The number of iterations.
+        unroll: As in `jax.lax.scan`. None: fully unrolled if the body has operations that are slow in a loop, else 1.
+    """
+    if unroll is None and jax.default_backend() == "cpu" and length > 1:
+        first = jax.tree.map(first_row, xs)
+        traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
+        out = jax.tree.structure(shapes)
+
+        def body(carry: Any, x: Any) -> Any:  # reuse the trace
+            values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
+            return jax.tree.unflatten(out, values)
+
+        unroll = is_slow_in_loops(traced.jaxpr) or 1
+    return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
+
+
+def is_slow_in_loops(jaxpr: Any) -> bool:
+    """Whether XLA runs a program much slower in a loop than by itself, on the default backend."""
+    is_cpu = jax.default_backend() == "cpu"
+    return is_cpu and any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
+
+
+def first_row(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an element, with the sharding of the stacked array."""
+    if not isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+    whole: Any = jax.typeof(x).sharding
+    sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
+# Execution order of a step on CPUs, so that XLA overwrites slots without copying them.
+#
+# XLA's CPU backend computes each array in a separate kernel. On TPUs and GPUs one kernel computes all arrays of a leaf,
+# and reads each operand once; an enforced order would split it and read operands twice.
+
+
+def compute_first(*arrays: Any) -> tuple[Any, ...]:
+    """Materialize arrays (or trees) on a CPU before their uses, so that they are not recomputed."""
+    if not _is_traced(arrays):
+        return arrays
+    same: tuple[Any, ...] = jax.lax.platform_dependent(
+        *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
+    )
+    return same
+
+
+def in_order(first: Array, *later: Array) -> list[Array]:
+    """Return the later arrays, on a CPU each computed by a kernel that XLA must run after that of the one before it.
+
+    If two kernels read a slot that one of them overwrites, XLA copies the slot unless the other must run earlier, which
+    only a data dependency ensures. The condition is never true; LLVM detects this and XLA does not, so the dependency
+    adds no memory traffic. The barrier keeps XLA from computing `first` again in the kernel that is to wait for it.
+
+    An order that nothing needs is not free: a kernel that other kernels wait for becomes two, and with 1000 leaves the
+    two slots of Adam take half as long to compile again. Slots that are in place (`is_in_place`) need none.
+    """
+
+    def ordered(first: Array, *later: Array) -> list[Array]:
+        found = []
+        for x in later:
+            first = jax.lax.optimization_barrier(first)
+            first = jax.lax.select((first > 0) & (first < 0), first.astype(x.dtype), x)
+            found.append(first)
+        return found
+
+    if not later or not _is_traced((first, later)):
+        return list(later)
+    same: list[Array] = jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later])
+    return same
+
+
+_IN_PLACE: contextvars.ContextVar[dict[int, Array] | None] = contextvars.ContextVar("_IN_PLACE", default=None)
+"""The arrays of the update being traced that overwrite their old values in any order, by identity."""
+
+
+def collecting_in_place() -> AbstractContextManager[dict[int, Array] | None]:
+    """Context manager in which `mark_in_place` has an effect on `is_in_place`."""
+    return setting(_IN_PLACE, {})
+
+
+def mark_in_place(arrays: Iterable[Array]) -> None:
+    """Declare that nothing but the kernel of each array reads the old value that the array replaces."""
+    known = _IN_PLACE.get()
+    if known is not None:
+        known.update((id(x), x) for x in arrays)  # the reference keeps the identity from being used again
+
+
+def is_in_place(array: Array) -> bool:
+    """Whether this very array was marked by `mark_in_place`; an array that is computed from it was not."""
+    return id(array) in (_IN_PLACE.get() or ())
+
+
+def are_all_in_place(jaxpr: Any, replaced: Mapping[int, int]) -> bool:
+    """Whether each old value that a program replaces is read only by the kernel of the value that replaces it.
+
+    The new value of a slot may be used freely, as in Adam, whose parameter is computed from the new slots, if XLA keeps
+    it: it computes again what an operation on one array returns. Lion's parameter is computed from the old slot.
+
+    Args:
+        jaxpr: The program.
+        replaced: Index of an old value among the arguments → index of the new one among the results.
+    """
+    pairs = [(jaxpr.invars[old], jaxpr.outvars[new]) for old, new in replaced.items()]
+    if any(isinstance(new, Literal) for _, new in pairs):
+        return False
+    return all(_reaches_only(jaxpr, old, new) and _is_kept(jaxpr, new) for old, new in pairs)
+
+
+def _reaches_only(jaxpr: Any, source: Any, target: Any) -> bool:
+    """Whether the only result that is computed from `source`, except by way of `target`, is `target`."""
+    reached = {source} - {target}
+    for eqn in jaxpr.eqns:
+        if any(atom in reached for atom in variables(eqn.invars)):
+            reached |= set(eqn.outvars) - {target}
+    return not any(atom in reached for atom in variables(jaxpr.outvars))
+
+
+def _is_kept(jaxpr: Any, value: Any) -> bool:
+    """Whether XLA computes a value once, even if several kernels use it."""
+    if not any(value in variables(eqn.invars) for eqn in jaxpr.eqns):
+        return True
+    made_by = [eqn for eqn in jaxpr.eqns if value in eqn.outvars]
+    return all(sum(atom.aval.shape == value.aval.shape for atom in variables(eqn.invars)) > 1 for eqn in made_by)
+
+
+def _is_traced(tree: Any) -> bool:
+    """Whether a program is being traced: outside of one the order is fixed, and `platform_dependent` would compile."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+# Validation of arguments that may be traced: numbers, PRNG keys, and checks that wait for values.
+
+
+def as_scalar(
+    value: Any,
+    argument: str,
+    *,
+    integer: bool = False,
+    expected: str = "",
+    meaning: str = "",
+    **bounds: Unpack[Bounds],
+) -> Any:
+    """Check a number or a scalar array, which may be traced; its range is checked if it is concrete.
+
+    Args:
+        value: The user's value.
+        argument: The name of the argument, for the error.
+        integer: Whether it must be an integer.
+        expected: What the value must be, for the error; "a number" or "an integer" by default.
+        meaning: What to do, for the error.
+        **bounds: The valid range.
+
+    Returns:
+        A float (or int) for a Python or NumPy number, and for an array on a mesh, so that it can be used on any other;
+        any other JAX array as it is.
+
+    Raises:
+        TypeError: The value is not a real number, or not an integer; names the argument.
+        ValueError: The value is not a scalar, or out of range.
+    """
+    hint = f"; {meaning}" if meaning else ""
+    wanted = expected or ("an integer" if integer else "a number")
+    plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
+    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
+        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got {kind(value)}{hint}")
+    if np.ndim(value):
+        raise ValueError(
+            f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
+        )
+    if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, one) for one in dtypes):
+        raise TypeError(f"{argument}={shown(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
+    on_mesh = on_host(value)
+    with internal_transfers():
+        known = trees.concrete(value) if on_mesh is None else on_mesh
+    if known is None:
+        return value
+    number = as_number(known.item(), argument, expected=wanted, meaning=meaning, **bounds)
+    if isinstance(value, jax.Array) and on_mesh is None:
+        return value
+    return int(known) if integer else number
+
+
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+
+
+def as_key(value: Any, argument: str) -> Any:
+    """Validate a single PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`), traced or not.
+
+    A key on a mesh, such as one created while a mesh was set, is copied off the mesh, so that it works with any state.
+
+    Raises:
+        TypeError: The value is not a key.
+        ValueError: The value is an array of several keys.
+    """
+    dtype = getattr(value, "dtype", None)
+    typed = trees.is_key(value)
+    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
+        raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
+    if np.ndim(value) != (0 if typed else 1):
+        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
+    return without_mesh(value)
+
+
+def without_mesh(key: Any) -> Any:
+    """Copy a key off its mesh, if it is on one, so that it can be used with arrays on any mesh."""
+    if not isinstance(key, jax.Array) or trees.is_traced(key):
+        return key
+    data = on_host(trees.key_data(key))
+    if data is None:
+        return key
+    with internal_transfers(), jax.set_mesh(_NO_MESH):
+        return (
+            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key))
+            if trees.is_key(key)
+            else jnp.asarray(data)
+        )
+
+
+Check: TypeAlias = Callable[..., None]
+Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
+
+_WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep_when_concrete", default=None)
+
+
+def when_concrete(path: str, check: Check, *args: Hashable) -> None:
+    """Defer `check(path, leaf, *args)` until the leaf of params at `path` is concrete; see `collecting_checks`.
+
+    Parameters are still traced while slots are created by a compiled function.
+
+    Args:
+        path: The path among the state's parameters.
+        check: A module-level function, so that equal checks of several traces run once.
+        *args: Additional arguments of `check`.
+    """
+    waiting = _WAITING.get()
+    if waiting is not None:
+        waiting[path, check, args] = None
+
+
+def collecting_checks() -> contextlib.AbstractContextManager[Waiting]:
+    """Context manager in which `when_concrete` collects checks for `run_checks`."""
+    waiting: Waiting = {}
+    return setting(_WAITING, waiting)
+
+
+def run_checks(waiting: Waiting, params: Any) -> None:
+    """Run the collected checks on parameters; parameters that are still traced are not checked."""
+    if waiting:
+        leaves = dict(trees.leaves_with_paths(params))
+        with internal_transfers():
+            for path, check, args in waiting:
+                if path in leaves:
+                    check(path, leaves[path], *args)

@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.types import Params
+from jstep.core.trees import Params
 
 _BOXED = GetAttrKey("value")
 

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.exceptions import setting
+from jstep.core.checks import setting
 from jstep.core.programs import COPYING, Operation, body_of, evaluate
-from jstep.core.types import Optimizer, Params, Slots, Step
+from jstep.core.trees import Optimizer, Params, Slots, Step
 
 
 class Role(enum.Enum):

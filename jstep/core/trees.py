@@ -1,19 +1,213 @@
-"""Tree utilities: paths, leaves, stacks of trees, and errors that name leaves.
+"""Trees: types of parameters, slots and updates, leaves and their paths, and the sparse gradients of tables."""
 
-The path of a leaf is its keys joined by `/`, the same in predicates, slots, checkpoints and summaries.
-"""
-
+import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import kind, shown
-from jstep.core.types import Array
+
+# Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
+
+Array: TypeAlias = jax.Array
+Params: TypeAlias = Any
+"""Any pytree of arrays; None and integer leaves are passed through unchanged."""
+Updates: TypeAlias = Any
+"""A tree like the parameters; a leaf is an array, an `IndexedSlices`, or None (no update)."""
+Slots: TypeAlias = dict[str, Any]
+"""Slot name → tree with the structure of the parameters, or a scalar."""
+Step: TypeAlias = int | np.integer[Any] | Array
+"""A number of applied updates: a Python or NumPy integer, or an integer scalar array."""
+Number: TypeAlias = float | int | np.number[Any] | Array
+
+
+class Schedule(Protocol):
+    """A function from the global step to a scalar."""
+
+    def __call__(self, step: Step, /) -> Array:
+        """Return the value at `step`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A mutable hyperparameter, stored in the scalar slot `held/name`; created by `held`.
+
+    Attributes:
+        name: Its name.
+        value: Its initial value.
+    """
+
+    name: str
+    value: Any
+
+
+ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
+
+
+class InitFn(Protocol):
+    """Function that creates the slots of an optimizer."""
+
+    def __call__(self, params: Params, global_step: Step = 0) -> Slots:
+        """Return slots for `params`, created at `global_step`."""
+        ...
+
+
+class GradientNoise(NamedTuple):
+    """Gradient noise, estimated from the microbatches of one step; NaN if it cannot be estimated.
+
+    Attributes:
+        noise: The trace of the covariance of the gradient of one example, an unbiased estimate.
+        square: The squared norm of the true gradient, an unbiased estimate, which may be negative.
+    """
+
+    noise: Array
+    square: Array
+
+
+class Context(NamedTuple):
+    """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
+
+    `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
+    Wrappers adapt it to the inner optimizer: below a label of `partition`, `value_and_grad` takes the parameters of
+    that label; below `master_weights` it is evaluated at the rounded master weights.
+
+    Attributes:
+        loss: The loss of this step, a scalar; not multiplied by a loss scale.
+        value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
+            PRNG key, at other parameters. The gradients are like those passed to `update`: a leaf may be None or an
+            `IndexedSlices`. The evaluation has no side effects: model_state, aux and summaries are dropped.
+        key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
+        noise: The gradient noise estimated from the microbatches of this step, for `with_noise_scale`; only with
+            `metrics=("noise_scale",)`.
+
+    Example:
+        Polyak's step size, which depends on the loss:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def update(updates, slots, params, step, context):
+        ...     squares = sum(jnp.sum(g * g) for g in jax.tree.leaves(updates))
+        ...     return jax.tree.map(lambda g: -context.loss / squares * g, updates), {}
+        >>> polyak = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+        >>> state = jstep.TrainState.create({"w": 4.0}, polyak)
+        >>> state, _ = jstep.minimize(lambda params: params["w"] ** 2, polyak)(state)
+        >>> print(state.params["w"])
+        2.0
+    """
+
+    loss: Array | None = None
+    value_and_grad: Callable[[Any], tuple[Array, Any]] | None = None
+    key: Array | None = None
+    noise: GradientNoise | None = None
+
+
+UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
+"""`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
+previous element of a chain) to updates to add, and to new slots. With `takes_context` it takes a `Context` as its fifth
+argument."""
+
+
+class HyperparametersFn(Protocol):
+    """Function that returns the hyperparameters at a step."""
+
+    def __call__(self, step: Step, /) -> dict[str, Any]:
+        """Return name → scalar."""
+        ...
+
+
+class Optimizer(NamedTuple):
+    """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
+
+    Most custom optimizers are easier to write with `jstep.leafwise`, from a rule for a single leaf, which fulfills the
+    requirements below. `jstep.map_leaves` and `jstep.as_schedule` help to write the three functions by hand.
+
+    Arguments of `update`:
+
+    - updates: the gradients, or the updates of the previous element of a chain, a tree like params. A leaf is an array
+      of any floating dtype, an `IndexedSlices` (rows of a table), or None: keep the parameter and its slots.
+    - slots: the slots created by `init`, by name; slots of other optimizers may be included.
+    - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
+      and arithmetic should be in float32.
+    - step: the number of updates applied so far, an integer scalar, traced or not. A step is compiled: do not use `if`
+      on values, `float(step)`, or any state outside the arguments.
+
+    Results of `update`:
+
+    - updates: a tree like params, with None for no update. They are *added* to the parameters in float32 or wider; the
+      optimizer applies the sign.
+    - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree like params (None
+      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers, also if they are copies
+      of the parameters, because a compiled step donates each buffer once.
+
+    Attributes:
+        init: `init(params, global_step=0) -> slots`. The names of slots have no special meaning, not even `start_step`
+            or `loss_scale`. An integer scalar slot that holds the global_step at which the slots were created (their
+            age is step + 1 − it) is declared by an attribute of the function, `init.ages = ("start_step",)`. It then is
+            incremented by a skipped update, one without any gradient, and `increment_global_step(state)`, and
+            decremented by an update that leaves the global step as it is: the age counts applied updates.
+
+            A slot that is a copy of the parameters at first, in any dtype, is recognized when `init` is traced; an
+            `init` that cannot be traced declares it, `init.copies = ("slow",)`. If `Saver.restore(…, partial=True)`
+            restores the parameters from a checkpoint without this slot, it is a copy of the restored ones.
+        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context` it takes a `Context` as
+            its fifth argument.
+        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
+            The name `learning_rate` indicates that the updates are final.
+        takes_context: Whether `update` takes a `Context`: the loss, its gradients at other parameters, a PRNG key.
+
+    Example:
+        A custom sign-descent optimizer without slots:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def update(updates, slots, params, step):
+        ...     return jax.tree.map(lambda g: -0.5 * jnp.sign(g), updates), {}
+        >>> sign = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+        >>> state = jstep.TrainState.create({"w": 1.0}, sign)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, sign).params["w"])
+        0.5
+
+        An optimizer that declares an age, so that skipped updates do not count:
+
+        >>> def init(params, global_step=0):
+        ...     return {"start_step": jnp.array(global_step, jnp.int32)}
+        >>> init.ages = ("start_step",)
+        >>> def update(updates, slots, params, step):
+        ...     age = jnp.float32(step + 1 - slots["start_step"])
+        ...     return jax.tree.map(lambda g: -g / age, updates), slots
+        >>> guarded = jstep.skip_nonfinite(jstep.Optimizer(init, update, lambda step: {}))
+        >>> state = jstep.TrainState.create({"w": 4.0}, guarded)
+        >>> for g in (1.0, jnp.nan, 1.0):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(g)}, guarded)
+        >>> print(state.params["w"])
+        2.5
+    """
+
+    init: InitFn
+    update: UpdateFn
+    hyperparameters: HyperparametersFn
+    takes_context: bool = False
+
+
+def require_optimizer(name: str, value: Any) -> Optimizer:
+    """Return the value, which must be an optimizer."""
+    if not isinstance(value, Optimizer):
+        hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
+        if hasattr(value, "init") and hasattr(value, "update"):
+            hint = "; convert an Optax transformation with jstep.from_optax(transformation)"
+        elif type(value).__module__.startswith("flax.nnx"):
+            hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
+        raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
+    return value
+
+
+# Tree utilities: paths, leaves, stacks of trees, and errors that name leaves.
+#
+# The path of a leaf is its keys joined by `/`, the same in predicates, slots, checkpoints and summaries.
 
 
 def path_str(keys: Sequence[Any]) -> str:
@@ -370,3 +564,195 @@ def _check_same(arrays: Sequence[Any], path: str, what: str) -> None:
     check("shape", lambda a: a.shape)
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
     check("dtype", lambda a: a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype)
+
+
+# Sparse gradients of tables, such as embeddings.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedSlices:
+    """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
+
+    With a sparse gradient leaf the cost of an update depends on the number of rows, not on the size of the table.
+    Repeated indices are allowed; their rows are summed first. Concrete indices out of range raise an error, traced ones
+    are dropped.
+
+    Attributes:
+        values: The rows, shape (n, *dense_shape[1:]).
+        indices: Their indices along the first axis, integers of shape (n,).
+        dense_shape: The shape of the table.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> rows = jstep.IndexedSlices(jnp.ones((2, 1)), jnp.array([2, 2]), (4, 1))
+        >>> print(rows.to_dense().ravel())
+        [0. 0. 2. 0.]
+
+    Source: `tf.IndexedSlices`.
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # Unflattening passes leaves of any type: convert only what users type, and validate later.
+        if isinstance(self.values, list | tuple):
+            object.__setattr__(self, "values", jnp.asarray(self.values))
+        if isinstance(self.indices, list | tuple):
+            object.__setattr__(self, "indices", jnp.asarray(self.indices))
+        object.__setattr__(self, "dense_shape", tuple(int(size) for size in self.dense_shape))
+
+    def to_dense(self) -> Array:
+        """Return the table as an array of shape `dense_shape`."""
+        rows = combined(self)
+        dense = jnp.zeros(self.dense_shape, rows.values.dtype)
+        return dense.at[rows.indices].add(rows.values, mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowsInOrder(IndexedSlices):
+    """Slices with one entry for each row of the table, in order, of which only some are named.
+
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that these are valid
+    slices for code that does not know them; code that does needs no sort, no gather and no scatter. Make them with
+    `rows_in_order`.
+    """
+
+    @property
+    def named(self) -> Array:
+        """Whether each row is named, a mask that broadcasts over values."""
+        return _column(self.indices == jnp.arange(self.dense_shape[0]), jnp.ndim(self.values))
+
+    def to_dense(self) -> Array:
+        """Return the table as an array of shape `dense_shape`."""
+        return combined(self).values
+
+
+def rows_in_order(values: Array, named: Array) -> IndexedSlices:
+    """Return slices of a table of which only some rows are named.
+
+    Args:
+        values: The table; rows that are not named are ignored.
+        named: A mask of shape (rows,).
+    """
+    rows = values.shape[0]
+    known = concrete(named)
+    if not rows or (known is not None and not known.any()):
+        return IndexedSlices(values[:0], jnp.zeros((0,), default_int()), values.shape)
+    order = jnp.arange(rows, dtype=default_int())
+    first = jnp.where(jnp.any(named), jnp.argmax(named), rows).astype(order.dtype)
+    values = jnp.where(_column(named, values.ndim), values, jnp.zeros_like(values))
+    return RowsInOrder(values, jnp.where(named, order, first), values.shape)
+
+
+def named_rows(slices: IndexedSlices) -> Array:
+    """Return a mask of shape (rows,) of the rows that slices name."""
+    none = jnp.zeros(slices.dense_shape[:1], bool)
+    return none.at[combined(slices).indices].set(True, mode="drop")
+
+
+def on_table(function: Callable[[Array], Array], gradient: Any) -> Any:
+    """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
+    if not isinstance(gradient, IndexedSlices):
+        return function(jnp.asarray(gradient))
+    return rows_in_order(function(gradient.to_dense()), named_rows(gradient))
+
+
+def _column(mask: Array, ndim: int) -> Array:
+    return mask.reshape(-1, *(1,) * (ndim - 1))
+
+
+def is_slices(x: Any) -> bool:
+    """Whether a node of a tree is an `IndexedSlices`, for `is_leaf`."""
+    return isinstance(x, IndexedSlices)
+
+
+def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
+    """Validate slices of a table.
+
+    Args:
+        slices: The slices; the range of indices is checked only if they are concrete.
+        path: The path of the leaf, for the error.
+        shape: The shape of the table, if known.
+
+    Raises:
+        TypeError: The indices are not integers.
+        ValueError: Shapes do not match, or an index is out of range.
+    """
+    where = f"IndexedSlices at {quoted(path)}" if path else "IndexedSlices"
+    if shape is not None and slices.dense_shape != tuple(shape):
+        raise ValueError(f"{where}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
+    if not slices.dense_shape:
+        raise ValueError(f"{where}: dense_shape=() has no rows; a scalar takes a plain gradient")
+    if not jnp.issubdtype(jnp.result_type(slices.indices), jnp.integer):
+        raise TypeError(f"{where}: indices must be integers, got {jnp.result_type(slices.indices)}")
+    if np.ndim(slices.indices) != 1:
+        raise ValueError(f"{where}: indices must have shape (n,), got {np.shape(slices.indices)}")
+    expected = (np.shape(slices.indices)[0], *slices.dense_shape[1:])
+    if np.shape(slices.values) != expected:
+        raise ValueError(
+            f"{where}: values must have shape {expected} (one row of dense_shape={slices.dense_shape} for each of "
+            f"the indices), got {np.shape(slices.values)}"
+        )
+    indices = concrete(slices.indices)
+    if indices is not None and indices.size:
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= slices.dense_shape[0]:
+            raise ValueError(
+                f"{where}: index {low if low < 0 else high} is out of range for a table of "
+                f"{slices.dense_shape[0]} rows (0 ≤ index < {slices.dense_shape[0]})"
+            )
+
+
+def within(rows: IndexedSlices) -> IndexedSlices:
+    """Make a result of `combined` valid slices again: unused entries become zero rows at its first index.
+
+    They must not name a row that the gradient does not name: an optimizer with momentum would move it. If all indices
+    were out of range, they remain so.
+    """
+    if not rows.indices.shape[0]:
+        return rows
+    if isinstance(rows, RowsInOrder):
+        return rows_in_order(rows.values, rows.named.reshape(-1))
+    inside = rows.indices < rows.dense_shape[0]
+    values = jnp.where(_column(inside, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
+    return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
+
+
+def combined(slices: IndexedSlices, path: str = "") -> IndexedSlices:
+    """Sum rows with the same index, in float32 or wider, so that each index occurs once.
+
+    Shapes are unchanged, so that this can be compiled: unused entries are zero rows with indices past the end of the
+    table, which `mode="drop"` drops. The result is meant for setting rows; `within` converts it to rows to add.
+
+    Args:
+        slices: The slices to combine.
+        path: The path of the leaf, for errors.
+    """
+    check(slices, path)
+    rows = slices.dense_shape[0]
+    values, indices = jnp.asarray(slices.values), jnp.asarray(slices.indices)
+    values = values.astype(compute_dtype(values.dtype))
+    if isinstance(slices, RowsInOrder):
+        past = jnp.where(slices.named.reshape(-1), indices, rows)
+        return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)
+    n = indices.shape[0]
+    if n == 0:
+        return IndexedSlices(values, indices.astype(default_int()), slices.dense_shape)
+    outside = indices < 0
+    # Narrow and unsigned index dtypes cannot represent the index past the end, or a negative one.
+    if rows <= jnp.iinfo(indices.dtype).max:  # type: ignore[no-untyped-call]
+        outside |= indices >= rows
+    indices = jnp.where(outside, rows, indices.astype(default_int()))
+    order = jnp.argsort(indices)
+    indices = indices[order]
+    first = jnp.concatenate([jnp.ones((1,), bool), indices[1:] != indices[:-1]])
+    group = jnp.cumsum(first) - 1
+    values = jax.ops.segment_sum(values[order], group, num_segments=n, indices_are_sorted=True)
+    unique = jnp.full((n,), rows, indices.dtype).at[group].set(indices)
+    # Indices out of range share one group at the end; their values must not enter a norm.
+    values = jnp.where(_column(unique < rows, values.ndim), values, jnp.zeros_like(values))
+    return IndexedSlices(values, unique, slices.dense_shape)

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import kind, shown
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import parts_along
+from jstep.core.meshes import internal_transfers, parts_along
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
 from jstep.sharding.batches import place_rows

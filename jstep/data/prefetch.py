@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.core.checks import as_function, as_int, shown
-from jstep.core.contexts import Thread
-from jstep.core.exceptions import note
+from jstep.core.checks import as_function, as_int, note, shown
+from jstep.core.meshes import Thread
 from jstep.core.trees import leaves_with_paths, quoted
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchIterator

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.trees import flatten, structure
 from jstep.data._permutation import RowNumbers
 from jstep.data._sizes import Share, next_change

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.trees import flatten, is_key, path_str, quoted, stack_trees
 from jstep.data._permutation import RowNumbers
 

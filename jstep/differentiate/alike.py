@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import trees
 from jstep.core.placement import on_devices
 from jstep.core.programs import ELEMENTWISE, Operation, Subprogram, apply, body_of, evaluate, variables, walk
-from jstep.core.types import Array
+from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, arrays_of, is_in_lanes, isolated, sum_over_lanes, traced
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"

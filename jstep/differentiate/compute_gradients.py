@@ -8,7 +8,7 @@ import jax
 from jstep.core.meshes import sharded_like
 from jstep.core.placement import sharding_of
 from jstep.core.selection import VarList
-from jstep.core.types import Number, Params
+from jstep.core.trees import Number, Params
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part

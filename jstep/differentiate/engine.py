@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, shown
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.loops import Unroll, as_unroll
 from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
+from jstep.core.placement import Unroll, as_unroll
 from jstep.core.selection import VarList, check_form, selected
-from jstep.core.types import Array, Params
+from jstep.core.trees import Array, IndexedSlices, Params
 from jstep.differentiate.alike import alike
 from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, sum_over_lanes
 from jstep.differentiate.lookup import tables

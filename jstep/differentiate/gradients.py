@@ -10,9 +10,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, kind
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, within
 from jstep.core.meshes import Attempts, sharded_like
-from jstep.core.types import Array, Updates
+from jstep.core.trees import Array, IndexedSlices, Updates, combined, is_slices, within
 
 
 def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:

@@ -15,12 +15,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_int
-from jstep.core.exceptions import explain_jax
+from jstep.core.checks import as_int, explain_jax
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import sharded, sharding_on_mesh, shardings_of
 from jstep.core.programs import all_equations, manual_axes
-from jstep.core.types import Array
+from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14

@@ -11,11 +11,9 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import kind
-from jstep.core.exceptions import scoped, setting
-from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.checks import kind, scoped, setting
 from jstep.core.meshes import dims_of, explicit_mesh, mesh_axes_of, sharded_like, spec_of, without_explicit_axes
-from jstep.core.types import Array
+from jstep.core.trees import Array, IndexedSlices
 
 
 class Tables:

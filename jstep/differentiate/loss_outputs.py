@@ -11,8 +11,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import trees
-from jstep.core.exceptions import setting
-from jstep.core.types import Array
+from jstep.core.checks import setting
+from jstep.core.trees import Array
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:

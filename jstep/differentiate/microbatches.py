@@ -12,10 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.loops import Unroll, scan
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
-from jstep.core.types import Array
+from jstep.core.placement import Unroll, scan
+from jstep.core.trees import Array, IndexedSlices
 from jstep.differentiate.noise import Square, Squares
 from jstep.sharding.batches import fitting_spec
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import IndexedSlices, combined
 from jstep.core.meshes import without_explicit_axes
-from jstep.core.types import Array, GradientNoise
+from jstep.core.trees import Array, GradientNoise, IndexedSlices, combined
 
 Square: TypeAlias = Callable[[Sequence[Any]], Array]
 """A function from gradients, some of which may be None, to their squared norm."""

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
 from jstep.core.checks import shown
-from jstep.core.indexed_slices import IndexedSlices
-from jstep.core.types import Array, Held
+from jstep.core.placement import as_scalar
+from jstep.core.trees import Array, Held, IndexedSlices
 
 
 def checked_sharpness(sharpness: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.meshes import atomic, dims_of, explicit_mesh, mesh_axes_of, spec_of
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
-from jstep.core.types import Array
+from jstep.core.trees import Array
 from jstep.differentiate.microbatches import microbatch
 
 _SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})

@@ -1,6 +1,6 @@
 """Multi-process training: initialization, and agreement between processes."""
 
-from jstep.core.public import set_public_module as _set_public_module
+from jstep.core.checks import set_public_module as _set_public_module
 from jstep.distributed.initialize import initialize
 
 __all__ = [

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
 from jstep.core.checks import shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.data.batches import Batches
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchSequence

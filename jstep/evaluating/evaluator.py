@@ -11,10 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import note
-from jstep.core.meshes import Attempts, mesh_of, using_mesh
+from jstep.core.checks import as_bool, as_function, note
+from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes

@@ -12,7 +12,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.evaluating.metric_callbacks import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo

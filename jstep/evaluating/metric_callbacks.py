@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import jax
 
 from jstep.core.checks import as_bool, as_int, as_number, as_text, one_of
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook_state import key_of
 from jstep.hooks.values import is_number, read
 from jstep.optimizers.held import get_hyperparameter, set_hyperparameter

@@ -13,10 +13,8 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import note
-from jstep.core.meshes import mesh_of, using_mesh, without_explicit_axes
+from jstep.core.checks import kind, note
+from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.hooks.values import host, is_number, is_numeric
 
 _METHODS = ("merge", "compute")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import contexts, trees
+from jstep.core import trees
 from jstep.core.checks import as_bool, kind
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, placements_of, refuse_shapes
 from jstep.fingerprints import device
 from jstep.fingerprints.host import host_sums
@@ -55,7 +55,7 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
         found = list(device.fingerprints(leaves, keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
     # Inside a traced function, concrete leaves are hashed without tracing.
-    with contexts.internal_transfers(), jax.ensure_compile_time_eval():
+    with internal_transfers(), jax.ensure_compile_time_eval():
         parts = _by_placement(leaves, keys, device.per_leaf if per_leaf else device.summed)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
@@ -93,7 +93,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
-    with contexts.internal_transfers():
+    with internal_transfers():
         return _by_placement(leaves, keys, device.fingerprints)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, kind
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.cadence import cadence_or_never
 from jstep.hooks.hook import Clock, Metrics, check_step
 from jstep.hooks.run_hook import RunHook

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from jstep.core.flops import Product, work_of
 from jstep.core.placement import device_count, device_of
-from jstep.core.programs import body_of, recomputes
+from jstep.core.programs import Product, body_of, recomputes, work_of
 
 _logger = logging.getLogger("jstep")
 

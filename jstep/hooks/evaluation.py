@@ -11,7 +11,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import agreement
 from jstep.hooks.cadence import cadence
 from jstep.hooks.callbacks import Callbacks, EvaluationCallback

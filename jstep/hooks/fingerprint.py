@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core import contexts
 from jstep.core.checks import as_bool, one_of, shown
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import agreement
 from jstep.fingerprints import log as _log
 from jstep.fingerprints.fingerprint import named_leaves, stacked
@@ -50,7 +50,7 @@ class _Pending(NamedTuple):
 
     def words(self) -> np.ndarray[Any, Any]:
         found = np.zeros((len(self.paths), 2), np.uint32)
-        with contexts.internal_transfers():
+        with internal_transfers():
             for numbers, part in self.parts:
                 found[numbers] = np.asarray(part)
         return found

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.timeline.stopwatch import Stopwatch

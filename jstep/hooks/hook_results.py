@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
 from jstep.state.train_state import TrainState
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core import tagged_json
-from jstep.core.exceptions import note
+from jstep.core.checks import note
 
 _logger = logging.getLogger("jstep")
 

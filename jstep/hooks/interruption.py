@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable
 
-from jstep.core.exceptions import setting
+from jstep.core.checks import setting
 
 _stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
     "stop_requested", default=None

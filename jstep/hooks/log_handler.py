@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.exceptions import scoped
+from jstep.core.checks import scoped
 
 _logger = logging.getLogger("jstep")
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import (

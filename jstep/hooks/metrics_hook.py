@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_function, as_int
-from jstep.core.exceptions import note
+from jstep.core.checks import as_function, as_int, note
 from jstep.hooks.async_transfer import PendingValues
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics

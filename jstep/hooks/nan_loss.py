@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import BadStep, Interval

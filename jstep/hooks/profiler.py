@@ -5,7 +5,7 @@ import os
 import jax
 
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import NEVER, Metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import global_step

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, on_devices, placements_of
 from jstep.hooks.values import host
 from jstep.state.train_state import MODEL_STATE

@@ -1,6 +1,6 @@
 """Stop a run at a step."""
 
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.cadence import positive
 from jstep.hooks.hook import Hook, Metrics
 from jstep.state.global_step import global_step

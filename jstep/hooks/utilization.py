@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.checks import as_number
+from jstep.core.devices import has_peaks, peak_of
 from jstep.core.placement import device_of
 from jstep.hooks.dispatched_steps import DispatchedSteps, Steps, StepWork
 from jstep.state.train_state import TrainState
-from jstep.topologies.peaks import has_peaks, peak_of
 
 _logger = logging.getLogger("jstep")
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.contexts import in_background
+from jstep.core.meshes import in_background
 from jstep.distributed import agreement
 
 _logger = logging.getLogger("jstep")

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.contexts import in_background
-from jstep.core.meshes import dims_of
+from jstep.core.meshes import dims_of, in_background
 from jstep.loop.signals import StopWaiting
 
 _logger = logging.getLogger("jstep")

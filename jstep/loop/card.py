@@ -19,14 +19,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.meshes import mesh_of
-from jstep.core.program_hash import (
-    ProgramHash,
-    digest_of,
-    mesh_text,
-    program_hash,
-    sharding_text,
-    without_addresses,
-)
+from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash, sharding_text, without_addresses
 from jstep.data.definition import definition_of
 from jstep.data.from_state import StateBatches
 from jstep.data.replayed import ReplayedBatches

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core.contexts import in_background
+from jstep.core.meshes import in_background
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.card import card, program_card
 from jstep.loop.past import PAST, RestoredPast, past_of, warn_if_past_changed

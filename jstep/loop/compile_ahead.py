@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.exceptions import note
+from jstep.core.checks import note
 from jstep.data.placement import copied, placement
 from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of
 from jstep.loop.programs import Programs, is_compiled, trace_step

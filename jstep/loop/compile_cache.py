@@ -14,8 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import kind, shown
-from jstep.core.exceptions import scoped
+from jstep.core.checks import kind, scoped, shown
 from jstep.stores.files import make_folders, sync_files, sync_folder
 from jstep.stores.urls import is_url
 

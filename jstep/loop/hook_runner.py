@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jstep.core.exceptions import note
+from jstep.core.checks import note
 from jstep.hooks.cadence import Due, next_end
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook

@@ -9,8 +9,8 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import note
+from jstep.core.checks import note
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import agreement
 from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums_program import is_bad

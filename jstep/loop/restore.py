@@ -12,8 +12,8 @@ from jstep.checkpoint.format import left_out
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import note
+from jstep.core.checks import note
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import agreement
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook_state
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.past import PAST

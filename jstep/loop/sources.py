@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jstep.core.checks import can_take, may_take, shown
-from jstep.core.exceptions import note
+from jstep.core.checks import can_take, may_take, note, shown
 from jstep.data.from_state import StateBatches
 from jstep.data.replayed import ReplayedBatches, ReplayedIterator
 from jstep.data.sequence import BatchIterator, BatchSequence

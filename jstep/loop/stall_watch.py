@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
-from jstep.core.contexts import Thread, in_background
+from jstep.core.meshes import Thread, in_background
 from jstep.data.prefetch import serve
 from jstep.distributed import agreement
 from jstep.evaluating.evaluation_batches import taken

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from jstep.core.contexts import in_background
-from jstep.core.exceptions import scoped
+from jstep.core.checks import scoped
+from jstep.core.meshes import in_background
 from jstep.loop.background_compiler import is_done
 from jstep.loop.batch_feeder import CopiedBatches
 from jstep.loop.compilations import compilations_here, hits_here

@@ -1,6 +1,6 @@
 """Metrics for `jstep.evaluator` that are not means over examples: objects with `merge` and `compute`."""
 
-from jstep.core.public import set_public_module as _set_public_module
+from jstep.core.checks import set_public_module as _set_public_module
 from jstep.metrics.auc import auc
 from jstep.metrics.classification import accuracy, confusion_matrix, f1, perplexity
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, one_of
-from jstep.core.contexts import internal_transfers
-from jstep.core.types import Array
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Array
 from jstep.metrics import checks
 from jstep.metrics.counts import Total, each, joined
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.meshes import explicit_mesh
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 
 def numbers(value: Any, argument: str) -> Array:

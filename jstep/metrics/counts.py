@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.types import Array
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Array
 
 _BITS = 12
 """Bits of the low part: 2²⁰ low parts can be summed in 32 bits, and a count can be up to 2⁴⁴."""

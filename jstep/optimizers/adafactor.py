@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, Result, Values, average, decay_mask, decays, from_update, positive
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import MEAN, Slot

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import compute_first
-from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.core.placement import compute_first
+from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import Result, Values, average, from_direction, from_update, positive
 from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 

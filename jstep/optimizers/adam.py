@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import (
     Result,

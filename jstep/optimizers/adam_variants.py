@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.adam import M_V, corrections, unbiased
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import (

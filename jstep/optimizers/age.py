@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, Step
+from jstep.core.trees import Array, Step
 
 
 def new_start_step(global_step: Step) -> Array:

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.execution_order import in_order, is_in_place
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import is_on_host, on_devices
-from jstep.core.types import Array, Params, Slots, Updates
+from jstep.core.placement import in_order, is_in_place, is_on_host, on_devices
+from jstep.core.trees import Array, IndexedSlices, Params, RowsInOrder, Slots, Updates, combined
 from jstep.optimizers.projected import is_projected, is_update
 
 

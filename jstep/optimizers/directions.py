@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, Params
+from jstep.core.trees import Array, Optimizer, Params
 from jstep.optimizers.hyper import Hyper, checked
 from jstep.optimizers.leafwise import RULE, LeafSlots, leafwise
 from jstep.optimizers.masks import Flag, mask

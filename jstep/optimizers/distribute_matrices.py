@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.meshes import mesh_axes_of
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 Names = tuple[str, ...]
 

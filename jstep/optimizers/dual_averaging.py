@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jstep.core.execution_order import compute_first, in_order
-from jstep.core.types import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.core.placement import compute_first, in_order
+from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, RATE, Result, Values, from_update, positive
 from jstep.optimizers.hyper import checked
 from jstep.optimizers.leafwise import COPY, SLOW

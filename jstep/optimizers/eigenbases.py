@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.meshes import on_every_device
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 FIRST, NEXT, SAME = 0, 1, 2
 """How a step updates the bases: compute them by eigh, refine them by one power iteration, or leave them unchanged."""

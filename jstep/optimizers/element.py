@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.indexed_slices import is_slices
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Init, Role, Roles
-from jstep.core.types import Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Optimizer, Params, Slots, Step, Updates, is_slices
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at
 from jstep.optimizers.match_gradients import missing_slot

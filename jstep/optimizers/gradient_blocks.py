@@ -10,10 +10,21 @@ import jax.numpy as jnp
 
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
-from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool
-from jstep.core.indexed_slices import IndexedSlices, combined, is_slices, on_table, within
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.core.placement import as_key
+from jstep.core.trees import (
+    Array,
+    IndexedSlices,
+    Optimizer,
+    Params,
+    ScalarOrSchedule,
+    Step,
+    Updates,
+    combined,
+    is_slices,
+    on_table,
+    within,
+)
 from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
 from jstep.optimizers.element import element, map_updates
 from jstep.optimizers.hyper import Hyper, checked

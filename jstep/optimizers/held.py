@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array, Held, Slots
+from jstep.core.trees import Array, Held, Slots
 
 HELD = "held"
 """The part of a slot's name that marks held hyperparameters: `held/name`, `embed/held/name` under a scope or label."""

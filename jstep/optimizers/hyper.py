@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
 from jstep.core.checks import Bounds, kind, shown
-from jstep.core.types import Array, Held, ScalarOrSchedule, Slots, Step
+from jstep.core.placement import as_scalar
+from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.held import HELD
 
 Hyper: TypeAlias = dict[str, Any]

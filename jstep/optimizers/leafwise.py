@@ -41,10 +41,21 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.block_codes import KINDS
-from jstep.core.execution_order import are_all_in_place, mark_in_place
-from jstep.core.indexed_slices import IndexedSlices, RowsInOrder, combined, within
+from jstep.core.placement import are_all_in_place, mark_in_place
 from jstep.core.slot_roles import Init, Role, Roles
-from jstep.core.types import Array, Held, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import (
+    Array,
+    Held,
+    IndexedSlices,
+    Optimizer,
+    Params,
+    RowsInOrder,
+    Slots,
+    Step,
+    Updates,
+    combined,
+    within,
+)
 from jstep.optimizers.age import age_of, new_start_step
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper as Hyper

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import BETA, POSITIVE, Result, Values, average, decay_mask, from_direction, from_update
 from jstep.optimizers.hyper import checked, constant, deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, Slot

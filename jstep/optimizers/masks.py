@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import jax
 
 from jstep.core import trees
-from jstep.core.exceptions import setting
+from jstep.core.checks import setting
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
-from jstep.core.types import Params
+from jstep.core.trees import Params
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
 """Maps params to one hashable value per leaf, in order."""

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind
-from jstep.core.exceptions import note
-from jstep.core.indexed_slices import IndexedSlices, check, is_slices
-from jstep.core.types import Params, Slots, Updates
+from jstep.core.checks import kind, note
+from jstep.core.trees import IndexedSlices, Params, Slots, Updates, check, is_slices
 from jstep.optimizers.masks import own_leaves
 from jstep.state.train_state import TrainState
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import when_concrete
 from jstep.core.checks import as_number, one_of
+from jstep.core.placement import when_concrete
 from jstep.core.slot_roles import Init
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step
 from jstep.optimizers.axes import Axes, MatrixAxes, checked_axes, matrix_axes_of, partition_shown
 from jstep.optimizers.directions import BETA, Result, Values, average, from_update, positive
 from jstep.optimizers.hyper import checked

@@ -5,10 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.types import Array, Slots, Updates
+from jstep.core.trees import Array, IndexedSlices, Slots, Updates, is_slices
 from jstep.optimizers.held import shown_name
 
 SKIPPED = "skipped"

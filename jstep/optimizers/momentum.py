@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
-from jstep.core.execution_order import compute_first
+from jstep.core.placement import compute_first
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.directions import (
     Result,
     Rule,

@@ -12,11 +12,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, one_of
-from jstep.core.indexed_slices import IndexedSlices
 from jstep.core.placement import layout_of
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Role, Roles
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.axes import Axes, checked_axes, matrix_axes_of, partition_shown
 from jstep.optimizers.directions import Result, Values, average, decay_mask, from_direction, from_update
 from jstep.optimizers.distribute_matrices import layout_of_matrix

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, kind, one_of, shown
-from jstep.core.types import Array
+from jstep.core.trees import Array
 from jstep.optimizers.distribute_matrices import Layout, distribute_matrices
 
 Triple: TypeAlias = tuple[float, float, float]

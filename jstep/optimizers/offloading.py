@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.exceptions import setting
+from jstep.core.checks import setting
 from jstep.core.meshes import parts_along
 from jstep.core.placement import is_on_host, layout_of, on_devices, shardings_of, to_host
 from jstep.core.programs import Subprogram, body_of, evaluate, is_elementwise, on_slices
-from jstep.core.types import Array, Optimizer, Params, Slots
+from jstep.core.trees import Array, Optimizer, Params, Slots
 
 PARTS = 16
 """At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be sent back."""

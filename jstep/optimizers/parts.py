@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jstep.core.slot_roles import Init, Roles, abstractly, roles_of
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import shown_name
 from jstep.optimizers.offloading import can_load_slots, with_slots_loaded
 from jstep.optimizers.projected import collecting_conditions, moves

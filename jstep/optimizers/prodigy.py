@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, ScalarOrSchedule
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import age as ages
 from jstep.optimizers.directions import POSITIVE, Result, Scalar, Sums, Values, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import checked

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.exceptions import setting
-from jstep.core.indexed_slices import is_slices
+from jstep.core.checks import setting
 from jstep.core.placement import on_devices
-from jstep.core.types import Array, Params, Updates
+from jstep.core.trees import Array, Params, Updates, is_slices
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Held, Optimizer, Params, ScalarOrSchedule
+from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule
 from jstep.optimizers.directions import Result, Values, from_direction, from_update
 from jstep.optimizers.hyper import checked, constant
 from jstep.optimizers.masks import Flag, by_path, first_match, mask

@@ -7,11 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.execution_order import compute_first
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import on_devices
+from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots
 from jstep.optimizers.age import bias_correction
 from jstep.optimizers.directions import Result, Scalar, Values, average, decay_mask, from_update, with_decay
 from jstep.optimizers.hyper import constant

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.selection import VarList
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.age import age_of, bias_correction
 from jstep.optimizers.directions import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.eigenbases import FIRST, NEXT, SAME, EigenbasisUpdate, update_eigenbases

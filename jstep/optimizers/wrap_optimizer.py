@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from jstep.core import trees
-from jstep.core.indexed_slices import is_slices
 from jstep.core.slot_roles import Init, Labels, Role, Roles, labels_of, roles_of
-from jstep.core.types import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.held import held_names, held_slots
 from jstep.optimizers.hyper import Hyper, report, values_at

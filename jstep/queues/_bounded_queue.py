@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.core.checks import as_bool, as_int
-from jstep.core.contexts import internal_transfers
-from jstep.core.exceptions import scoped
+from jstep.core.checks import as_bool, as_int, scoped
+from jstep.core.meshes import internal_transfers
 from jstep.core.trees import no_rows, rows_of, stack_trees
 from jstep.queues.errors import CancelledError, OutOfRangeError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core.checks import as_bool, as_text, kind, shown
-from jstep.core.contexts import Thread
+from jstep.core.meshes import Thread
 from jstep.queues._bounded_queue import runner_thread
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.errors import CancelledError, OutOfRangeError

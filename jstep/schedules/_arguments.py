@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
 from jstep.core.checks import Bounds, as_bool, as_number, kind, shown
-from jstep.core.types import Array
+from jstep.core.placement import as_scalar
+from jstep.core.trees import Array
 
 
 def steps(step: Any) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 
 def since(step: Array, start: Fraction) -> Array:

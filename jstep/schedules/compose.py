@@ -13,7 +13,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number, kind, shown
-from jstep.core.types import Number, ScalarOrSchedule, Schedule, Step
+from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
 from jstep.schedules._arguments import count, scalar, steps
 from jstep.schedules._arithmetic import ramp
 

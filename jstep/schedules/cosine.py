@@ -16,7 +16,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_number
-from jstep.core.types import Number, Schedule, Step
+from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules._arguments import duration, period, scalar, steps
 from jstep.schedules._arithmetic import half_cosine, power, split
 

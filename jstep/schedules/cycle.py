@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jstep.core.checks import one_of
-from jstep.core.types import Number, Schedule, Step
+from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules._arguments import count, period, scalar, steps
 from jstep.schedules._arithmetic import between, cosine, since, split, straight
 

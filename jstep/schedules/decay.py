@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jstep.core.types import Number, Schedule, Step
+from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules._arguments import count, duration, flag, period, scalar
 from jstep.schedules._arguments import steps as exact
 from jstep.schedules._arithmetic import Periods, between, exp, power, split, straight

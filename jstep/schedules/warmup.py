@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import one_of
-from jstep.core.types import Array, Number, Schedule, Step
+from jstep.core.trees import Array, Number, Schedule, Step
 from jstep.schedules._arguments import count, scalar, steps
 from jstep.schedules._arguments import steps as exact
 from jstep.schedules._arithmetic import between, cosine, ramp, since, straight

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.meshes import require_mesh
-from jstep.core.types import Params
+from jstep.core.trees import Params
 from jstep.sharding.layout import axis_size, largest_divisible
 
 _logger = logging.getLogger("jstep")

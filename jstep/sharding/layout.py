@@ -13,7 +13,7 @@ from jstep.core.meshes import mesh_axes_of, parts_along
 from jstep.core.placement import compiles_only, is_shape
 from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
-from jstep.core.types import Params, Slots
+from jstep.core.trees import Params, Slots
 
 MODEL_STATE = "model_state"
 

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import using_mesh, without_explicit_axes
+from jstep.core.meshes import internal_transfers, using_mesh, without_explicit_axes
 from jstep.core.placement import compiles_only, is_shape
 from jstep.sharding import layout
 

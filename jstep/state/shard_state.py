@@ -4,8 +4,7 @@ from typing import Any
 
 import jax
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import require_mesh
+from jstep.core.meshes import internal_transfers, require_mesh
 from jstep.core.placement import checked_memory
 from jstep.core.slot_roles import roles_in
 from jstep.sharding.layout import ParamSpecs, in_memory, put, state_shardings

@@ -8,12 +8,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.block_codes import opened
 from jstep.core.checks import as_text
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import sharded_like, without_explicit_axes
+from jstep.core.meshes import internal_transfers, sharded_like, without_explicit_axes
 from jstep.core.placement import is_shape, on_devices
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in
-from jstep.core.types import Params
+from jstep.core.trees import Params
 from jstep.state.train_state import MODEL_STATE, START_STEP, TrainState, require_state
 
 _OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})

@@ -13,14 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import collecting_checks, run_checks
-from jstep.core.checks import as_bool, kind
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import explicit_mesh, require_mesh, spec_of, without_explicit_axes
-from jstep.core.placement import checked_memory
+from jstep.core.checks import as_bool, html_table, kind, size
+from jstep.core.meshes import explicit_mesh, internal_transfers, require_mesh, spec_of, without_explicit_axes
+from jstep.core.placement import checked_memory, collecting_checks, run_checks
 from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
-from jstep.core.text import html_table, size
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, require_optimizer
+from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.sharding import layout
 from jstep.state.create import is_abstract, made_on, refuse_untrained
 from jstep.state.global_step import NO_STEP, create_global_step

@@ -230,7 +230,7 @@ class ObjectLines:
             self._wait()
             self._appender.sync()
         elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
-            from jstep.core.contexts import Thread  # not at the top: it imports JAX
+            from jstep.core.meshes import Thread  # not at the top: it imports JAX
 
             self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
             self._thread.start()

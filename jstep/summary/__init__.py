@@ -7,8 +7,8 @@ required, and imported when the first file is opened.
 
 from typing import TYPE_CHECKING
 
-from jstep.core.public import load_when_used as _load_when_used
-from jstep.core.public import set_public_module as _set_public_module
+from jstep.core.checks import load_when_used as _load_when_used
+from jstep.core.checks import set_public_module as _set_public_module
 from jstep.summary.read import summary_iterator
 from jstep.summary.records import DataLossError
 

@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import on_any_mesh
-from jstep.core.trees import is_traced
-from jstep.core.types import Array
+from jstep.core.meshes import internal_transfers, on_any_mesh
+from jstep.core.trees import Array, is_traced
 from jstep.summary import values as values_of
 from jstep.summary.collected import DEFAULT, register
 from jstep.summary.values import Summary, check_tag, is_here

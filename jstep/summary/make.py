@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import without_explicit_axes
-from jstep.core.trees import is_array, is_traced
-from jstep.core.types import Array
+from jstep.core.meshes import internal_transfers, without_explicit_axes
+from jstep.core.trees import Array, is_array, is_traced
 from jstep.summary.collected import DEFAULT, merge_parts, register
 from jstep.summary.values import Images, Part, Scalars, Summary, Text, check_tag, find_summaries, keep
 

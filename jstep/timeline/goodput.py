@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.text import columns, html_table
+from jstep.core.checks import columns, html_table
 from jstep.stores.urls import absolute, location
 from jstep.timeline.lines import STALL, fields_with, is_seconds, read
 from jstep.timeline.stopwatch import PARTS, STEPPING

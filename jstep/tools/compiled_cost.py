@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 
-from jstep.core.flops import work_of
+from jstep.core.devices import memory_of
 from jstep.core.placement import device_count, device_of
-from jstep.core.programs import body_of
+from jstep.core.programs import body_of, work_of
 from jstep.state.train_state import TrainState
 from jstep.tools.collectives import collectives_of
 from jstep.tools.compiled.program import parse_program, recomputes
 from jstep.tools.cost_warnings import unplaced_batch, warnings_of, warnings_without_a_program
 from jstep.tools.device_memory import bytes_of, device_peak
 from jstep.topologies.compilers import name_of
-from jstep.topologies.devices import memory_of
 
 _logger = logging.getLogger("jstep")
 _TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")

@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_function
+from jstep.core.checks import WIDTH, as_function, html_table, scaled, size
+from jstep.core.devices import parsed
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.text import WIDTH, html_table, scaled, size
 from jstep.state.train_state import require_state
 from jstep.tools.collectives import Collective
 from jstep.tools.compiled_cost import compiled_cost
 from jstep.tools.on_topology import on_topology, refuse_other_devices
 from jstep.topologies.compilers import versions
-from jstep.topologies.names import parsed
 
 _UNKNOWN = "not known"
 

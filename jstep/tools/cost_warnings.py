@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.block_codes import blocks_between
+from jstep.core.checks import listed, size
 from jstep.core.meshes import dims_of, mesh_axes_of, parts_along
 from jstep.core.placement import sharding_of
 from jstep.core.programs import is_annotated
 from jstep.core.slot_roles import roles_in
-from jstep.core.text import listed, size
 from jstep.sharding.batches import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.collectives import Exchange, exchanges_of

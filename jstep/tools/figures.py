@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core.text import count, figure
+from jstep.core.checks import count, figure
 from jstep.tools.table import due_text, named_due, number
 
 _INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"

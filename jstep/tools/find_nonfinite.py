@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
-from jstep.core import contexts, trees
-from jstep.core.checks import as_function
-from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core import trees
+from jstep.core.checks import Range, as_function
+from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import body_of, is_differentiated, path_to
-from jstep.core.ranges import Range
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.tools.nonfinite.numbers import is_inexact, range_of
@@ -132,7 +131,7 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
                 raise
             # Floats may be used as Python values (`if rate:`), which fails if they are traced.
             closed, indices = traced(arrays), arrays
-        with contexts.internal_transfers():
+        with internal_transfers():
             return _found(closed, [leaves[i] for i in indices])
 
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import internal_transfers
-from jstep.core.text import html_picture
-from jstep.core.types import Optimizer, Schedule
+from jstep.core.checks import as_int, html_picture, kind, shown
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Optimizer, Schedule
 from jstep.data.batches import Batches
 from jstep.data.definition import weights_of
 from jstep.data.sequence import BatchSequence

@@ -10,7 +10,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_int, shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import Call, copied_batches, make_calls
 from jstep.loop.checks import check

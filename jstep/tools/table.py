@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core.text import WIDTH, columns, count, cut, cut_path, html_table, wrapped
+from jstep.core.checks import WIDTH, columns, count, cut, cut_path, html_table, wrapped
 from jstep.hooks.hook import name_of
 
 _ROWS = 11

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.hooks.hook import check_step
 from jstep.loop.batch_feeder import copied_batches, make_calls

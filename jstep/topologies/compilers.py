@@ -13,8 +13,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from jstep.topologies.devices import GPUS, TPUS, target_config
-from jstep.topologies.names import Name
+from jstep.core.devices import GPUS, TPUS, Name, target_config
 
 _lock = threading.Lock()
 _made: dict[Name, Sequence[Any]] = {}

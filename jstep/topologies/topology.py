@@ -10,8 +10,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jstep.core.checks import as_int, as_text, kind, shown
+from jstep.core.devices import Name, parsed
 from jstep.topologies.compilers import devices_of
-from jstep.topologies.names import Name, parsed
 
 
 def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:

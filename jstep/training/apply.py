@@ -12,12 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
-from jstep.core.contexts import internal_transfers
-from jstep.core.execution_order import collecting_in_place
-from jstep.core.meshes import leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.placement import (
     Layouts,
     back,
+    collecting_in_place,
     on_devices,
     parts_of,
     refuse_shapes,
@@ -26,7 +25,7 @@ from jstep.core.placement import (
     using_layouts,
 )
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
-from jstep.core.types import Array, Context, Optimizer, Slots, Updates, require_optimizer
+from jstep.core.trees import Array, Context, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_in_order
 from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
 from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.exceptions import explain_jax, note
+from jstep.core.checks import explain_jax, note
 from jstep.state.train_state import TrainState, require_alive
 
 _ON_ONE_MESH = (

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.loops import first_row, is_slow_in_loops
 from jstep.core.meshes import dims_of
+from jstep.core.placement import first_row, is_slow_in_loops
 from jstep.training.constants import Constants
 from jstep.training.scan import without_step_axis
 from jstep.training.step import PureStep, TrainStep, pure

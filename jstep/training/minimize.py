@@ -12,14 +12,12 @@ import numpy as np
 
 from jstep.clipping.clip import global_norm
 from jstep.core import trees
-from jstep.core.array_checks import as_key
 from jstep.core.checks import as_bool, as_function, kind
-from jstep.core.loops import Unroll
 from jstep.core.meshes import sharded_like
-from jstep.core.placement import back
+from jstep.core.placement import Unroll, as_key, back
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
-from jstep.core.types import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
+from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.differentiate.alike import alike
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
-from jstep.core.loops import Unroll, as_unroll, scan
 from jstep.core.meshes import dims_of
+from jstep.core.placement import Unroll, as_unroll, scan
 from jstep.state.train_state import TrainState
 from jstep.training.constants import Constants
 from jstep.training.step import PureStep, TrainStep, pure

@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_text, kind, shown
-from jstep.core.exceptions import note
+from jstep.core.checks import as_function, as_text, kind, note, shown
 from jstep.core.selection import VarList, check_form, selected
-from jstep.core.types import Array, Params
+from jstep.core.trees import Array, Params
 from jstep.differentiate.engine import GATE_NONE, Differentiation, Inputs, gated
 from jstep.differentiate.loss_outputs import join_returned, merge_summaries
 from jstep.differentiate.microbatches import Part

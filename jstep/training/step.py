@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind
-from jstep.core.contexts import internal_transfers
-from jstep.core.meshes import Attempts, mesh_of, sharded_like, using_mesh
+from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.trees import is_traced
 from jstep.optimizers.metrics import SKIPPED

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, kind, shown
-from jstep.core.text import columns, figure
-from jstep.core.types import Array
+from jstep.core.checks import as_function, as_int, columns, figure, kind, shown
+from jstep.core.trees import Array
 from jstep.state.train_state import TrainState
 
 

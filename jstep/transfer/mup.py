@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.checks import as_function, kind, one_of
-from jstep.core.text import columns
-from jstep.core.types import Params
+from jstep.core.checks import as_function, columns, kind, one_of
+from jstep.core.trees import Params
 from jstep.transfer.widths import WidthAxes, Widths, widths_of
 
 INITS = ("fan_in", "constant")

@@ -16,9 +16,9 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
 from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
+from jstep.core.checks import listing
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import target_sharding
-from jstep.core.text import listing
 from jstep.distributed import agreement
 from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, shown
-from jstep.core.exceptions import note
+from jstep.core.checks import array_type, kind, listing, note, shown
 from jstep.core.selection import ambiguous, assign, entries, names_of
-from jstep.core.text import array_type, listing
 
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None

@@ -17,7 +17,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store.listing import has_data
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import has_value
 from jstep.weights.checkpoints import Checkpoint, open_jstep_checkpoint

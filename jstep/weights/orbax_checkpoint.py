@@ -14,7 +14,7 @@ from jstep.checkpoint.format.leaves import unique
 from jstep.checkpoint.format.manifest import NAME as MANIFEST
 from jstep.checkpoint.format.slots import GLOBAL_STEP
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.weights.checkpoints import Array, Checkpoint
 
 _LONGEST = 300  # characters of an error of Orbax

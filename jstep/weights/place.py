@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.placement import Bounds, bounds, lengths, local_parts, place, place_anywhere, slices, target_sharding
+from jstep.core.placement import (
+    ShardBounds,
+    bounds,
+    lengths,
+    local_parts,
+    place,
+    place_anywhere,
+    slices,
+    target_sharding,
+)
 from jstep.core.trees import is_floating
 from jstep.weights.fit import Wanted
 from jstep.weights.header import Tensor, dtype_of
@@ -27,7 +36,7 @@ def read_whole(file: io.RawIOBase, tensor: Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[Bounds]) -> list[np.ndarray[Any, Any]]:
+def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds]) -> list[np.ndarray[Any, Any]]:
     """Read parts of a tensor, each into new memory; each byte is read once.
 
     Args:
@@ -47,7 +56,7 @@ def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[Bounds]) -> l
     return [_part(file, tensor, dtype, part) for part in parts]
 
 
-def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: Bounds) -> np.ndarray[Any, Any]:
+def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardBounds) -> np.ndarray[Any, Any]:
     array = np.empty(lengths(part), dtype)
     view = array.reshape(-1).view(np.uint8).data
     length = _run(tensor.shape, part)[1] * dtype.itemsize
@@ -59,7 +68,7 @@ def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: Bounds
     return array
 
 
-def _run(shape: Sequence[int], part: Bounds) -> tuple[int, int]:
+def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
     """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
     axes = len(shape)
     while axes and part[axes - 1] == (0, shape[axes - 1]):
@@ -68,7 +77,7 @@ def _run(shape: Sequence[int], part: Bounds) -> tuple[int, int]:
     return axes, math.prod(lengths(part[axes:]))
 
 
-def _starts(shape: Sequence[int], part: Bounds) -> Iterator[int]:
+def _starts(shape: Sequence[int], part: ShardBounds) -> Iterator[int]:
     """Yield the index of the first element of each run, in order."""
     axes, _ = _run(shape, part)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

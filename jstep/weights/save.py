@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.distributed.agreement import any_process
 from jstep.weights.find import INDEX, local

@@ -9,7 +9,7 @@ import pytest
 
 import jstep
 from jstep.core import checks
-from jstep.core.array_checks import as_scalar
+from jstep.core.placement import as_scalar
 from jstep.state.train_state import require_alive, require_state, step_of
 
 

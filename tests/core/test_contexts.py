@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core import contexts
-from jstep.core.exceptions import scoped
+from jstep.core import meshes
+from jstep.core.checks import scoped
 
 SECS = 60
 
@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 
-def in_thread(fn, thread=contexts.Thread):
+def in_thread(fn, thread=meshes.Thread):
     """Return the result of `fn` in a new thread."""
     results = []
     worker = thread(target=lambda: results.append(fn()))
@@ -97,7 +97,7 @@ def test_threads_get_a_copy_of_context_variables():
 
 def test_contexts_are_captured_when_the_thread_starts():
     seen = []
-    worker = contexts.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
+    worker = meshes.Thread(target=lambda: seen.append(jax.config.jax_enable_x64))
     with jax.enable_x64(True):
         worker.start()
     worker.join(SECS)
@@ -114,7 +114,7 @@ def test_later_updates_of_the_configuration_reach_the_thread():
         return jax.config.jax_log_compiles
 
     seen = []
-    worker = contexts.Thread(target=lambda: seen.append(look()))
+    worker = meshes.Thread(target=lambda: seen.append(look()))
     worker.start()
     assert started.wait(SECS)
     try:
@@ -129,7 +129,7 @@ def test_later_updates_of_the_configuration_reach_the_thread():
 def test_carried_does_not_change_the_threads_of_a_pool():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with jax.enable_x64(True):
-            wide = contexts.carried(lambda x: (x, jax.config.jax_enable_x64))
+            wide = meshes.carried(lambda x: (x, jax.config.jax_enable_x64))
         assert pool.submit(wide, 3).result(SECS) == (3, True)
         assert pool.submit(lambda: jax.config.jax_enable_x64).result(SECS) is False
 
@@ -137,7 +137,7 @@ def test_carried_does_not_change_the_threads_of_a_pool():
 def test_one_capture_in_several_threads_at_once():
     both = threading.Barrier(2)
     with jax.enable_x64(True):
-        run = contexts.carried(lambda: (both.wait(SECS), jax.config.jax_enable_x64)[1])
+        run = meshes.carried(lambda: (both.wait(SECS), jax.config.jax_enable_x64)[1])
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         assert [f.result(SECS) for f in [pool.submit(run), pool.submit(run)]] == [True, True]
 
@@ -157,7 +157,7 @@ def test_an_error_restores_the_contexts():
         raise OSError("disk")
 
     with jax.enable_x64(True):
-        run = contexts.carried(fail)
+        run = meshes.carried(fail)
     with pytest.raises(OSError, match="disk"):
         run()
     assert jax.config.jax_enable_x64 is False
@@ -166,7 +166,7 @@ def test_an_error_restores_the_contexts():
 @pytest.mark.parametrize("level", ["disallow", "disallow_explicit"])
 def test_internal_transfers_pass_a_guard_that_stays_active(level):
     with jax.transfer_guard(level):
-        with contexts.internal_transfers():
+        with meshes.internal_transfers():
             jax.device_put(np.ones(3))
             jnp.add(np.float32(1), np.float32(2))
         with pytest.raises(Exception, match=r"[Dd]isallowed"):
@@ -174,12 +174,12 @@ def test_internal_transfers_pass_a_guard_that_stays_active(level):
 
 
 def test_internal_transfers_do_not_change_a_logging_guard():
-    with jax.transfer_guard("log"), contexts.internal_transfers():
+    with jax.transfer_guard("log"), meshes.internal_transfers():
         assert jax.config.jax_transfer_guard_host_to_device == "log"
 
 
 def test_internal_transfers_without_a_guard_do_nothing():
-    assert isinstance(contexts.internal_transfers(), contextlib.nullcontext)
+    assert isinstance(meshes.internal_transfers(), contextlib.nullcontext)
 
 
 def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():

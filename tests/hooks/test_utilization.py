@@ -11,9 +11,9 @@ import pytest
 from hook_fakes import Writer, state_at
 
 import jstep
+from jstep.core import devices
 from jstep.hooks import utilization
 from jstep.hooks.dispatched_steps import DispatchedSteps
-from jstep.topologies import peaks
 
 SIDE = 16
 PEAK = 1e12
@@ -144,7 +144,7 @@ def test_flops_are_divided_among_devices():
 @contextlib.contextmanager
 def patched_peaks(monkeypatch, peak_flops_by_dtype):
     with monkeypatch.context() as patched:
-        patched.setattr(peaks, "GPU_PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
+        patched.setattr(devices, "GPU_PEAKS", {jax.devices()[0].device_kind: peak_flops_by_dtype})
         yield
 
 

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from jstep.core.flops import Product, work_of
-from jstep.core.programs import body_of
-from jstep.topologies.devices import GPUS, TPUS
-from jstep.topologies.peaks import GPU_PEAKS, TPU_PEAKS, has_peaks, peak_of
+from jstep.core.devices import GPU_PEAKS, GPUS, TPU_PEAKS, TPUS, has_peaks, peak_of
+from jstep.core.programs import Product, body_of, work_of
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
 

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
-from jstep.topologies.devices import GPUS, TPUS, target_config
-from jstep.topologies.names import parsed
+from jstep.core.devices import GPUS, TPUS, parsed, target_config
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.checkpoint.format.manifest import Leaf, LeftOut
 from jstep.core import trees
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import roles_in
 from jstep.fingerprints.fingerprint import as_text, stacked

@@ -13,10 +13,9 @@ from jstep.checkpoint.format.leaves import by_id, dtype_name, ids
 from jstep.checkpoint.format.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.format.slots import GLOBAL_STEP, Keys, Kind
 from jstep.core import trees
-from jstep.core.checks import kind, shown
+from jstep.core.checks import SHOWN, array_type, kind, listing, shown
 from jstep.core.selection import assign, entries, has_value, names_of
 from jstep.core.slot_roles import roles_in
-from jstep.core.text import SHOWN, array_type, listing
 
 PARAMS = "params"
 _GROUPS = 8  # prefixes listed in a message

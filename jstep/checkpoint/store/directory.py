@@ -20,7 +20,7 @@ from jstep.checkpoint.store import checksums, listing
 from jstep.checkpoint.store.claim import Claim, file_of
 from jstep.checkpoint.store.listing import ASIDE, DELETED, REPLACED, TEMPORARY, is_remains, is_whole, listed
 from jstep.checkpoint.store.protocol import Commit
-from jstep.core.text import size
+from jstep.core.checks import size
 from jstep.stores.files import make_folders, sync_folder
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import claim as owner
-from jstep.core.contexts import Thread
+from jstep.core.meshes import Thread
 from jstep.stores.objects import ABSENT, Directory
 
 BEAT = 10.0

@@ -21,7 +21,7 @@ from jstep.checkpoint.format.manifest import CheckpointError
 from jstep.checkpoint.store import packs
 from jstep.checkpoint.store.object_claim import BEAT, claimant, key_of
 from jstep.checkpoint.store.packs import Block
-from jstep.core.contexts import Thread
+from jstep.core.meshes import Thread
 from jstep.stores.objects import Directory
 
 OUTCOME = "outcome.json"

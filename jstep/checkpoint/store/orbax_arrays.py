@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from jstep.checkpoint.store import checksums, tensors
 from jstep.checkpoint.store.listing import IN_FLIGHT, TEMPORARY
-from jstep.core.contexts import in_background
+from jstep.core.meshes import in_background
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:

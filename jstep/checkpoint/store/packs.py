@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
-from jstep.core.placement import Bounds
+from jstep.core.meshes import internal_transfers
+from jstep.core.placement import ShardBounds
 from jstep.stores.objects import Objects, Pending, at_once
 
 Box = tuple[slice, ...]
@@ -87,7 +87,7 @@ def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
                 yield (*whole[:axis], part, *rest)
 
 
-def overlap(part: Bounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
     """Return the common elements of a part and a block, as indices into the part and the block; None if disjoint."""
     inside, outside = [], []
     for (lower, upper), begin, size in zip(part, start, shape, strict=True):

@@ -18,7 +18,7 @@ from jstep.core.block_codes import Blocks
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
 from jstep.core.programs import Operation, Subprogram, apply, is_elementwise_operation, on_part, variables
-from jstep.core.types import Array
+from jstep.core.trees import Array
 
 LARGE = 2**20
 """The number of elements from which a leaf is updated in slices."""

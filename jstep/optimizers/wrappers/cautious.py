@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.indexed_slices import is_slices, on_table
-from jstep.core.types import Array, Optimizer, Slots, Updates, require_optimizer
+from jstep.core.trees import Array, Optimizer, Slots, Updates, is_slices, on_table, require_optimizer
 from jstep.optimizers.element import map_updates
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import StepInputs, wrap_optimizer

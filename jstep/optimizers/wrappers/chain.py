@@ -4,7 +4,7 @@ import warnings
 
 from jstep.core.checks import as_text
 from jstep.core.slot_roles import Init, Labels, Roles, labels_of, roles_of
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.parts import (

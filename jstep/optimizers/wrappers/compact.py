@@ -16,7 +16,7 @@ from jstep.core.block_codes import KINDS, SMALLEST_BLOCK, Blocks, blocks_of, spl
 from jstep.core.checks import as_int, shown
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Labels, Role, Roles, labels_of, roles_of
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
 from jstep.optimizers.element import wide_updates
 from jstep.optimizers.masks import mask, partial_params
 from jstep.optimizers.match_gradients import missing_slot

@@ -10,10 +10,9 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.block_codes import Blocks, Turn, codes_of, encoded, fractions_at, in_blocks, opened, scales_of, split
-from jstep.core.indexed_slices import is_slices
 from jstep.core.placement import may_run_on
 from jstep.core.programs import without_calls
-from jstep.core.types import Array, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Params, Slots, Step, Updates, is_slices
 from jstep.optimizers.apply_updates import add
 from jstep.optimizers.masks import leaf_numbers
 from jstep.optimizers.projected import Conditions, Projected, collecting_conditions, is_projected, is_update

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number
-from jstep.core.indexed_slices import IndexedSlices, is_slices
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.wrappers.skip_nonfinite import all_finite, unless_skipped

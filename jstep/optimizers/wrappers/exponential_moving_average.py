@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.array_checks import as_scalar
 from jstep.core.checks import as_function, as_int, as_text, kind, shown
-from jstep.core.indexed_slices import is_slices
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import on_devices
+from jstep.core.placement import as_scalar, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Role
-from jstep.core.types import (
+from jstep.core.trees import (
     Array,
     Held,
     Optimizer,
@@ -25,6 +23,7 @@ from jstep.core.types import (
     Slots,
     Step,
     Updates,
+    is_slices,
     require_optimizer,
 )
 from jstep.optimizers.age import age_of

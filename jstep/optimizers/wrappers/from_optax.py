@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.checks import as_text, kind, shown
-from jstep.core.exceptions import scoped
-from jstep.core.indexed_slices import IndexedSlices
+from jstep.core.checks import as_text, kind, scoped, shown
 from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
-from jstep.core.types import Array, Context, Held, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.hyper import as_arrays, checked, report
 from jstep.optimizers.match_gradients import match_gradients, missing_slot

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.indexed_slices import is_slices
 from jstep.core.slot_roles import Role
-from jstep.core.types import Array, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
+from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Updates, is_slices, require_optimizer
 from jstep.optimizers.age import age_of
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.hyper import checked

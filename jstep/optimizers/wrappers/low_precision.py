@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.array_checks import as_key
 from jstep.core.checks import kind, shown
-from jstep.core.indexed_slices import is_slices
+from jstep.core.placement import as_key
 from jstep.core.slot_roles import Role
-from jstep.core.types import Array, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import Array, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers.apply_updates import add, apply_updates
 from jstep.optimizers.element import map_updates, wide_updates
 from jstep.optimizers.masks import leaf_numbers, partial_params

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jstep.core.slot_roles import Role, Roles
-from jstep.core.types import Array, GradientNoise, Optimizer, Slots, Updates, require_optimizer
+from jstep.core.trees import Array, GradientNoise, Optimizer, Slots, Updates, require_optimizer
 from jstep.optimizers.hyper import constant
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, wrap_optimizer

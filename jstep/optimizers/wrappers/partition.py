@@ -7,9 +7,8 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function
-from jstep.core.indexed_slices import is_slices
 from jstep.core.slot_roles import AGES, Init, Labels, Roles, labels_of, roles_of
-from jstep.core.types import Context, Optimizer, Params, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers.held import check_prefix
 from jstep.optimizers.masks import own_leaves, partial_params
 from jstep.optimizers.match_gradients import NoGradientsError

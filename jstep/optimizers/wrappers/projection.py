@@ -10,7 +10,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import on_devices
-from jstep.core.types import Optimizer, Params, Slots, Updates, require_optimizer
+from jstep.core.trees import Optimizer, Params, Slots, Updates, require_optimizer
 from jstep.optimizers.apply_updates import apply_updates
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import (

@@ -6,8 +6,17 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
-from jstep.core.indexed_slices import IndexedSlices, combined, rows_in_order
-from jstep.core.types import Array, Optimizer, Slots, Step, Updates, require_optimizer
+from jstep.core.trees import (
+    Array,
+    IndexedSlices,
+    Optimizer,
+    Slots,
+    Step,
+    Updates,
+    combined,
+    require_optimizer,
+    rows_in_order,
+)
 from jstep.optimizers.leafwise import Slot, fresh_slot
 from jstep.optimizers.match_gradients import match_gradients, slot_leaves
 from jstep.optimizers.offloading import per_leaf

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jstep.core.contexts import internal_transfers
+from jstep.core.meshes import internal_transfers
 from jstep.summary.histograms import bucket_limits, non_finite_error
 from jstep.summary.records import pillow_image, proto
 from jstep.summary.values import Histogram, Images, Part, Scalars, Summary, Text, has_tracers, is_here

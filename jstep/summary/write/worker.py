@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jstep.core.contexts import Thread, internal_transfers
-from jstep.core.exceptions import note
+from jstep.core.checks import note
+from jstep.core.meshes import Thread, internal_transfers
 from jstep.summary.records import frame
 from jstep.summary.write.event_file import Sink
 

@@ -12,10 +12,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jstep.core.checks import as_int, as_number, kind, shown
-from jstep.core.exceptions import note
-from jstep.core.trees import is_traced
-from jstep.core.types import Step
+from jstep.core.checks import as_int, as_number, kind, note, shown
+from jstep.core.trees import Step, is_traced
 from jstep.stores.urls import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.records import crc32c, decode_error, hparams_protos, is_message, proto

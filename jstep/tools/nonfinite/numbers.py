@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import ranges
+from jstep.core import checks
+from jstep.core.checks import Range
 from jstep.core.meshes import reduced
-from jstep.core.ranges import Range
 
 
 def is_inexact(value: Any) -> bool:
@@ -92,7 +92,7 @@ def range_of(value: Any) -> Range:
     dtype = jnp.result_type(value)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return Range(str(dtype), tuple(np.shape(value)), None, None)
-    return dataclasses.replace(ranges.range_of(np.asarray(value)), dtype=str(dtype))
+    return dataclasses.replace(checks.range_of(np.asarray(value)), dtype=str(dtype))
 
 
 def as_range(aval: Any, measures: Sequence[Any]) -> Range:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jstep.core.checks import Range
 from jstep.core.programs import HARMLESS, MOVES, Operation, Subprogram, path_to
-from jstep.core.ranges import Range
 from jstep.tools.nonfinite.forward import Level, Pass, Value
 from jstep.tools.nonfinite.numbers import as_range, has_nan, is_inexact, measured, on_current_mesh, probe, range_of
 
