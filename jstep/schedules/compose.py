@@ -14,8 +14,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules._arguments import count, scalar, steps
-from jstep.schedules._arithmetic import ramp
+from jstep.schedules.arithmetic import count, ramp, scalar, steps
 
 
 def constant(value: Number) -> Schedule:

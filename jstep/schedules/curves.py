@@ -1,0 +1,731 @@
+"""Schedules by name: decays, cosine, cycles, and those with a warmup."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_number, one_of
+from jstep.core.trees import Array, Number, Schedule, Step
+from jstep.schedules.arithmetic import (
+    Periods,
+    between,
+    cosine,
+    count,
+    duration,
+    exp,
+    flag,
+    half_cosine,
+    period,
+    power,
+    ramp,
+    scalar,
+    since,
+    split,
+    steps,
+    straight,
+)
+from jstep.schedules.arithmetic import steps as exact
+
+# Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
+
+
+def exponential_decay(
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
+) -> Schedule:
+    """Exponential decay: learning_rate · decay_rate^(step / decay_steps).
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: The number of steps in which the value decays by the factor `decay_rate`; > 0, may be fractional.
+        decay_rate: The factor, ≥ 0.
+        staircase: Whether to round the exponent down, so that the value changes only at multiples of `decay_steps`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: `staircase` is not a bool.
+        ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.exponential_decay(0.1, 10, 2.0)
+        >>> print(schedule(10))
+        0.2
+
+    Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
+    in floats, which cannot represent every step from 2^24.
+    """
+    start, length, rate = (
+        scalar("learning_rate", learning_rate),
+        period("decay_steps", decay_steps),
+        scalar("decay_rate", decay_rate, low=0, finite=True),
+    )
+    staircase = flag("staircase", staircase)
+
+    def schedule(step: Step, /) -> Any:
+        return start * power(rate, None, split(exact(step), length), staircase=staircase)
+
+    return schedule
+
+
+def natural_exp_decay(
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
+) -> Schedule:
+    """Natural exponential decay: learning_rate · exp(−decay_rate · step / decay_steps).
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: The unit of time in steps; > 0, may be fractional.
+        decay_rate: The rate of decay per unit of time.
+        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
+            `decay_steps`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: `staircase` is not a bool.
+        ValueError: `decay_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.natural_exp_decay(1.0, 10, 0.5)(20))
+        0.36787945
+
+    Source: `tf.train.natural_exp_decay`.
+    """
+    start, length, rate = (
+        scalar("learning_rate", learning_rate),
+        period("decay_steps", decay_steps),
+        scalar("decay_rate", decay_rate),
+    )
+    staircase = flag("staircase", staircase)
+
+    def schedule(step: Step, /) -> Any:
+        base, log = (exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
+        return start * power(base, log, split(exact(step), length), staircase=staircase)
+
+    return schedule
+
+
+def inverse_time_decay(
+    learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
+) -> Schedule:
+    """Inverse time decay: learning_rate / (1 + decay_rate · step / decay_steps).
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: The unit of time in steps; > 0, may be fractional.
+        decay_rate: The rate of decay per unit of time, ≥ 0.
+        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
+            `decay_steps`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: `staircase` is not a bool.
+        ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.inverse_time_decay(1.0, 10, 0.5)(20))
+        0.5
+
+    Source: `tf.train.inverse_time_decay`.
+    """
+    start, length, rate = (
+        scalar("learning_rate", learning_rate),
+        period("decay_steps", decay_steps),
+        scalar("decay_rate", decay_rate, low=0, finite=True),
+    )
+    staircase = flag("staircase", staircase)
+
+    def schedule(step: Step, /) -> Any:
+        periods = split(exact(step), length)
+        return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
+
+    return schedule
+
+
+def polynomial_decay(
+    learning_rate: Number,
+    decay_steps: float,
+    end_learning_rate: Number = 0.0001,
+    power: Number = 1.0,
+    cycle: bool = False,
+) -> Schedule:
+    """Polynomial decay: (learning_rate − end) · (1 − step / decay_steps)^power + end; constant from decay_steps.
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
+        end_learning_rate: The value at the end.
+        power: The exponent, ≥ 0; 1 is a linear decay.
+        cycle: Whether to repeat the decay: decay_steps is extended to its smallest multiple ≥ step.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: `cycle` is not a bool.
+        ValueError: `decay_steps` ≤ 0 or `power` < 0.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.polynomial_decay(1.0, 100, end_learning_rate=0.0)(25))
+        0.75
+
+    Source: `tf.train.polynomial_decay`.
+    """
+    start, length, end, exponent = (
+        scalar("learning_rate", learning_rate),
+        duration("decay_steps", decay_steps, polynomial_decay),
+        scalar("end_learning_rate", end_learning_rate),
+        scalar("power", power, low=0, finite=True),
+    )
+    cycle = flag("cycle", cycle)
+
+    def schedule(step: Step, /) -> Any:
+        step = exact(step)
+        periods = split(step, length)
+        left = _cycled(step, periods) if cycle else jnp.where(periods.whole > 0, 0.0, periods.remaining)
+        left = left.astype(periods.remaining.dtype)
+        return (start - end) * (
+            left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
+        ) + end
+
+    return schedule
+
+
+def _cycled(step: Any, periods: Periods) -> Any:
+    # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
+    at_end = (periods.fraction == 0) & (step > 0)
+    return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
+
+
+def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
+    """Linear schedule: init_value + (end_value − init_value) · step / steps; constant from `steps`.
+
+    Args:
+        init_value: The value at step 0.
+        end_value: The value at step `steps` and later.
+        steps: The number of steps, > 0.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        ValueError: `steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.linear(0.0, 1.0, 4)
+        >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
+        [0.0, 0.25, 1.0, 1.0]
+
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
+    has rate 0; `linear_warmup` has a first rate above zero.
+    """
+    start, end = scalar("init_value", init_value), scalar("end_value", end_value)
+    length = count("steps", steps, linear)
+
+    def schedule(step: Step, /) -> Any:
+        return between(start, end, exact(step), Fraction(0), length, straight)
+
+    return schedule
+
+
+# Cosine decays of `tf.train`: single, with restarts, and linear cosine.
+#
+# (1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: the first form loses all precision near the end
+# of a decay.
+
+
+def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
+    """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
+
+    Args:
+        learning_rate: The value at step 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
+        alpha: The value at the end, as a fraction of `learning_rate`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        ValueError: `decay_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cosine_decay(1.0, 100)
+        >>> print(f"{schedule(0):.2f} {schedule(50):.2f} {schedule(100):.2f}")
+        1.00 0.50 0.00
+
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
+    """
+    start, length, floor = (
+        scalar("learning_rate", learning_rate),
+        duration("decay_steps", decay_steps, cosine_decay),
+        scalar("alpha", alpha),
+    )
+
+    def schedule(step: Step, /) -> Any:
+        periods = split(steps(step), length)
+        remaining = periods.remaining
+        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), half_cosine(remaining))
+        return start * ((1 - floor) * cosine + floor)
+
+    return schedule
+
+
+def cosine_decay_restarts(
+    learning_rate: Number,
+    first_decay_steps: float,
+    t_mul: float = 2.0,
+    m_mul: float = 1.0,
+    alpha: Number = 0.0,
+) -> Schedule:
+    """Cosine decay with warm restarts: period i lasts first_decay_steps · t_mul^i and starts at m_mul^i.
+
+    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), where x is the elapsed fraction of
+    period i.
+
+    Args:
+        learning_rate: The value at step 0.
+        first_decay_steps: The length of the first period in steps; ≥ 1, may be fractional.
+        t_mul: The ratio of the length of each period to the previous one, ≥ 1.
+        m_mul: The ratio of the initial value of each period to the previous one, ≥ 0.
+        alpha: The value at the end of a period, as a fraction of `learning_rate`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that a run could have more than 100 000
+            periods), or `m_mul` < 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cosine_decay_restarts(1.0, 10)
+        >>> print([round(float(schedule(n)), 2) for n in (0, 5, 10, 20, 30)])
+        [1.0, 0.5, 1.0, 0.5, 1.0]
+
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
+    float logarithm and therefore misplaces restarts; here they are tabulated.
+    """
+    start, length, floor = (
+        scalar("learning_rate", learning_rate),
+        duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
+        scalar("alpha", alpha),
+    )
+    stretch = period("t_mul", t_mul)
+    height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
+    if stretch < 1:
+        raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
+
+    def periodic(step: Step, /) -> Any:
+        periods = split(steps(step), length)
+        peak = 1.0 if height == 1.0 else power(height, None, periods, staircase=True)
+        return start * ((1 - floor) * peak * half_cosine(periods.remaining) + floor)
+
+    def growing(step: Step, /) -> Any:
+        step = steps(step)
+        real, last = trees.default_float(), int(np.iinfo(step.dtype).max)
+        begins = _restarts(length, stretch, last)
+        firsts = [math.ceil(begin) for begin in begins[1:-1]]
+        index = jnp.searchsorted(jnp.asarray(np.array(firsts, step.dtype)), step, side="right")
+        # remaining = (end − step) / length; the whole part of the end is subtracted in integers.
+        whole_ends = [min(math.floor(end), last) for end in begins[1:]]
+        rests = [float(end - whole) for end, whole in zip(begins[1:], whole_ends, strict=True)]
+        lengths = [float(end - begin) for begin, end in itertools.pairwise(begins)]
+        left = (jnp.asarray(np.array(whole_ends, step.dtype))[index] - step).astype(real)
+        remaining = (left + jnp.asarray(rests, real)[index]) / jnp.asarray(lengths, real)[index]
+        peaks = jnp.asarray(np.power(height, np.arange(len(lengths))), real)[index]
+        return start * ((1 - floor) * peaks * half_cosine(remaining) + floor)
+
+    if stretch == 1:
+        return periodic
+    _restarts(length, stretch, int(np.iinfo(trees.default_int()).max))
+    return growing
+
+
+def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
+    """Return the starts of the periods, up to the first beyond `last`."""
+    begins = [Fraction(0)]
+    while begins[-1] <= last:
+        if len(begins) > 100_000:
+            raise ValueError(f"t_mul={float(stretch)}: more than 100 000 periods in {last} steps; use t_mul=1.0")
+        begins.append(begins[-1] + length)
+        # A millionth of a step is enough; the exact fraction would grow without bound.
+        length = Fraction(round(length * stretch * 2**20), 2**20)
+    return begins
+
+
+def linear_cosine_decay(
+    learning_rate: Number,
+    decay_steps: float,
+    num_periods: Number = 0.5,
+    alpha: Number = 0.0,
+    beta: Number = 0.001,
+) -> Schedule:
+    """Linear cosine decay: learning_rate · ((alpha + 1 − x) · (1 + cos(2π · num_periods · x)) / 2 + beta).
+
+    Here x = min(step / decay_steps, 1).
+
+    Args:
+        learning_rate: The value at step 0 if `alpha` and `beta` are 0.
+        decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
+        num_periods: The number of cosine periods in the decay.
+        alpha: Added to the linear factor.
+        beta: Added to the product.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        ValueError: `decay_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.linear_cosine_decay(1.0, 100)(50))
+        0.251
+
+    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
+    `tf.train.linear_cosine_decay`.
+    """
+    start, length = scalar("learning_rate", learning_rate), duration("decay_steps", decay_steps, linear_cosine_decay)
+    count, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
+
+    def schedule(step: Step, /) -> Any:
+        periods = split(steps(step), length)
+        over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
+        fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
+        remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
+        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * fraction))
+        return start * ((above + remaining) * cosine + floor)
+
+    return schedule
+
+
+# Cyclical schedules: one-cycle and triangular.
+
+
+def one_cycle(
+    max_value: Number,
+    total_steps: int,
+    pct_start: float = 0.3,
+    div_factor: Number = 25.0,
+    final_div_factor: Number = 1e4,
+    anneal: Literal["cos", "linear"] = "cos",
+) -> Schedule:
+    """One-cycle schedule: from max/div_factor up to max, then down to max/div_factor/final_div_factor.
+
+    The maximum is at step pct_start·total − 1, the end at step total − 1.
+
+    Args:
+        max_value: The highest value.
+        total_steps: The number of updates; > 0.
+        pct_start: The fraction of updates in the increasing phase, in [0, 1].
+        div_factor: The first value is max_value / div_factor; > 0.
+        final_div_factor: The last value is the first value / final_div_factor; > 0.
+        anneal: "cos" or "linear".
+
+    Returns:
+        A function from the step to a scalar; constant from step total_steps − 1.
+
+    Raises:
+        TypeError: A value is not a number, or `total_steps` not an integer.
+        ValueError: `total_steps` or a factor is not positive, or `pct_start` is not in [0, 1].
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.one_cycle(1.0, 100)
+        >>> print([round(float(schedule(n)), 6) for n in (0, 29, 64, 99)])
+        [0.04, 1.0, 0.500002, 4e-06]
+
+    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
+    whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
+    """
+    top, length = scalar("max_value", max_value), count("total_steps", total_steps, one_cycle)
+    first = top / scalar("div_factor", div_factor, low=0, above=True, finite=True)
+    last = first / scalar("final_div_factor", final_div_factor, low=0, above=True, finite=True)
+    share = period("pct_start", pct_start, zero=True)
+    if share > 1:
+        raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
+    weight = {"cos": cosine, "linear": straight}[one_of(anneal, "anneal", ["cos", "linear"])]
+    peak, end = share * length - 1, length - 1
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        up = between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
+        down = between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
+        return down if up is None else jnp.where(since(step, peak) <= 0, up, down)
+
+    return schedule
+
+
+def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:
+    """Triangular cyclical schedule: from `base` up to `peak` in step_size_up steps, down in step_size_down steps.
+
+    Args:
+        base: The lowest value of each cycle.
+        peak: The highest value of each cycle.
+        step_size_up: The number of increasing steps, > 0.
+        step_size_down: The number of decreasing steps, > 0; None for step_size_up.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        ValueError: A length is ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.cyclical(0.0, 1.0, 4)
+        >>> print([float(schedule(n)) for n in (0, 2, 4, 6, 8, 10)])
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
+
+    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
+    `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
+    """
+    foot, top = scalar("base", base), scalar("peak", peak)
+    up = count("step_size_up", step_size_up, cyclical)
+    down = up if step_size_down is None else count("step_size_down", step_size_down, cyclical)
+    length = up + down
+
+    def schedule(step: Step, /) -> Any:
+        periods = split(steps(step), length)
+        real = periods.fraction.dtype
+        # The triangle is the minimum of two lines.
+        rising = periods.fraction * jnp.asarray(float(length / up), real)
+        falling = periods.remaining * jnp.asarray(float(length / down), real)
+        height = jnp.minimum(jnp.minimum(rising, falling), 1.0)
+        return foot + (top - foot) * height
+
+    return schedule
+
+
+# Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and those of AdEMAMix.
+
+SHAPES = {
+    "linear": straight,
+    "cosine": cosine,
+    # 1 − √x without the cancellation near x = 1.
+    "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
+}
+"""Name → function that returns the weights of a decay's first and last value."""
+
+
+def warmup_cosine_decay(
+    peak: Number,
+    warmup_steps: int,
+    decay_steps: int,
+    init_value: Number = 0.0,
+    end_value: Number = 0.0,
+) -> Schedule:
+    """Linear warmup init_value + (peak − init_value) · step / warmup_steps, then cosine decay to end_value.
+
+    Args:
+        peak: The value at step `warmup_steps`.
+        warmup_steps: The number of warmup steps, ≥ 0.
+        decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
+        init_value: The value at step 0. If it is 0, as in Optax, the first update is zero; `linear_warmup` of a
+            `cosine_decay` has a first rate above zero.
+        end_value: The value from step `decay_steps`.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: A number of steps is not an integer.
+        ValueError: `warmup_steps` < 0, or `decay_steps` ≤ `warmup_steps`.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.warmup_cosine_decay(1.0, 10, 110)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 5, 10, 60, 110)])
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+
+    Source: `optax.warmup_cosine_decay_schedule`.
+    """
+    top, begin, end = scalar("peak", peak), scalar("init_value", init_value), scalar("end_value", end_value)
+    warm = count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
+    length = count("decay_steps", decay_steps, warmup_cosine_decay)
+    if length <= warm:
+        raise ValueError(
+            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
+            "it is the length of the whole schedule, warmup included"
+        )
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        later = between(top, end, step, warm, length, cosine)
+        if not warm:
+            return later
+        return jnp.where(step >= _first_at(step, warm), later, between(begin, top, step, Fraction(0), warm, straight))
+
+    return schedule
+
+
+def warmup_stable_decay(
+    peak: Number,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    end_value: Number = 0.0,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+) -> Schedule:
+    """Warmup-stable-decay (WSD): peak · min(1, (step + 1) / warmup_steps), then peak, then a decay to end_value.
+
+    With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x),
+    s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. To start the decay from any checkpoint of the plateau, change
+    `stable_steps`: all earlier values stay the same.
+
+    Args:
+        peak: The value of the plateau.
+        warmup_steps: The number of warmup steps, ≥ 0; the first update has a rate above zero.
+        stable_steps: The number of steps at the peak, ≥ 0.
+        decay_steps: The number of decay steps, > 0.
+        end_value: The value after the decay.
+        shape: "linear", "cosine", or "sqrt" for 1 − √x.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: A number of steps is not an integer.
+        ValueError: A length is out of range, or `shape` is not one of the three.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.warmup_stable_decay(1.0, 4, 4, 10)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 3, 8, 13, 18)])
+        [0.25, 1.0, 1.0, 0.5, 0.0]
+
+    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
+    Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
+    """
+    top, end = scalar("peak", peak), scalar("end_value", end_value)
+    warm = count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
+    stable = count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
+    length = count("decay_steps", decay_steps, warmup_stable_decay)
+    weight = SHAPES[one_of(shape, "shape", list(SHAPES))]
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        return ramp(step, warm) * between(top, end, step, warm + stable, warm + stable + length, weight)
+
+    return schedule
+
+
+def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
+    """Warmup and inverse square root decay: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
+
+    Args:
+        peak: The highest value, at the updates number w and w + 1.
+        warmup_steps: The number of warmup steps, and the time scale of the decay; > 0.
+
+    Returns:
+        A function from the step to a scalar.
+
+    Raises:
+        TypeError: `warmup_steps` is not an integer.
+        ValueError: `warmup_steps` ≤ 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.inverse_sqrt_decay(1.0, 100)
+        >>> print([round(float(schedule(n)), 3) for n in (0, 99, 100, 400, 10_000)])
+        [0.01, 1.0, 1.0, 0.5, 0.1]
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
+    warmup is step / w.
+    """
+    top, length = scalar("peak", peak), count("warmup_steps", warmup_steps, inverse_sqrt_decay)
+
+    def schedule(step: Step, /) -> Any:
+        step = steps(step)
+        past = jnp.maximum(since(step, Fraction(0)), float(length))
+        return top * ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
+
+    return schedule
+
+
+def _first_at(step: Array, edge: Fraction) -> Array:
+    """Return the first step ≥ edge, or the largest representable step."""
+    return jnp.full_like(step, min(math.ceil(edge), int(np.iinfo(step.dtype).max)))
+
+
+def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
+    """Warmup of AdEMAMix's alpha: min(t · alpha / steps, alpha) at the update t = step + 1.
+
+    Args:
+        alpha: The final weight of the slow average, ≥ 0.
+        steps: The number of warmup steps, > 0.
+
+    Returns:
+        A function from the step to a scalar, for `ademamix(alpha=…)`.
+
+    Raises:
+        ValueError: `steps` ≤ 0, or `alpha` < 0.
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.ademamix_alpha(5.0, 100)
+        >>> print(f"{schedule(0):.3g} {schedule(99):.3g} {schedule(1000):.3g}")
+        0.05 5 5
+
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    """
+    height, length = scalar("alpha", alpha, low=0, finite=True), count("steps", steps, ademamix_alpha)
+
+    def schedule(step: Step, /) -> Any:
+        return height * ramp(exact(step), length)
+
+    return schedule
+
+
+def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
+    """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = (step + 1) / steps.
+
+    The half-life of the slow average grows linearly from that of β1 to that of β3.
+
+    Args:
+        beta1: The initial value, in (0, 1).
+        beta3: The final value, in (0, 1).
+        steps: The number of warmup steps, > 0.
+
+    Returns:
+        A function from the step to a scalar, for `ademamix(beta3=…)`.
+
+    Raises:
+        ValueError: `steps` ≤ 0, or a β outside (0, 1).
+
+    Example:
+        >>> import jstep
+        >>> schedule = jstep.ademamix_beta3(0.9, 0.9999, 100)
+        >>> print(f"{schedule(0):.4f} {schedule(98):.4f} {schedule(99):.4f}")
+        0.9909 0.9999 0.9999
+
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    """
+    inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
+    first, last = scalar("beta1", beta1, **inside), scalar("beta3", beta3, **inside)
+    length = count("steps", steps, ademamix_beta3)
+    logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
+
+    def schedule(step: Step, /) -> Any:
+        x = ramp(exact(step), length)
+        grown = jnp.exp(logs[0] * logs[1] / ((1 - x) * logs[1] + x * logs[0]))
+        return jnp.where(x >= 1, last, jnp.minimum(grown, last))
+
+    return schedule
