@@ -137,12 +137,12 @@ from jstep.optimizers.wrappers.repack import repack as repack
 from jstep.optimizers.wrappers.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from jstep.optimizers.wrappers.update_every import update_every as update_every
 from jstep.queues.coordinator import Coordinator as Coordinator
-from jstep.queues.errors import CancelledError as CancelledError
-from jstep.queues.errors import OutOfRangeError as OutOfRangeError
-from jstep.queues.queue_runner import QueueRunner as QueueRunner
-from jstep.queues.queue_runner import add_queue_runner as add_queue_runner
-from jstep.queues.queue_runner import start_queue_runners as start_queue_runners
+from jstep.queues.coordinator import QueueRunner as QueueRunner
+from jstep.queues.coordinator import add_queue_runner as add_queue_runner
+from jstep.queues.coordinator import start_queue_runners as start_queue_runners
+from jstep.queues.queues import CancelledError as CancelledError
 from jstep.queues.queues import FIFOQueue as FIFOQueue
+from jstep.queues.queues import OutOfRangeError as OutOfRangeError
 from jstep.queues.queues import RandomShuffleQueue as RandomShuffleQueue
 from jstep.schedules.compose import constant as constant
 from jstep.schedules.compose import join as join

@@ -52,7 +52,7 @@ def test_tracebacks_show_public_names() -> None:
 def test_public_names_can_be_pickled() -> None:
     """By the name that users type, whether or not it was loaded before."""
     code = (
-        "import pickle, jstep; from jstep.optimizers.adam import adam; from jstep.queues.errors import CancelledError\n"
+        "import pickle, jstep; from jstep.optimizers.adam import adam; from jstep.queues.queues import CancelledError\n"
         "values = [adam, CancelledError, jstep.adam, jstep.TrainState, jstep.CancelledError]\n"
         "assert pickle.loads(pickle.dumps(values)) == values\n"
         "print(*(value.__module__ for value in values))"

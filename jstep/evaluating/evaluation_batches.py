@@ -25,7 +25,7 @@ from jstep.data.batches import Batches
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import agreement
-from jstep.queues.errors import until_end
+from jstep.queues.queues import until_end
 from jstep.sharding.batches import as_shardings, fitting, place_rows
 
 _logger = logging.getLogger("jstep")

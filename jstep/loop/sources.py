@@ -17,7 +17,7 @@ from jstep.data.from_state import StateBatches
 from jstep.data.replayed import ReplayedBatches, ReplayedIterator
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.loop.positions import SavedPosition, copied_position, decode_position, encode_position
-from jstep.queues.errors import until_end
+from jstep.queues.queues import until_end
 
 _logger = logging.getLogger("jstep")
 

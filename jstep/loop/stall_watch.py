@@ -39,7 +39,7 @@ from jstep.loop.rescue import save_while_it_hangs
 from jstep.loop.run import ENDING, Run
 from jstep.loop.run import STARTING as BEGINNING
 from jstep.loop.start_times import FirstBatch
-from jstep.queues.queue_runner import QueueRunner
+from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.urls import absolute, location
 from jstep.timeline.lines import STALL

@@ -1,10 +1,467 @@
-"""Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue."""
+"""Queues of bounded size with TensorFlow's semantics, and the exceptions of closed ones."""
 
 import random
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
-from jstep.core.checks import as_int
-from jstep.queues._bounded_queue import BoundedQueue
+import jax
+import jax.numpy as jnp
+
+from jstep.core.checks import as_bool, as_int, scoped
+from jstep.core.meshes import internal_transfers
+from jstep.core.trees import no_rows, rows_of, stack_trees
+
+# Exceptions of closed queues.
+
+_T = TypeVar("_T")
+
+
+class OutOfRangeError(Exception):
+    """A queue is closed and holds fewer elements than requested: the input has ended.
+
+    If a `QueueRunner` thread failed, its exception is the `__cause__`.
+
+    `train` and `evaluator` treat this exception of their batches as the end of the data, unless it has a `__cause__`.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=2)
+        >>> queue.close()
+        >>> queue.dequeue()
+        Traceback (most recent call last):
+            ...
+        jstep.OutOfRangeError: FIFOQueue is closed and has insufficient elements (requested 1, current size 0)
+    """
+
+
+class CancelledError(Exception):
+    """An enqueue was refused by a closed queue, or cancelled while it waited for room.
+
+    Example:
+        >>> import jstep
+        >>> queue = jstep.FIFOQueue(capacity=2)
+        >>> queue.close()
+        >>> queue.enqueue(1)
+        Traceback (most recent call last):
+            ...
+        jstep.CancelledError: FIFOQueue is closed: it accepts no more elements
+    """
+
+
+def until_end(items: Iterable[_T]) -> Iterator[_T]:
+    """Yield items until there are no more, or an `OutOfRangeError` reports the end of the input.
+
+    An `OutOfRangeError` with a cause, such as that of a `QueueRunner` thread that failed, is raised.
+    """
+    try:
+        # `yield from` would close a generator of the caller, who may continue with it.
+        for item in items:  # noqa: UP028
+            yield item
+    except OutOfRangeError as error:
+        if error.__cause__ is not None:
+            raise
+
+
+# The base class of queues between threads: capacity, waiting and closing.
+
+# Threads of a QueueRunner set `feeding` here: their waits end with the main thread, so that they do
+# not keep the process alive.
+runner_thread = threading.local()
+
+# Waiting threads poll at this interval: the main thread may have ended, or a signal handler may have
+# changed the queue on this thread between its last check and its wait.
+_POLL_SECS = 0.25
+
+
+class _WaitingThreads:
+    """Threads that wait under one mutex; `count` is the number of those not notified yet."""
+
+    def __init__(self, mutex: "threading.RLock") -> None:
+        self._condition = threading.Condition(mutex)
+        self.count = 0
+
+    def wait(self) -> None:
+        self.count += 1
+        notified = False
+        try:
+            notified = self._condition.wait(_POLL_SECS)
+        finally:
+            if not notified:
+                # A timeout or Ctrl-C: a notification for this thread may have arrived meanwhile.
+                self.notify_all()
+        if not notified and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
+            raise CancelledError("the main thread has ended, so this thread stops feeding it")
+
+    def notify_one(self) -> None:
+        self.count -= 1
+        self._condition.notify()
+
+    def notify_all(self) -> None:
+        self.count = 0
+        self._condition.notify_all()
+
+
+def _empty_batch_of(element: Any) -> tuple[Any, ...]:
+    """Return a batch of no elements like this one, in a tuple; the empty tuple if it cannot be stacked."""
+    try:
+        return (no_rows(element),)
+    except Exception:
+        return ()  # a queue takes any element: only dequeue_many needs arrays
+
+
+class BoundedQueue:
+    """A bounded queue; subclasses choose the next element.
+
+    The elements are those in `_items`, in order of arrival, and `_held` more that a subclass has
+    taken out of it. One mutex guards everything. It is reentrant: a signal handler may close the
+    queue while the main thread holds the mutex.
+    """
+
+    def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
+        self._capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
+        self._min_after = min_after_dequeue
+        self._items: deque[Any] = deque()
+        self._held = 0
+        self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
+        self._mutex = threading.RLock()
+        self._for_room = _WaitingThreads(self._mutex)
+        self._for_elements = _WaitingThreads(self._mutex)  # or for the end of another thread's dequeue_many
+        self._for_batch = _WaitingThreads(self._mutex)  # the dequeue_many in progress
+        self._for_space = _WaitingThreads(self._mutex)  # the enqueue_many in progress
+        self._collecting = 0  # elements that the dequeue_many in progress waits for
+        self._adding = 0  # elements that the enqueue_many in progress waits to add
+        self._pending = 0  # enqueues that wait for room
+        self._room = self._capacity  # waiting enqueues keep waiting from this size on
+        self._closed: bool = False
+        self._cancelled: bool = False  # whether enqueues that wait for room must give up
+        self._failure: BaseException | None = None
+        # The fast paths compare only with these two.
+        self._limit = self._room  # new enqueues wait from this size on; 0 if closed or `_adding`
+        self._needed = 1 + min_after_dequeue  # dequeues wait below this size
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"<{type(self).__name__} {self.size()} of {self._capacity}{closed}>"
+
+    @property
+    def capacity(self) -> int:
+        """The maximum number of elements in the queue."""
+        return self._capacity
+
+    def size(self) -> int:
+        """Return the current number of elements in the queue."""
+        with self._mutex:
+            return len(self._items) + self._held
+
+    def is_closed(self) -> bool:
+        """Return whether `close` was called; a closed queue may still hold elements."""
+        return self._closed
+
+    def enqueue(self, element: Any) -> None:
+        """Add one element; wait while the queue is full.
+
+        Args:
+            element: Any pytree. The queue stores the object itself, not a copy.
+
+        Raises:
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during
+                the wait. The element was not added.
+        """
+        with self._mutex:
+            if len(self._items) + self._held >= self._limit:
+                self._await_room()
+            if self._empty_batch is None:
+                self._empty_batch = _empty_batch_of(element)
+            self._items.append(element)
+            if self._for_elements.count or self._collecting:
+                self._wake_consumer()
+
+    def enqueue_many(self, elements: Any) -> None:
+        """Add the rows of stacked elements, in order; wait until there is room for all of them.
+
+        The inverse of `dequeue_many`. Either all rows are added, with no element of another thread between them, or
+        none. Later enqueues wait until this one returns. If no dequeue can make that room, because it waits for more
+        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added at once, and the queue meanwhile holds
+        more than its capacity.
+
+        Differs from TensorFlow, which adds rows one by one as room becomes available, so that it also accepts more of
+        them than the capacity.
+
+        Args:
+            elements: A tree of arrays whose leading axes have the same size, the number of elements. With size 0 the
+                call returns at once. The queue stores copies of the rows.
+
+        Raises:
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. No
+                element was added.
+            ValueError: There are more rows than the capacity; or leading axes are missing, or differ in size.
+        """
+        with internal_transfers():
+            rows = rows_of(elements, "elements")
+        n = len(rows)
+        if n > self._capacity:
+            raise ValueError(
+                f"elements has {n} rows: must be at most {self._capacity}, the capacity of the queue; add them in "
+                "parts, or make a queue of a larger capacity"
+            )
+        if not n:
+            return
+        with self._mutex:
+            if self._closed or self._adding or self.size() > self._most_before(n):
+                self._await_space(n)
+            if self._empty_batch is None:
+                self._empty_batch = _empty_batch_of(rows[0])
+            self._items.extend(rows)
+            self._for_elements.notify_all()
+            self._for_batch.notify_all()
+
+    def dequeue(self) -> Any:
+        """Remove and return one element; wait while the queue is empty.
+
+        Returns:
+            The element as it was enqueued.
+
+        Raises:
+            OutOfRangeError: The queue is closed and empty.
+        """
+        with self._mutex:
+            if len(self._items) + self._held < self._needed or self._collecting:
+                self._await_element()
+            element = self._take()
+            if self._pending:
+                self._wake_producer()
+            return element
+
+    def dequeue_many(self, n: int) -> Any:
+        """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
+
+        Either n elements are removed or none. Later dequeues wait until this one returns. If n is
+        more than the queue can provide at once, it meanwhile holds more than its capacity.
+
+        Args:
+            n: The number of elements. With 0 the call returns an empty batch at once, as in TensorFlow: arrays with the
+                dtypes of the first element that was enqueued, and its shapes after an axis of size 0.
+
+        Returns:
+            A tree with the structure of an element, whose leaves have a new leading axis of size n:
+            JAX arrays if all stacked leaves are JAX arrays, otherwise NumPy arrays.
+
+        Raises:
+            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
+                them with `dequeue`, or all at once with `dequeue_up_to(n)`.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in
+                structure, shape or dtype, and stay in the queue.
+            TypeError: n is not an integer.
+        """
+        n = as_int(n, "n", 0, "the number of elements to stack")
+        return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
+
+    def dequeue_up_to(self, n: int) -> Any:
+        """Remove n consecutive elements, or those left in a closed queue, and return them stacked leaf by leaf.
+
+        As `dequeue_many`, but if the queue is closed and holds fewer than n elements, it returns all of them, so that
+        the last batch may be smaller. While the queue is open, it waits until there are n.
+
+        Args:
+            n: The maximum number of elements. With 0 the call returns an empty batch at once, as `dequeue_many(0)`.
+
+        Returns:
+            A tree with the structure of an element, whose leaves have a new leading axis of size n or less: JAX arrays
+            if all stacked leaves are JAX arrays, otherwise NumPy arrays.
+
+        Raises:
+            OutOfRangeError: The queue is closed and empty.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
+                or dtype, and stay in the queue.
+            TypeError: n is not an integer.
+        """
+        n = as_int(n, "n", 0, "the number of elements to stack")
+        return self._dequeue_batch(n, 1, f"dequeue_up_to(n={n})")
+
+    def _dequeue_batch(self, n: int, at_least: int, name: str) -> Any:
+        if n == 0:
+            return self._no_elements()
+        with self._mutex:
+            if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
+                n = self._await_batch(n, at_least)
+            elements = [self._take() for _ in range(n)]
+            self._wake_producers()
+        try:
+            with internal_transfers():
+                return stack_trees(elements, name)
+        except BaseException:
+            with self._mutex:
+                self._put_back(elements)
+                self._for_elements.notify_all()
+                self._for_batch.notify_all()
+            raise
+
+    def close(self, cancel_pending_enqueues: bool = False) -> None:
+        """Close the queue: further enqueues fail, dequeues drain the remaining elements and then fail.
+
+        Closing a closed queue has no effect.
+
+        Args:
+            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they
+                still complete as room becomes available.
+
+        Raises:
+            TypeError: `cancel_pending_enqueues` is not a bool.
+        """
+        cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
+        with self._mutex:
+            self._closed = True
+            self._cancelled = self._cancelled or cancel
+            self._update_limit()
+            self._check_ended()
+            self._for_room.notify_all()
+            self._for_space.notify_all()
+
+    def fail(self, exception: BaseException) -> None:
+        """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
+        with self._mutex:
+            self._failure = self._failure or exception
+
+    def _take(self) -> Any:
+        """Remove and return the next element; there is at least one."""
+        raise NotImplementedError
+
+    def _put_back(self, elements: list[Any]) -> None:
+        """Put back elements that were taken."""
+        raise NotImplementedError
+
+    def _no_elements(self) -> Any:
+        with self._mutex:
+            if not self._empty_batch:
+                self._check_enough(0, self.size())
+                raise ValueError(
+                    "n=0: an empty batch has the structure, shapes and dtypes of the first element, and this "
+                    f"{type(self).__name__} has had none that can be stacked; call dequeue_many if size() is positive"
+                )
+            (batch,) = self._empty_batch
+
+        def made(leaf: Any) -> Any:
+            return jnp.empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+        with internal_transfers():
+            return jax.tree.map(made, batch)
+
+    # The slow paths; the mutex is held.
+
+    @scoped
+    def _pending_enqueue(self) -> Iterator[None]:
+        name = type(self).__name__
+        if self._closed:
+            raise CancelledError(f"{name} is closed: it accepts no more elements")
+        self._pending += 1
+        try:
+            yield
+        finally:
+            self._pending -= 1
+            self._check_ended()
+        if self._cancelled:
+            raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
+
+    def _await_room(self) -> None:
+        with self._pending_enqueue():
+            while (self._adding or len(self._items) + self._held >= self._room) and not self._cancelled:
+                self._for_room.wait()
+
+    def _await_space(self, n: int) -> None:
+        """Wait for room for n elements at once."""
+        with self._pending_enqueue():
+            while self._adding and not self._cancelled:
+                self._for_room.wait()
+            self._adding = n
+            self._update_limit()
+            try:
+                while self.size() > self._most_before(n) and not self._cancelled:
+                    self._for_space.wait()
+            finally:
+                self._adding = 0
+                self._update_limit()
+                self._for_room.notify_all()
+
+    def _most_before(self, n: int) -> int:
+        """Return the size from which n elements may be added: the most with room for them, or without a dequeue."""
+        return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
+
+    def _await_element(self) -> None:
+        while (size := len(self._items) + self._held) < self._needed or self._collecting:
+            if not self._collecting:
+                self._check_enough(1, size)
+            self._for_elements.wait()
+
+    def _await_batch(self, n: int, at_least: int) -> int:
+        """Wait for n elements, or the end of a queue with at least some; return the number to take."""
+        while self._collecting:
+            self._for_elements.wait()
+        self._collecting = n
+        self._set_room(max(self._capacity, n + self._min_after))
+        try:
+            while (size := len(self._items) + self._held) < self._needed - 1 + n:
+                if size >= at_least and self._has_ended():
+                    return size
+                self._check_enough(n, size)
+                self._for_batch.wait()
+            return n
+        finally:
+            self._collecting = 0
+            self._set_room(self._capacity)
+            self._for_elements.notify_all()
+
+    def _set_room(self, room: int) -> None:
+        if room > self._room:
+            self._for_room.notify_all()
+        self._for_space.notify_all()
+        self._room = room
+        self._update_limit()
+
+    def _update_limit(self) -> None:
+        self._limit = 0 if self._closed or self._adding else self._room
+
+    def _has_ended(self) -> bool:
+        """Return whether no further element can arrive."""
+        return self._closed and (self._cancelled or not self._pending)
+
+    def _check_ended(self) -> None:
+        """Wake all threads that wait for elements once no further element can arrive."""
+        if self._has_ended():
+            self._needed = 1
+            self._for_elements.notify_all()
+            self._for_batch.notify_all()
+
+    def _check_enough(self, n: int, size: int) -> None:
+        if self._has_ended():
+            raise OutOfRangeError(
+                f"{type(self).__name__} is closed and has insufficient elements "
+                f"(requested {n}, current size {size})"
+                + (f"; its input failed: {self._failure!r}" if self._failure else "")
+            ) from self._failure
+
+    def _wake_consumer(self) -> None:
+        size = len(self._items) + self._held
+        if self._collecting:
+            if self._for_batch.count and size >= self._needed - 1 + self._collecting:
+                self._for_batch.notify_one()
+        elif size >= self._needed:
+            self._for_elements.notify_one()
+
+    def _wake_producer(self) -> None:
+        if self._adding:
+            if self._for_space.count and self.size() <= self._most_before(self._adding):
+                self._for_space.notify_one()
+        elif self._for_room.count:
+            self._for_room.notify_one()
+
+    def _wake_producers(self) -> None:
+        for _ in range(min(self._pending, max(self._room - self.size(), 0))):
+            self._wake_producer()
+
+
+# Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue.
 
 
 class FIFOQueue(BoundedQueue):

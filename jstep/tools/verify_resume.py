@@ -22,7 +22,7 @@ from jstep.loop.run_steps import LoopState, run_steps
 from jstep.loop.sources import Source, owner_of, position_of, source_of
 from jstep.loop.stages import stages_of
 from jstep.loop.train import train
-from jstep.queues.errors import until_end
+from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

@@ -5,9 +5,8 @@ import threading
 import pytest
 from waiting import TIMEOUT, wait_until
 
-from jstep.queues import _bounded_queue
-from jstep.queues.errors import OutOfRangeError
-from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues import queues
+from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 
 class Call:
@@ -62,4 +61,4 @@ both_queues = pytest.mark.parametrize("make", [fifo, shuffle])
 
 def disable_polling(monkeypatch):
     """A fixture: without polling, a lost wake-up makes the call hang."""
-    monkeypatch.setattr(_bounded_queue, "_POLL_SECS", 3600)
+    monkeypatch.setattr(queues, "_POLL_SECS", 3600)

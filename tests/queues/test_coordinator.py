@@ -8,7 +8,7 @@ from coordinator_threads import fail_with, function_names, start_thread
 from waiting import TIMEOUT
 
 from jstep.queues.coordinator import Coordinator
-from jstep.queues.errors import CancelledError, OutOfRangeError
+from jstep.queues.queues import CancelledError, OutOfRangeError
 
 
 def test_stop_reaches_all_threads():

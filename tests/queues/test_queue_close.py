@@ -7,9 +7,8 @@ import pytest
 from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
-from jstep.queues import _bounded_queue
-from jstep.queues.errors import CancelledError, OutOfRangeError
-from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues import queues
+from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
@@ -172,7 +171,7 @@ class TestInterrupts:
 
     def test_closing_by_a_signal_just_before_the_wait(self, monkeypatch):
         """The wake-up arrives before the call waits."""
-        monkeypatch.setattr(_bounded_queue, "_POLL_SECS", 0.01)
+        monkeypatch.setattr(queues, "_POLL_SECS", 0.01)
         queue = fifo()
         original = queue._for_elements.wait
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from queue_calls import Call, both_queues, disable_polling, fifo, shuffle, wait_until_blocked
 
-from jstep.queues.errors import OutOfRangeError
+from jstep.queues.queues import OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 

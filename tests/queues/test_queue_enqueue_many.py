@@ -7,7 +7,7 @@ import pytest
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 
 import jstep
-from jstep.queues.errors import CancelledError, OutOfRangeError
+from jstep.queues.queues import CancelledError, OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 

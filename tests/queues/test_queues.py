@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, shuffle, wait_until_blocked
 from waiting import wait_until
 
-from jstep.queues.errors import OutOfRangeError
-from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
+from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
