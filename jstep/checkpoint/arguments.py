@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jstep.core.checks import as_function, as_int, as_number, as_text, kind, shown
-from jstep.stores.urls import absolute, is_url, location
+from jstep.stores.objects import absolute, is_url, location
 
 _LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already

@@ -9,7 +9,7 @@ from jstep.checkpoint.store import listing
 from jstep.checkpoint.store.directory import Directory
 from jstep.checkpoint.store.protocol import Store
 from jstep.core.checks import as_number
-from jstep.stores.urls import is_url
+from jstep.stores.objects import is_url
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:

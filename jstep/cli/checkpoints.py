@@ -13,7 +13,7 @@ from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store.listing import has_data, misnamed, missing
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.urls import absolute, is_url, split
+from jstep.stores.objects import absolute, is_url, split
 
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _AT_ONCE = 2**28

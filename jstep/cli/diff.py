@@ -13,7 +13,7 @@ from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain
 from jstep.cli.compare import LeafDifference, difference
 from jstep.core.checks import columns
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.urls import is_url, join, location, split
+from jstep.stores.objects import is_url, join, location, split
 
 
 def absent_from(one: Checkpoint) -> dict[str, LeftOut]:

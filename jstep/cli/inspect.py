@@ -11,7 +11,7 @@ from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table, time_text
 from jstep.core.checks import is_inexact, range_of, size
 from jstep.stores.files import is_directory
-from jstep.stores.urls import location
+from jstep.stores.objects import location
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

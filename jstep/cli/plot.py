@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jstep.cli.command import OK, TROUBLE, Command, complain, printable
 from jstep.core.checks import figure
 from jstep.stores.files import is_directory
-from jstep.stores.urls import absolute, is_url, location
+from jstep.stores.objects import absolute, is_url, location
 from jstep.summary.read import Point, find_runs, read_scalars
 from jstep.summary.records import DataLossError
 

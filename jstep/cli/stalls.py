@@ -5,7 +5,7 @@ import time
 
 from jstep.cli.command import DIFFERENT, OK, Command, as_json, complain, printable, table
 from jstep.stores.files import is_directory
-from jstep.stores.urls import absolute, location
+from jstep.stores.objects import absolute, location
 from jstep.timeline.stalls import read_stalls, silent, waited_for
 
 

@@ -19,7 +19,7 @@ from jstep.hooks.hook import RunInfo
 from jstep.hooks.state_contents import StateContents, listed
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import is_url, location
+from jstep.stores.objects import is_url, location
 
 _logger = logging.getLogger("jstep")
 

@@ -18,9 +18,8 @@ from jstep.hooks.cadence import every
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.state.train_state import TrainState
-from jstep.stores.files import is_directory
-from jstep.stores.growing import LocalLines, ObjectLines, open_lines
-from jstep.stores.urls import join, location
+from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
+from jstep.stores.objects import join, location
 
 _logger = logging.getLogger("jstep")
 

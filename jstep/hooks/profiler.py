@@ -10,7 +10,7 @@ from jstep.hooks.hook import NEVER, Metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import is_url, location
+from jstep.stores.objects import is_url, location
 
 
 class ProfilerHook(RunHook):

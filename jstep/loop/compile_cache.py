@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import kind, scoped, shown
 from jstep.stores.files import make_folders, sync_files, sync_folder
-from jstep.stores.urls import is_url
+from jstep.stores.objects import is_url
 
 _logger = logging.getLogger("jstep")
 

@@ -41,7 +41,7 @@ from jstep.loop.run import STARTING as BEGINNING
 from jstep.loop.start_times import FirstBatch
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
-from jstep.stores.urls import absolute, location
+from jstep.stores.objects import absolute, location
 from jstep.timeline.lines import STALL
 from jstep.timeline.stalls import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.timeline.stopwatch import SAVING, STARTING, STEPPING, WAITING

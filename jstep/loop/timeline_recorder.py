@@ -10,7 +10,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.loop.run import Run
-from jstep.stores.urls import location
+from jstep.stores.objects import location
 from jstep.timeline.lines import START, TIMES, VERSION
 from jstep.timeline.stopwatch import Stopwatch, seconds_before_training
 from jstep.timeline.timeline import Timeline

@@ -1,17 +1,23 @@
-"""Reading of local files and objects, for logs and the command line, and atomic and durable writing of files."""
+"""Local files and objects that logs and commands read, that grow, and that are written atomically and durably."""
 
 import concurrent.futures
 import contextlib
 import errno
 import io
+import json
+import logging
+import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
-from jstep.stores.objects import Directory, Objects
-from jstep.stores.urls import is_url, join, split
+from jstep.stores.objects import Directory, Objects, StoreError, is_url, join, split
+
+# Reading of local files and objects, for logs and the command line, and atomic and durable writing of files.
 
 
 def opened(path: str) -> BinaryIO:
@@ -169,3 +175,240 @@ def _sync_path(path: str) -> None:
         sync(handle, path)
     finally:
         os.close(handle)
+
+
+# Growing files: objects that are uploaded periodically, since stores cannot append, and logs of JSON lines.
+
+SEGMENT = 2**20
+"""Bytes after which the next object begins, so that the cost of an upload stays bounded."""
+MOST = 2**28
+"""Maximum number of bytes to buffer while uploads fail."""
+PERIOD = 10.0
+"""Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
+
+_logger = logging.getLogger("jstep")
+
+
+class ObjectAppender:
+    """A growing sequence of bytes, stored as one object or several. A failed upload loses nothing.
+
+    One thread may write while another one uploads.
+
+    Args:
+        objects: The directory of objects.
+        next_key: Returns the key of the first object, and of each one after it.
+        header: The first bytes of each object.
+        secs: Seconds between two uploads.
+        segmented: Whether a new object begins after `SEGMENT` bytes; if not, one object holds everything.
+        at_once: Whether to write the first header immediately, so that errors show early.
+
+    Raises:
+        OSError: The first upload, made here, failed.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        next_key: Callable[[], str],
+        header: bytes = b"",
+        secs: float = PERIOD,
+        *,
+        segmented: bool = True,
+        at_once: bool = True,
+    ) -> None:
+        self._objects, self._next_key, self._header = objects, next_key, header
+        self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else None
+        self._full: list[tuple[str, bytes]] = []
+        self._key, self._data = next_key(), bytearray(header)
+        self._changed, self._failing = at_once, False
+        self._hurried = not at_once
+        """Whether uploads must not delay the callers for long, since none has succeeded yet, or the last one failed."""
+        self._lock = threading.Lock()
+        self._last = -math.inf
+        self.path = objects.at(self._key)
+        """The URL of the first object."""
+        self._put()
+
+    def write(self, data: bytes, instead_of: int = 0) -> None:
+        """Append bytes, which stay in one object; does not upload.
+
+        Args:
+            data: The bytes.
+            instead_of: The number of last bytes to replace, which `write` must have added to this object.
+
+        Raises:
+            StoreError: Uploads have failed for so long that the buffer is full.
+        """
+        with self._lock:
+            if instead_of:
+                del self._data[-instead_of:]
+            self._add(data)
+
+    def _add(self, data: bytes) -> None:
+        if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
+            raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
+        self._data += data
+        self._changed = True
+        if self._segment is not None and len(self._data) >= self._segment:
+            self._full.append((self._key, bytes(self._data)))
+            self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
+
+    def due(self) -> float:
+        """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
+        return self._last + self._period if self._changed or self._full else math.inf
+
+    def sync(self) -> bool:
+        """Upload new data and return whether that succeeded; a failure is logged once, and the data is kept."""
+        try:
+            with self._objects.within(5 if self._hurried else math.inf):
+                self._put()
+        except OSError as error:
+            if not self._failing:
+                _logger.warning("%s; the data is kept, and the upload is retried", error)
+            self._failing = self._hurried = True
+            return False
+        if self._failing:
+            _logger.info("%s is uploaded again", self.path)
+        self._failing = self._hurried = False
+        return True
+
+    def close(self) -> None:
+        """Upload new data.
+
+        Raises:
+            OSError: The upload failed.
+        """
+        with self._objects.within(8 if self._hurried else math.inf):
+            self._put()
+
+    def _put(self) -> None:
+        if not self._changed and not self._full:
+            return
+        self._last = time.monotonic()
+        while self._full:
+            self._objects.write(*self._full[0])
+            del self._full[0]
+        with self._lock:
+            key, data, changed, self._changed = self._key, bytes(self._data), self._changed, False
+        try:
+            if changed:
+                self._objects.write(key, data)
+        except BaseException:
+            self._changed = True
+            raise
+
+
+_START = 38.0
+"""Timeout in seconds for reading and writing the object at the start of a run."""
+
+
+def open_lines(path: str) -> "LocalLines | ObjectLines":
+    """Open a file or object for appending; an incomplete last line is removed first.
+
+    Raises:
+        OSError: It cannot be created or written.
+    """
+    return ObjectLines(path) if is_url(path) else LocalLines(path)
+
+
+def complete(data: bytes) -> bytes:
+    """Return the lines without an incomplete last one. JSON that only lacks its newline gets it."""
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:])
+    except (ValueError, RecursionError):
+        return data[:end]
+    return data + b"\n"
+
+
+class LocalLines:
+    """A file, to which other processes may append lines at the same time: each line is one appending write."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        make_folders(os.path.dirname(path))
+        self._is_named = False
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
+        self._file.seek(0)
+        found = self._file.read()
+        whole = complete(found)
+        if len(whole) < len(found):
+            self._file.truncate(len(whole))
+        else:
+            self._file.write(whole[len(found) :])
+
+    def write(self, line: bytes, instead_of: int = 0) -> None:
+        """Append a line; in a file no line replaces another one.
+
+        Raises:
+            OSError: The line was not written, or only a part of it, which is then a line of its own.
+        """
+        del instead_of
+        wrote = self._file.write(line)
+        if wrote is not None and wrote < len(line):  # the disk is full
+            self._file.write(b"\n")
+            raise OSError(f"{wrote} of {len(line)} bytes were written")
+
+    def sync(self, *, to_disk: bool) -> None:
+        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already."""
+        if not to_disk:
+            return
+        sync(self._file.fileno(), self.path, data_only=True)
+        if not self._is_named:
+            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+                sync_folder(os.path.dirname(self.path))
+            self._is_named = True
+
+    def close(self) -> None:
+        """Flush the lines and close the file."""
+        if not self._file.closed:
+            try:
+                self.sync(to_disk=True)
+            finally:
+                self._file.close()
+
+
+class ObjectLines:
+    """An object, which is kept in memory and periodically uploaded in the background.
+
+    Args:
+        path: The URL of the object.
+        resume: Whether to read the lines that the object has, and to upload them at once, so that errors show early.
+    """
+
+    def __init__(self, path: str, *, resume: bool = True) -> None:
+        above, name = split(path)
+        objects = Objects(above)
+        self.path = path
+        self._thread: threading.Thread | None = None
+        with objects.within(_START):
+            header = complete(objects.read(name).data or b"") if resume else b""
+            self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
+
+    def write(self, line: bytes, instead_of: int = 0) -> None:
+        """Append a line, in place of the last bytes; see `ObjectAppender.write`."""
+        self._appender.write(line, instead_of)
+
+    def sync(self, *, to_disk: bool) -> None:
+        """Upload the lines with `to_disk`; otherwise, when an upload is due, start it in the background."""
+        if to_disk:
+            self._wait()
+            self._appender.sync()
+        elif self._appender.due() <= time.monotonic() and (self._thread is None or not self._thread.is_alive()):
+            from jstep.core.meshes import Thread  # not at the top: it imports JAX
+
+            self._thread = Thread(target=self._appender.sync, name="jstep-lines", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Upload the lines.
+
+        Raises:
+            OSError: The upload failed.
+        """
+        self._wait()
+        self._appender.close()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.stores.files import is_directory, names_in, opened, walked
-from jstep.stores.urls import is_url, join, location
+from jstep.stores.objects import is_url, join, location
 from jstep.summary.records import FOOTER, HEADER, DataLossError, decode_error, proto, read_records
 
 

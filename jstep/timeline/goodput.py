@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import columns, html_table
-from jstep.stores.urls import absolute, location
+from jstep.stores.objects import absolute, location
 from jstep.timeline.lines import STALL, fields_with, is_seconds, read
 from jstep.timeline.stopwatch import PARTS, STEPPING
 

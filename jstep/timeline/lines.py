@@ -7,8 +7,7 @@ from typing import Any
 
 from jstep.core.checks import as_text, shown
 from jstep.stores.files import is_directory, names_in, opened
-from jstep.stores.objects import Directory
-from jstep.stores.urls import absolute, is_url, join, location
+from jstep.stores.objects import Directory, absolute, is_url, join, location
 from jstep.timeline.stopwatch import PARTS
 
 NAME = "timeline.jsonl"

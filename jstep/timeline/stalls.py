@@ -13,8 +13,7 @@ from typing import Any
 
 from jstep.checkpoint.store.claim import is_alive, this_process
 from jstep.stores.files import is_directory, names_in, opened, replace_file
-from jstep.stores.objects import Objects
-from jstep.stores.urls import is_url, join
+from jstep.stores.objects import Objects, is_url, join
 
 FOLDER, VERSION = "stalls", 1
 CALL, WITH_OTHERS = "call", "agreement"

@@ -7,8 +7,8 @@ import threading
 from datetime import UTC, datetime
 from typing import Any
 
-from jstep.stores.growing import LocalLines, ObjectLines
-from jstep.stores.urls import is_url, join
+from jstep.stores.files import LocalLines, ObjectLines
+from jstep.stores.objects import is_url, join
 from jstep.timeline.lines import NAME, OBJECTS, TIMES
 
 _logger = logging.getLogger("jstep")
@@ -22,7 +22,7 @@ class Timeline:
     every ten seconds and before each checkpoint.
 
     Args:
-        where: The directory or URL, as returned by `jstep.stores.urls.location`.
+        where: The directory or URL, as returned by `jstep.stores.objects.location`.
         prefix: The prefix of the run's checkpoints.
 
     Raises:

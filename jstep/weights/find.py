@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jstep.core.checks import shown
-from jstep.stores.urls import is_url, location
+from jstep.stores.objects import is_url, location
 from jstep.weights.header import LARGEST, Header, Tensor, parsed, read_header
 
 SUFFIX = ".safetensors"

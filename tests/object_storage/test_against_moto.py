@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.stores import growing
+from jstep.stores import files as growing
 from jstep.stores.objects import ABSENT, Objects
 from jstep.summary import SummaryWriter, scalar
 from jstep.summary.read import read_scalars

@@ -3,7 +3,8 @@
 import pytest
 
 import jstep
-from jstep.stores import growing, objects, urls
+from jstep.stores import files as growing
+from jstep.stores import objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 from jstep.summary.read import event_files, find_runs, read_scalars
 
@@ -147,7 +148,7 @@ def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
 
     path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
     assert path == f"{store.run}/sub/graph.pbtxt"
-    parent, name = urls.split(path)
+    parent, name = objects.split(path)
     assert b"node" in objects.Objects(parent).read(name).data
     for run in ("a", "b"):
         with SummaryWriter(f"{store.run}/{run}") as writer:

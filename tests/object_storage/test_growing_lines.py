@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jstep.stores.growing import open_lines
+from jstep.stores.files import open_lines
 from jstep.stores.objects import Objects
 
 

@@ -6,9 +6,8 @@ import pathlib
 import pytest
 from etils import epath
 
-from jstep.stores import aws
-from jstep.stores.objects import Objects
-from jstep.stores.urls import is_url, join, location, split
+from jstep.stores import objects
+from jstep.stores.objects import Objects, is_url, join, location, split
 
 
 @pytest.mark.parametrize(
@@ -68,11 +67,11 @@ def test_join_and_split():
 def test_aws_environment(tmp_path):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     no_files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
-    assert aws.s3_fields(no_files) == {}
-    assert aws.s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
+    assert objects.s3_fields(no_files) == {}
+    assert objects.s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
     both = {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b/", "AWS_REGION": "x"}
-    assert aws.s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
-    assert aws.s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
+    assert objects.s3_fields(no_files | both) == {"endpoint": "http://b", "aws_region": "x"}
+    assert objects.s3_fields(no_files | {"AWS_DEFAULT_REGION": "y"}) == {"aws_region": "y"}
 
 
 def test_aws_profiles(tmp_path):
@@ -83,14 +82,14 @@ def test_aws_profiles(tmp_path):
     config.write_text("[profile work]\nregion = eu-1\nendpoint_url = http://own\n[profile bare]\nregion = eu-2\n")
     files = {"AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_CONFIG_FILE": str(config)}
     paths = {"credentials_file": str(credentials), "config_file": str(config)}
-    assert aws.s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
-    work = aws.s3_fields(files | {"AWS_PROFILE": "work"})
+    assert objects.s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
+    work = objects.s3_fields(files | {"AWS_PROFILE": "work"})
     assert work["aws_credentials"] == {"type": "profile", "profile": "work", **paths}
     assert (work["aws_region"], work["endpoint"]) == ("eu-1", "http://own")
-    assert aws.s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
+    assert objects.s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
     with pytest.raises(PermissionError, match="AWS_PROFILE='other'"):
-        aws.s3_fields(files | {"AWS_PROFILE": "other"})
-    assert aws.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
+        objects.s3_fields(files | {"AWS_PROFILE": "other"})
+    assert objects.s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
     assert "c" not in str(work).split()
 
 

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from jstep.stores import objects
-from jstep.stores.errors import StoreError
-from jstep.stores.objects import ABSENT, Directory, Objects, at_once
+from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, at_once
 
 QUICK = {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
 

@@ -20,8 +20,7 @@ from file_calls import mark
 
 import jstep
 from jstep.fingerprints import log
-from jstep.stores.files import replace_file
-from jstep.stores.growing import open_lines
+from jstep.stores.files import open_lines, replace_file
 
 ACKNOWLEDGED = "acknowledged "
 """Begin of the mark of a save after `wait` returned: the number of the save, or the step of a run."""

@@ -15,9 +15,8 @@ from typing import Any
 
 from jstep.checkpoint.format.manifest import NAME, Manifest
 from jstep.checkpoint.store.listing import UNUSED
-from jstep.stores.errors import TruncatedError
 from jstep.stores.files import may_be_file, sync_files
-from jstep.stores.objects import Objects, Pending, at_once
+from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 
 BLOCK = 64 * 2**20  # bytes per checksum: large files are read by several threads
 _PIECE = 2**20  # bytes that fit the cache of a core

@@ -20,8 +20,7 @@ from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.packs import own_blocks
 from jstep.checkpoint.store.protocol import Commit, CorruptedError
 from jstep.distributed import agreement
-from jstep.stores.objects import Directory, at_once
-from jstep.stores.urls import bucket
+from jstep.stores.objects import Directory, at_once, parts_of_url
 
 HURRIED = 5.0
 """Seconds for optional requests."""
@@ -224,7 +223,7 @@ class ObjectStore:
     def command_to_set_aside(self, path: str) -> str:
         """See `Store.command_to_set_aside`. The command is that of the cloud's own tool."""
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
-        if bucket(path)[0] == "gs":
+        if parts_of_url(path)[0] == "gs":
             return shlex.join(["gcloud", "storage", "mv", path, aside])
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 

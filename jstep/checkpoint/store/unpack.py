@@ -21,8 +21,7 @@ from jstep.checkpoint.store.checksums import is_below
 from jstep.checkpoint.store.packs import Stored, overlap
 from jstep.checkpoint.store.protocol import CorruptedError
 from jstep.core.placement import lengths, local_parts, place
-from jstep.stores.errors import TruncatedError
-from jstep.stores.objects import ABSENT, ReadResult, at_once
+from jstep.stores.objects import ABSENT, ReadResult, TruncatedError, at_once
 
 _AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""

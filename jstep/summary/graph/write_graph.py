@@ -8,8 +8,7 @@ import jax
 from jstep.core.checks import as_bool
 from jstep.core.checks import as_text as checked_text
 from jstep.stores.files import replace_file
-from jstep.stores.objects import Objects
-from jstep.stores.urls import is_url, join, location, split
+from jstep.stores.objects import Objects, is_url, join, location, split
 from jstep.summary.graph.from_lowered import from_lowered
 from jstep.summary.graph.from_traced import from_traced
 from jstep.summary.records import decode_error, is_message, proto

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from jstep.stores.files import make_folders, sync, sync_folder
-from jstep.stores.growing import ObjectAppender
-from jstep.stores.objects import Objects
-from jstep.stores.urls import is_url
+from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
+from jstep.stores.objects import Objects, is_url
 from jstep.summary.read import is_event_file
 from jstep.summary.records import frame
 from jstep.summary.write.encode import event_bytes

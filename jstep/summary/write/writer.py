@@ -14,7 +14,7 @@ import numpy as np
 
 from jstep.core.checks import as_int, as_number, kind, note, shown
 from jstep.core.trees import Step, is_traced
-from jstep.stores.urls import location
+from jstep.stores.objects import location
 from jstep.summary.graph.write_graph import graph_def
 from jstep.summary.records import crc32c, decode_error, hparams_protos, is_message, proto
 from jstep.summary.values import Scalars, Summary, has_tracers, keep
