@@ -127,7 +127,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: fl
     """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-    from jstep.distributed import agreement
+    from jstep.distributed import processes
 
     # Asking for the number of processes would start the backends, which a program that only watches does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
@@ -141,9 +141,9 @@ def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: fl
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        found = agreement.on_all_processes(look, problem, OSError) if is_distributed else look()
+        found = processes.on_all_processes(look, problem, OSError) if is_distributed else look()
         if is_distributed:
-            (found,) = agreement.broadcast_ints(found)
+            (found,) = processes.broadcast_ints(found)
         if found != _WAIT:
             return found
         time.sleep(poll if deadline is None else min(poll, max(deadline - time.monotonic(), 0.0)))

@@ -18,7 +18,7 @@ from jstep.checkpoint.store.protocol import CorruptedError, Store
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.stores.objects import is_url
 
 INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
@@ -89,8 +89,8 @@ class Reader:
     def _find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
         step = self._newest() if requested is None else requested
-        path = agreement.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
-        if agreement.any_process(path is None):
+        path = processes.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
+        if processes.any_process(path is None):
             if requested is None:
                 raise _GoneError(self._store.path(name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
@@ -100,12 +100,12 @@ class Reader:
             )
         assert path is not None
         read = functools.partial(self._manifest, path)
-        manifest, problem, verdict = agreement.on_all_processes(read, "the manifest cannot be read")
-        if agreement.any_process(manifest is None and not problem):
+        manifest, problem, verdict = processes.on_all_processes(read, "the manifest cannot be read")
+        if processes.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
             problem, verdict = misnamed(self._prefix, step, manifest.step), UNREADABLE
-        if agreement.any_process(bool(problem)):
+        if processes.any_process(bool(problem)):
             raise self._unusable(path, [problem or "see the error of another process"], verdict)
         assert manifest is not None
         return path, manifest
@@ -128,10 +128,10 @@ class Reader:
     def _newest(self) -> int:
         """Return the highest step. Its checkpoint must be complete: older ones are never restored silently."""
         store, problem = self._store, "the checkpoints cannot be read"
-        newest = agreement.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
-        (step,) = agreement.broadcast_ints(-1 if newest is None else newest[0])
-        broken = agreement.on_all_processes(lambda: store.broken(self._prefix, step), problem)
-        if agreement.any_process(bool(broken)):
+        newest = processes.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
+        (step,) = processes.broadcast_ints(-1 if newest is None else newest[0])
+        broken = processes.on_all_processes(lambda: store.broken(self._prefix, step), problem)
+        if processes.any_process(bool(broken)):
             path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
             raise self._unusable(path, [problem], CORRUPTED)
         if step < 0:
@@ -221,10 +221,10 @@ class Reader:
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read the stored arrays of these names; corrupted arrays are never returned."""
         arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
-        if agreement.any_process(bool(problems) or failure is not None):
-            if agreement.any_process(self._is_gone(path, manifest)):
+        if processes.any_process(bool(problems) or failure is not None):
+            if processes.any_process(self._is_gone(path, manifest)):
                 raise _GoneError(path)
-            if agreement.any_process(bool(problems)):
+            if processes.any_process(bool(problems)):
                 problems = problems or ["another process names the file"]
                 raise self._unusable(path, problems, CORRUPTED, self._what_is_left(path, manifest))
             reason = "see the error of another process" if failure is None else short(failure)

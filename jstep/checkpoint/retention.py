@@ -13,7 +13,7 @@ from jstep.checkpoint.format.manifest import CheckpointError, LeftOut, Manifest
 from jstep.checkpoint.store.listing import name
 from jstep.checkpoint.store.protocol import Commit, Files, Store
 from jstep.core.checks import listing
-from jstep.distributed import agreement
+from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
@@ -143,14 +143,14 @@ class RetentionManager:
             FileNotFoundError: There is no checkpoint of this step.
         """
         path = self._store.at(self._prefix, step)
-        if agreement.any_process(path is None):
+        if processes.any_process(path is None):
             raise FileNotFoundError(
                 f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
             )
         if jax.process_index() == 0 and path is not None:
             self._store.evict(path)
         self._times.pop(step, None)
-        agreement.any_process(False)
+        processes.any_process(False)
 
     def evictable(self) -> list[str]:
         """Return the paths of the checkpoints that are not kept permanently, lowest step first."""

@@ -18,7 +18,7 @@ from jstep.checkpoint.store.protocol import Store
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList
-from jstep.distributed import agreement
+from jstep.distributed import processes
 
 
 class Writer:
@@ -55,7 +55,7 @@ class Writer:
         is_first = jax.process_index() == 0
         problem = f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
         claim = functools.partial(self._store.claim, self._prefix)
-        agreement.on_all_processes(claim if is_first else bool, problem, CheckpointError)
+        processes.on_all_processes(claim if is_first else bool, problem, CheckpointError)
         if state is not None and is_first:
             paths = trees.paths_of(state)
             self._retention.load(path for i, path in enumerate(paths) if i not in absent)
@@ -67,7 +67,7 @@ class Writer:
             CheckpointError: The last save failed, here or on another process.
         """
         problem = "the last checkpoint was not saved; see the error of another process"
-        agreement.on_all_processes(self.wait, problem, CheckpointError)
+        processes.on_all_processes(self.wait, problem, CheckpointError)
 
     def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
         """Start to write a state, and return the path of its checkpoint.

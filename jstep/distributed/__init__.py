@@ -1,7 +1,7 @@
 """Multi-process training: initialization, and agreement between processes."""
 
 from jstep.core.checks import set_public_module as _set_public_module
-from jstep.distributed.initialize import initialize
+from jstep.distributed.processes import initialize
 
 __all__ = [
     "initialize",

@@ -24,7 +24,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.data.batches import Batches
 from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchSequence
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.queues.queues import until_end
 from jstep.sharding.batches import as_shardings, fitting, place_rows
 
@@ -200,7 +200,7 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
         shardings: A tree of shardings that is a prefix of the batch, or None.
     """
     each = (trees.arguments_of(copied(batch)) for batch in batches)
-    if shardings is not None and not agreement.is_single_process():
+    if shardings is not None and not processes.is_single_process():
         yield from _synchronized(each, shardings)
         return
     for args in each:
@@ -238,7 +238,7 @@ def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
             args,
             _leaf_shardings(shardings, args),
         )
-    if not agreement.is_single_process():
+    if not processes.is_single_process():
         return args  # the same on all processes, or global already
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
 

@@ -16,7 +16,7 @@ from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.evaluation import CheckedEvaluation
@@ -114,7 +114,7 @@ def evaluator(
     def check_state(state: TrainState) -> None:
         require_alive(require_state(state))
         refuse_shapes(state, "state")
-        if batch_sharding is None and isinstance(batches, BatchSequence) and not agreement.is_single_process():
+        if batch_sharding is None and isinstance(batches, BatchSequence) and not processes.is_single_process():
             raise ValueError(
                 "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
                 "one global batch, as in train"
@@ -126,7 +126,7 @@ def evaluator(
         if as_average_names(use_averages):
             params = jax.eval_shape(functools.partial(_params_of, use_averages=use_averages), state)
         params = (params, *_model_state_of(state, has_model_state))
-        args = passes.first_shapes(shardings) if agreement.is_single_process() else None
+        args = passes.first_shapes(shardings) if processes.is_single_process() else None
         if args is not None:
             with using_mesh(mesh_of((state, args))), _explained(state, has_model_state, args):
                 jax.eval_shape(computed, params, args)
@@ -137,7 +137,7 @@ def evaluator(
         totals = Totals(merge)
         for args in placed(passes, shardings):
             # Otherwise the processes may have different numbers of batches.
-            if agreement.is_single_process() or _mesh_of_processes((params, args)) is not None:
+            if processes.is_single_process() or _mesh_of_processes((params, args)) is not None:
                 raise_if_stop_requested()
             with using_mesh(mesh_of((params, args))), _explained(state, has_model_state, args):
                 for metrics in _measured(computed, params, args):
@@ -224,7 +224,7 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mesh_of_processes(tree: Any) -> Any:
     """Return the mesh of arrays that are on several processes; None for any others."""
-    mesh = None if agreement.is_single_process() else mesh_of(tree)
+    mesh = None if processes.is_single_process() else mesh_of(tree)
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jstep.core.checks import as_int, note, one_of
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.fingerprints.fingerprint import ByDevice, by_device, named_leaves
 from jstep.fingerprints.log import Difference
 from jstep.hooks.run_hook import RunHook
@@ -219,7 +219,7 @@ def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
         )
     devices = jax.devices()
     marks = _marks(first, second, devices)
-    found = marks if agreement.is_single_process() else agreement.max_over_processes(marks)
+    found = marks if processes.is_single_process() else processes.max_over_processes(marks)
     differ, of_devices = found[: len(first.paths)], found[len(first.paths) :]
     if not differ.any():
         return None

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from jstep.core.checks import as_int, as_number, kind
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.hooks.hook import NEVER, Clock, name_of
 
 
@@ -81,9 +81,9 @@ class Due:
         self._is_timed = cadence is not None and cadence.secs is not None
         self._cadence = cadence if by_cadence or self._is_timed else None
         self.clock = time.monotonic if cadence is None else cadence.clock
-        self._agreed: agreement.AgreedClock | None = None
-        if cadence is not None and self._is_timed and cadence.together and not agreement.is_single_process():
-            self._agreed = agreement.AgreedClock(cadence.secs or 0.0, self.clock)
+        self._agreed: processes.AgreedClock | None = None
+        if cadence is not None and self._is_timed and cadence.together and not processes.is_single_process():
+            self._agreed = processes.AgreedClock(cadence.secs or 0.0, self.clock)
         self.deadline = math.inf
         self.done(step)
 

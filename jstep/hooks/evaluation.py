@@ -12,7 +12,7 @@ import jax
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.hooks.cadence import cadence
 from jstep.hooks.callbacks import Callbacks, EvaluationCallback
 from jstep.hooks.hook import Clock, Metrics, RunInfo
@@ -242,7 +242,7 @@ class EvaluationHook(RunHook):
                 "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
             )
         self._owed = None
-        if self._callbacks and not agreement.is_single_process():
+        if self._callbacks and not processes.is_single_process():
             values = {**values, **_of_process_0(values)}
         self.results[step] = values
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
@@ -268,5 +268,5 @@ class EvaluationHook(RunHook):
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of process 0, so that all processes make the same decisions."""
     numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
-    shared = agreement.broadcast_bytes(json.dumps(numbers).encode())
+    shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

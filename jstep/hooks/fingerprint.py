@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core.checks import as_bool, one_of, shown
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.fingerprints import log as _log
 from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.cadence import every
@@ -134,8 +134,8 @@ class FingerprintHook(RunHook):
         self._pending.clear()
         self._before = {}
         named_leaves(state)  # raises now, not at the first fingerprint
-        agreement.on_all_processes(self._open, "the fingerprints cannot be opened")
-        if self._raises and not agreement.is_single_process():
+        processes.on_all_processes(self._open, "the fingerprints cannot be opened")
+        if self._raises and not processes.is_single_process():
             self._before = _broadcast(self._before)
 
     def _open(self) -> None:
@@ -157,7 +157,7 @@ class FingerprintHook(RunHook):
                 part.copy_to_host_async()
         self._pending.append(pending)
         # If processes must raise together, each one finishes the same steps: those before the latest.
-        together = self._raises and not agreement.is_single_process()
+        together = self._raises and not processes.is_single_process()
         while self._pending and (self._pending[0].step <= before if together else self._pending[0].is_ready()):
             self._finish(self._pending.popleft())
         if self._file is not None:
@@ -243,5 +243,5 @@ def _entries_of(path: str) -> dict[int, _log.Entry]:
 
 def _broadcast(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
     """Broadcast the entries that process 0 read to all processes."""
-    lines = agreement.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
+    lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
     return dict(_log.parsed(lines).entries)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jstep.core.meshes import in_background
-from jstep.distributed import agreement
+from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
@@ -73,15 +73,15 @@ class AutoSteps:
             self._choose(min(self._seconds))
 
     def _choose(self, seconds: float) -> None:
-        if not agreement.is_single_process():
-            (slowest,) = agreement.max_over_processes(np.array([round(seconds * 1e6)], np.int32))
+        if not processes.is_single_process():
+            (slowest,) = processes.max_over_processes(np.array([round(seconds * 1e6)], np.int32))
             seconds = float(slowest) / 1e6
         most = most_steps(seconds)
         steps = "1 step" if most == 1 else f"up to {most} steps"
         _logger.info('steps_per_call="auto": %s a call, as a step takes %.3g ms', steps, 1e3 * seconds)
         if most == 1:
             return
-        if agreement.is_single_process():
+        if processes.is_single_process():
             in_background(functools.partial(self._prepare, most), name="jstep-compile")
         else:
             self._prepare(most)

@@ -11,7 +11,7 @@ import jax
 from jstep.core import tagged_json
 from jstep.core.checks import kind
 from jstep.core.tagged_json import as_json
-from jstep.distributed import agreement
+from jstep.distributed import processes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and those of all processes if there are several."""
@@ -183,7 +183,7 @@ def gather_positions(position: Any) -> dict[str, Any]:
     position = as_json(position)
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
-    positions = [json.loads(text) for text in agreement.gather_texts(json.dumps(position))]
+    positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
     if all(one is None for one in positions):
         return {}
     first = {} if positions[0] is None else {POSITION: positions[0]}

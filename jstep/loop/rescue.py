@@ -11,7 +11,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.state_contents import StateContents, listed
@@ -79,7 +79,7 @@ def save_while_it_hangs(run: Run) -> str:
 
 def _saved(run: Run, error: BaseException) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
-    if not agreement.is_single_process():
+    if not processes.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
     if getattr(error, "prevents_saving", False):
         return ", and is not saved"
@@ -142,7 +142,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
     """
     metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
     loss = metrics.get("loss")
-    if loss is None or not (agreement.is_single_process() or _is_on_all(loss)):
+    if loss is None or not (processes.is_single_process() or _is_on_all(loss)):
         return False
     try:
         with internal_transfers():

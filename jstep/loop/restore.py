@@ -14,7 +14,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.hooks.values import read
 from jstep.loop.checks import check_alive
 from jstep.loop.options import Options
@@ -38,7 +38,7 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
         _check_concrete(state, "and no checkpoint_dir to restore from")
         run.begin_at(_step_of(state))
         return
-    saver, run.latest = agreement.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+    saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
     run.closing.push(functools.partial(_leave, run, saver))
     run.saver, run.given = saver, _step_if_known(state)
     run.held = _held(state) if run.given is not None else {}

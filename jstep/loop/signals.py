@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from jstep.distributed import agreement
+from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
@@ -51,7 +51,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.on_first: Callable[[], None] = lambda: None
-        self._alone = agreement.is_single_process()
+        self._alone = processes.is_single_process()
         self.is_shared = not self._alone
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
@@ -81,13 +81,13 @@ class StopSignals:
             self.interrupts = True
             self.on_first()
         else:
-            agreement.request_stop()
+            processes.request_stop()
 
     def to_stop(self) -> bool:
         """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
         if self._alone:
             return self.received is not None
-        self._agreed = self._agreed or agreement.reached_stop()
+        self._agreed = self._agreed or processes.reached_stop()
         if not self._agreed:
             return False
         self.received = self.received or signal.SIGTERM

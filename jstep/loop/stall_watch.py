@@ -26,7 +26,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
 from jstep.core.meshes import Thread, in_background
 from jstep.data.prefetch import serve
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
@@ -57,8 +57,8 @@ _MAKERS = {fn.__code__ for fn in _THREADS}
 """The functions that the threads run that make batches or programs."""
 _WAITS_FOR_ROOM = {FIFOQueue.enqueue.__code__, FIFOQueue.enqueue_many.__code__}
 """The functions of such a thread that has made a batch."""
-_TALKS = (agreement.reached_stop, agreement.max_over_processes, agreement.gather_texts)
-_AGREEMENTS = {fn.__code__ for fn in (*_TALKS, agreement.broadcast_bytes, agreement.broadcast_ints)}
+_TALKS = (processes.reached_stop, processes.max_over_processes, processes.gather_texts)
+_AGREEMENTS = {fn.__code__ for fn in (*_TALKS, processes.broadcast_bytes, processes.broadcast_ints)}
 """The functions that wait for the other processes."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")

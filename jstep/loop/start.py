@@ -7,7 +7,7 @@ from typing import Any
 
 from jstep.data.from_state import StateBatches
 from jstep.data.sequence import BatchSequence
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.hooks import hook_state
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
 from jstep.loop.build_hooks import build_hooks
@@ -30,16 +30,16 @@ _PROBLEM = "the batches cannot be opened"
 
 def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
-    started = agreement.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
+    started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
     if recorder.is_open:
         run.programs.cards = Cards(recorder.write, run, batches)
         run.closing.callback(run.programs.cards.close)
-    agreement.on_all_processes(lambda: build_hooks(run, recorder), "the logs cannot be opened")
+    processes.on_all_processes(lambda: build_hooks(run, recorder), "the logs cannot be opened")
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save
-    source, items = agreement.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
+    source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
     hook_state.check_owners(run.hooks)
     runner.begin()
     if run.restored is not None:

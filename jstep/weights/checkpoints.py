@@ -19,7 +19,7 @@ from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import target_sharding
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
 from jstep.weights.place import from_host, from_parts
 
@@ -234,12 +234,12 @@ def _is_readable(store: Store, path: str, manifest: Manifest, leaf: Leaf) -> boo
 
 def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
     arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
-    if agreement.any_process(bool(problems)):
+    if processes.any_process(bool(problems)):
         raise CheckpointError(
             f"{path} is corrupted: {first_of(problems) or 'another process names the file'}. Nothing was loaded; copy "
             "it again from where it is intact"
         )
-    if agreement.any_process(failure is not None):
+    if processes.any_process(failure is not None):
         reason = "see the error of another process" if failure is None else short(failure)
         raise CheckpointError(f"{path} could not be read: {reason}") from failure
     return arrays

@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
-from jstep.distributed.agreement import any_process
+from jstep.distributed.processes import any_process
 from jstep.weights.find import INDEX, local
 from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
 from jstep.weights.header import METADATA, bits_of, code_of, package

@@ -10,7 +10,7 @@ from processes import start, wait_for
 
 import jstep
 from jstep.cli.main import main
-from jstep.distributed import agreement
+from jstep.distributed import processes as agreement
 from jstep.timeline.stalls import read_stalls
 
 TRAIN = """

@@ -90,9 +90,9 @@ def test_gather_positions(process, monkeypatch):
         (B, positions_of(A, B)),
         (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}),
     ):
-        monkeypatch.setattr("jstep.distributed.agreement.gather_texts", lambda text, o=others: [text, json.dumps(o)])
+        monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text, o=others: [text, json.dumps(o)])
         assert gather_positions(A) == expected
-    monkeypatch.setattr("jstep.distributed.agreement.gather_texts", lambda text: [text, text])
+    monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, text])
     assert gather_positions(None) == {}
-    monkeypatch.setattr("jstep.distributed.agreement.gather_texts", lambda text: [text, json.dumps(B)])
+    monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps(B)])
     assert gather_positions(None) == {POSITIONS: {"processes": 2, "positions": [None, B]}}

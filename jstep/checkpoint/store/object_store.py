@@ -19,7 +19,7 @@ from jstep.checkpoint.store.object_claim import ObjectClaim
 from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
 from jstep.checkpoint.store.packs import own_blocks
 from jstep.checkpoint.store.protocol import Commit, CorruptedError
-from jstep.distributed import agreement
+from jstep.distributed import processes
 from jstep.stores.objects import Directory, at_once, parts_of_url
 
 HURRIED = 5.0
@@ -133,7 +133,7 @@ class ObjectStore:
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = listing.attempt_of(*agreement.broadcast_ints(*listing.new_attempt(commit.saved_at)))
+        attempt = listing.attempt_of(*processes.broadcast_ints(*listing.new_attempt(commit.saved_at)))
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
