@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.metrics.counts import Count, counted
+from jstep.metrics.classification import Count, counted
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
