@@ -121,13 +121,13 @@ def _side(path: str) -> _Side:
 
 
 def _log_at(path: str, in_directory: bool) -> _Side:
-    from jstep.fingerprints import log  # imports JAX, which is not needed above
+    from jstep.state import fingerprint_log  # imports JAX, which is not needed above
 
     if in_directory:
-        if log.NAME not in names_in(path):
-            raise FileNotFoundError(f"no checkpoints and no {log.NAME} in {path}")
-        path = join(path, log.NAME)
-    found = log.read(path)
+        if fingerprint_log.NAME not in names_in(path):
+            raise FileNotFoundError(f"no checkpoints and no {fingerprint_log.NAME} in {path}")
+        path = join(path, fingerprint_log.NAME)
+    found = fingerprint_log.read(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in found.corrupted]
     if not found.entries:
         why = problems[0] if problems else f"{path} has no complete line"
@@ -170,7 +170,7 @@ def _of_checkpoints(a: Checkpoint, b: Checkpoint) -> tuple[list[LeafDifference],
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    from jstep.fingerprints.log import difference as log_difference
+    from jstep.state.fingerprint_log import difference as log_difference
 
     found = log_difference(a, b)
     if found is None:

@@ -12,7 +12,7 @@ from jstep.core.checks import kind, shown
 from jstep.core.meshes import internal_transfers, parts_along
 from jstep.core.placement import refuse_compile_only
 from jstep.core.trees import leaf_at, leaves_with_paths, path_str, quoted
-from jstep.sharding.batches import place_rows
+from jstep.state.sharding import place_rows
 
 
 def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]:

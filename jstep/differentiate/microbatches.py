@@ -16,7 +16,7 @@ from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, IndexedSlices
 from jstep.differentiate.noise import Square, Squares
-from jstep.sharding.batches import fitting_spec
+from jstep.state.sharding import fitting_spec
 
 _logger = logging.getLogger("jstep")
 

@@ -26,7 +26,7 @@ from jstep.data.placement import copied, placement
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
-from jstep.sharding.batches import as_shardings, fitting, place_rows
+from jstep.state.sharding import as_shardings, fitting, place_rows
 
 _logger = logging.getLogger("jstep")
 

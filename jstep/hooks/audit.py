@@ -14,9 +14,9 @@ from jstep.core.checks import as_int, note, one_of
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.fingerprints.fingerprint import ByDevice, by_device, named_leaves
-from jstep.fingerprints.log import Difference
 from jstep.hooks.run_hook import RunHook
+from jstep.state.fingerprint_log import Difference
+from jstep.state.fingerprints import ByDevice, by_device, named_leaves
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")

@@ -12,11 +12,11 @@ import numpy as np
 from jstep.core.checks import as_bool, one_of, shown
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
-from jstep.fingerprints import log as _log
-from jstep.fingerprints.fingerprint import named_leaves, stacked
 from jstep.hooks.cadence import every
 from jstep.hooks.hook import Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
+from jstep.state import fingerprint_log as _log
+from jstep.state.fingerprints import named_leaves, stacked
 from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
 from jstep.stores.objects import join, location

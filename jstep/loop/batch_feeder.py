@@ -17,7 +17,7 @@ from jstep.loop.positions import LivePosition
 from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.loop.sources import Source
-from jstep.sharding.batches import as_shardings
+from jstep.state.sharding import as_shardings
 from jstep.timeline.stopwatch import Stopwatch
 
 

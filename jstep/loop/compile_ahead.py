@@ -15,7 +15,7 @@ from jstep.loop.run import Run
 from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
 from jstep.loop.start_times import FirstBatch, interruptible
-from jstep.sharding.batches import as_shardings
+from jstep.state.sharding import as_shardings
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jstep.core.programs import shards_arrays
-from jstep.sharding.batches import mesh_without_batch
+from jstep.state.sharding import mesh_without_batch
 
 _logger = logging.getLogger("jstep")
 

@@ -16,7 +16,7 @@ from jstep.optimizers.directions import Result, Scalar, Values, average, decay_m
 from jstep.optimizers.hyper import constant
 from jstep.optimizers.leafwise import COPY, SQUARE
 from jstep.optimizers.match_gradients import find_slot
-from jstep.state.slots import masters_of, values_of
+from jstep.state.train_state import masters_of, values_of
 
 SCALARS = ("weight_sum", "lr_max", "beta1")
 

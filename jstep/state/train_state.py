@@ -1,28 +1,149 @@
-"""The training state: parameters, slots and the global step.
+"""The state of a training run, `TrainState`, and its creation, also sharded."""
 
-`global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
-checkpoints, logs and the stop condition all read it.
-"""
-
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, html_table, kind, size
-from jstep.core.meshes import explicit_mesh, internal_transfers, require_mesh, spec_of, without_explicit_axes
-from jstep.core.placement import checked_memory, collecting_checks, run_checks
-from jstep.core.slot_roles import NO_ROLES, Roles, roles_in, roles_of
+from jstep.core.block_codes import opened
+from jstep.core.checks import as_bool, as_text, html_table, kind, size
+from jstep.core.meshes import (
+    explicit_mesh,
+    internal_transfers,
+    require_mesh,
+    sharded_like,
+    spec_of,
+    using_mesh,
+    without_explicit_axes,
+)
+from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
+from jstep.core.selection import index_of
+from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in, roles_of
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
-from jstep.sharding import layout
-from jstep.state.create import is_abstract, made_on, refuse_untrained
+from jstep.state import sharding
+from jstep.state import sharding as layout
 from jstep.state.global_step import NO_STEP, create_global_step
+from jstep.state.sharding import ParamSpecs, in_memory, put, state_shardings
 
-MODEL_STATE = layout.MODEL_STATE
+# Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
+
+
+def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
+    """Whether to create an abstract state: from shapes, or for compile-only devices."""
+    return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and not _is_tracing())
+
+
+def made_on(
+    mesh: Mesh,
+    make: Callable[[Any, Any], Any],
+    params: Any,
+    model_state: Any,
+    shardings: Callable[[Any], Any],
+    of_params: Callable[[Any], Any],
+) -> Any:
+    """Return the state `make(params, model_state)`, sharded over a mesh; shapes only if `is_abstract`.
+
+    Args:
+        mesh: The mesh.
+        make: Creates the state.
+        params: The parameters, or a function that returns them.
+        model_state: Non-trained variables.
+        shardings: Maps the state's shapes to its shardings.
+        of_params: Maps the parameters to their shardings.
+    """
+    abstract = is_abstract(mesh, params, model_state)
+    is_function = trees.is_function(params)
+
+    def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
+        prepared = _shape_of if abstract else trees.host_leaf
+        tree = jax.tree_util.tree_map_with_path(prepared, tree)
+        return jax.tree.map(layout.put, tree, shardings(tree))
+
+    with internal_transfers():
+        given = None if is_function else placed(params, of_params)
+        others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+
+    def whole(given: Any, others: Any) -> Any:
+        return make(params if is_function else given, others)
+
+    def split(given: Any, others: Any) -> Any:
+        def specs(state: Any) -> Any:
+            return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
+
+        return without_explicit_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+
+    build = layout.planned if abstract else layout.build
+    with using_mesh(mesh):
+        if AxisType.Explicit in mesh.axis_types:
+            # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
+            # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
+            with contextlib.suppress(Exception):
+                return build(split, shardings, given, others)
+        return build(whole, shardings, given, others)
+
+
+def _shape_of(keys: Any, leaf: Any) -> Any:
+    """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
+    if is_shape(leaf) or trees.is_traced(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.eval_shape(lambda: trees.as_leaf(leaf, trees.path_str(keys), copy=False))
+
+
+def _is_tracing() -> bool:
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # get_mesh raises inside a function that JAX is tracing
+        return True
+    return False
+
+
+NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
+"""Variable types of Flax NNX, by name: jstep does not import neural-network libraries."""
+
+
+def refuse_untrained(params: Any) -> None:
+    """Reject a whole `nnx.Module` as params, because its running statistics and random state would not be updated.
+
+    Raises:
+        TypeError: A variable is not trainable; names it, and how to split the model.
+    """
+    for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable):
+        kinds = _kinds(node) & NOT_TRAINED if _is_variable(node) else set()
+        if kinds:
+            raise TypeError(
+                f"params: the variable at {trees.quoted(trees.path_str(keys))} is an nnx.{type(node).__name__}, which "
+                "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
+                "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True merge "
+                "it again: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
+                "without the nnx.Param variables as the new model_state."
+            )
+
+
+def _is_variable(node: Any) -> bool:
+    return "Variable" in _kinds(node)
+
+
+def _kinds(node: Any) -> set[str]:
+    return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}
+
+
+# The training state: parameters, slots and the global step.
+#
+# `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
+# checkpoints, logs and the stop condition all read it.
+
+MODEL_STATE = sharding.MODEL_STATE
 START_STEP = "start_step"
 
 
@@ -124,13 +245,13 @@ class TrainState:
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
         def of_params(params: Any) -> Any:
-            return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
+            return sharding.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
 
         def shardings(shapes: TrainState) -> Any:
-            placed, slots, step = layout.state_shardings(
+            placed, slots, step = sharding.state_shardings(
                 shapes.params, shapes.slots, mesh, param_specs, slot_axis, roles_in(shapes)
             )
-            slots = layout.in_memory(slots, shapes.slots, memory)
+            slots = sharding.in_memory(slots, shapes.slots, memory)
             return shapes.replace(params=placed, slots=slots, global_step=step)
 
         with collecting_checks() as waiting:
@@ -233,11 +354,11 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     mesh = explicit_mesh(params)
     if mesh is None:
         return optimizer.init(params, step)
-    everywhere = layout.everywhere(mesh)
+    everywhere = sharding.everywhere(mesh)
     specs = jax.tree.map(lambda leaf: spec_of(leaf) if explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
-        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1])
+        return jax.tree.map(lambda one: one.spec, sharding.state_shardings(params, slots, mesh, specs, None, roles)[1])
 
     return without_explicit_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
 
@@ -367,3 +488,180 @@ def require_alive(state: Any, cause: BaseException | None = None) -> None:
             f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
             "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
         ) from cause
+
+
+# Access to slots (optimizer state) by name and by parameter.
+
+_OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
+"""Scalar slots of jstep's optimizers, other than steps and held hyperparameters."""
+
+
+def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
+    """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
+
+    Args:
+        name: The slot's name.
+        tree: The slot.
+        params: The parameters of its state.
+        roles: The roles that the state carries. For a slot that is not among them (of a state made by hand) the shape
+            decides, or the name if the shape is ambiguous.
+    """
+    if name in roles:
+        return roles.has_one_value(name)
+    if not jax.tree_util.all_leaves([tree]):
+        return False
+    if not jax.tree_util.all_leaves([params]):
+        return True
+    # If params is a single leaf, its slots look like scalars: then the name or the dtype decides.
+    *prefixes, last = name.split("/")
+    counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
+    if np.ndim(tree):
+        return bool(counts and last == START_STEP)  # a population of states
+    return bool(counts or last in _OF_ALL or "held" in prefixes)
+
+
+def owners(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> list[int | None]:
+    """Return, for each leaf of a slot in order, the index of its parameter, or None.
+
+    A per-parameter slot has the structure of the parameters, with None or any tree in place of each parameter. Its name
+    does not matter, except for `model_state`, whose variables may have the same structure by accident.
+    """
+    unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
+    if name == MODEL_STATE or has_one_value(name, tree, params, roles):
+        return unowned
+    try:
+        found: list[Any] = trees.structure(params).flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return unowned
+    return [place for place, part in enumerate(found) for _ in jax.tree.leaves(part)]
+
+
+def get_slot_names(state: TrainState) -> list[str]:
+    """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
+
+    Scales and remainders, which `compact` adds, are left out, too.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.adam()))
+        ['m', 'v']
+    """
+    roles = roles_in(require_state(state))
+    return sorted(
+        name
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles) and roles.get(name) not in HALVES
+    )
+
+
+def values_of(state: TrainState, name: str) -> Any:
+    """Return the values of a slot: those of one that `compact` stores in float32, any other as it is."""
+    half = state.slots.get(roles_in(state).halves.get(name, ""))
+    if half is None:
+        return state.slots[name]
+
+    def values(tree: Any, half: Any) -> Any:
+        pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
+        return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
+
+    with internal_transfers():
+        whole = on_devices((state.slots[name], half))
+        return without_explicit_axes(values, *whole, place=sharded_like(state.slots[name]))
+
+
+def masters_of(state: TrainState) -> Params:
+    """Return the parameters, in float32 where a slot of `compact` has their remainder."""
+    roles = roles_in(state)
+    treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
+    for name in roles.of(Role.REMAINDER):
+        if name not in roles.halves.values() and name in state.slots:
+            lows = treedef.flatten_up_to(on_devices(state.slots[name]))
+            leaves = [_value(on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+def _value(stored: Any, half: Any) -> Any:
+    return jax.eval_shape(opened, stored, half) if is_shape(stored) else opened(stored, half)
+
+
+def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
+    """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
+
+    Args:
+        state: The state. What `compact` stores is returned in float32, as without it; `state.slots` has what is stored.
+        name: The name of the slot, such as `"m"` or `"embed/accumulator"`.
+        path: The path of a parameter, such as `"dense/kernel"`. The trailing `/value` of a Flax NNX variable may be
+            omitted.
+
+    Raises:
+        TypeError: `state` is not a TrainState, or `name` or `path` is not a string.
+        ValueError: Several leaves share the path.
+
+    Example:
+        >>> import jstep
+        >>> state = jstep.TrainState.create({"dense": {"kernel": 1.0}}, jstep.adagrad(0.1))
+        >>> print(jstep.get_slot(state, "accumulator", "dense/kernel"))
+        0.1
+    """
+    if as_text(name, "name") not in require_state(state).slots:
+        return None
+    tree = values_of(state, name)
+    if path is None:
+        return tree
+    place = index_of(tree, as_text(path, "path"), "get_slot")
+    return None if place is None else jax.tree.leaves(tree)[place]
+
+
+# Sharding of a training state over a mesh.
+
+
+def shard_state(
+    state: TrainState,
+    mesh: Any,
+    param_specs: ParamSpecs = None,
+    slot_axis: Any = None,
+    *,
+    slots_memory: str | None = None,
+) -> TrainState:
+    """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
+
+    Args:
+        state: Any state; its arrays are not modified. To create a state too large for one device, pass the mesh to
+            `TrainState.create` instead. For a state of shapes, from `jax.eval_shape`, the result has shapes with
+            shardings: a target for `Saver.restore`.
+        mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
+        param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
+            `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`. Other
+            parameters are replicated.
+        slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
+            sharded like their parameters; scalars and model_state are replicated.
+        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, from which
+            each step loads them and to which it writes them back; None or `"device"` for device memory.
+
+    Returns:
+        A new state.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the
+            devices do not have that memory kind.
+
+    Example:
+        >>> import jax, jstep
+        >>> from jax.sharding import PartitionSpec as P
+        >>> state = jstep.TrainState.create({"w": jax.numpy.ones((8, 4))}, jstep.adam())
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> tuple(jstep.shard_state(state, mesh, [("w", P("data"))]).slots["m"]["w"].sharding.spec)
+        ('data',)
+
+    Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
+    """
+    require_state(state)
+    mesh = require_mesh(mesh)
+    params, slots, everywhere = state_shardings(
+        state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
+    )
+    slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
+    step: Any = None if state.global_step is None else everywhere
+    with internal_transfers():
+        return jax.tree.map(put, state, state.replace(params=params, slots=slots, global_step=step))

@@ -16,7 +16,7 @@ from jstep.core.meshes import dims_of, mesh_axes_of, parts_along
 from jstep.core.placement import sharding_of
 from jstep.core.programs import is_annotated
 from jstep.core.slot_roles import roles_in
-from jstep.sharding.batches import mesh_without_batch
+from jstep.state.sharding import mesh_without_batch
 from jstep.tools.argument_uses import uses_of
 from jstep.tools.collectives import Exchange, exchanges_of
 from jstep.tools.compiled.program import Array, Instruction, Program

@@ -10,8 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.meshes import mesh_of
 from jstep.core.placement import compiles_only, is_shape
-from jstep.state.shard_state import shard_state
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, shard_state
 from jstep.topologies.topology import topology
 from jstep.training.step import pure
 

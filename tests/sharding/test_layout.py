@@ -60,11 +60,11 @@ def test_create_on_a_mesh_never_holds_the_full_state():
         program.update(memory=compiled.memory_analysis(), text=compiled.as_text())
         return original(make, place, *given)
 
-    original, jstep.sharding.layout.build = jstep.sharding.layout.build, recording_build
+    original, jstep.state.sharding.build = jstep.state.sharding.build, recording_build
     try:
         state = jstep.TrainState.create(big, jstep.adam(), mesh=DATA, param_specs=P("data"))
     finally:
-        jstep.sharding.layout.build = original
+        jstep.state.sharding.build = original
     total = 3 * 4 * 4 * 1024 * 512  # parameters and two slots
     memory = program["memory"]
     assert memory.output_size_in_bytes < total / 8 + 4096

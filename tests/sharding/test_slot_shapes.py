@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import BOTH, DATA
 
 import jstep
-from jstep.sharding.layout import of_slot
+from jstep.state.sharding import of_slot
 
 MESH = BOTH
 

@@ -11,9 +11,9 @@ from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import roles_in
-from jstep.fingerprints.fingerprint import as_text, stacked
-from jstep.fingerprints.mix import leaf_key
-from jstep.state.slots import owners
+from jstep.state.fingerprint_log import leaf_key
+from jstep.state.fingerprints import as_text, stacked
+from jstep.state.train_state import owners
 
 ARGUMENT = "leave_out"
 _PARAMS, _SLOTS = "params", "slots"

@@ -8,8 +8,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
-from jstep.state.slots import owners
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, owners
 
 GLOBAL_STEP = "global_step"
 _PARAMS = "params"

@@ -36,8 +36,7 @@ from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.parts import call_update
 from jstep.optimizers.projected import is_update
 from jstep.optimizers.wrap_optimizer import Own, StepInputs, trained, wrap_optimizer
-from jstep.state.slots import values_of
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, values_of
 
 NAME = "ExponentialMovingAverage"
 DECAY = "decay"

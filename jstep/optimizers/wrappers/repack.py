@@ -13,8 +13,7 @@ from jstep.core.placement import is_shape, on_devices
 from jstep.core.slot_roles import HALVES, Role, roles_in, roles_of
 from jstep.core.trees import Optimizer, Slots, require_optimizer
 from jstep.optimizers.wrappers.compact_update import nearest
-from jstep.state.slots import masters_of, values_of
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
+from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
 
 
 @on_any_mesh

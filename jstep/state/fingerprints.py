@@ -1,4 +1,4 @@
-"""Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device."""
+"""Fingerprints of arrays on devices: each element is read once, on the device of its shard."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,14 +6,90 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import compute_on, placements_of, refuse_shapes
-from jstep.fingerprints import device
-from jstep.fingerprints.host import host_sums
-from jstep.fingerprints.mix import U, leaf_key, sealed
+from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
+from jstep.core.trees import key_data
+from jstep.state.fingerprint_log import HALF, HIGH, MASK, STRIDE, U, host_sums, lanes, leaf_key, sealed, split_at
+
+# Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard.
+
+HOST = np.ndarray | np.generic
+
+
+def device_sums(array: Any) -> Any:
+    """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
+    array = key_data(on_devices(array))
+    if not array.size:
+        return jnp.zeros(2, U)
+    key = _keys(array)
+    sums = [_reduced(*lanes(low, high, key + U(half * HALF & MASK))) for half, (low, high) in enumerate(_words(array))]
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _words(array: Any) -> list[tuple[Any, Any]]:
+    """Return the elements as pairs of 32-bit words; two pairs for 128-bit elements."""
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = [_words(part)[0] for part in (lax.real(array), lax.imag(array))]
+        return parts if dtype.itemsize == 16 else [(parts[0][0], parts[1][0])]
+    if dtype.name.startswith("float4"):
+        array = array.astype(jnp.float32)
+    elif dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    elif dtype.name in ("int2", "int4"):
+        array = array.astype(jnp.int8)
+    elif dtype.name in ("uint2", "uint4"):
+        array = array.astype(jnp.uint8)
+    size = array.dtype.itemsize
+    if size == 8:
+        both = lax.bitcast_convert_type(array, U)
+        return [(both[..., 0], both[..., 1])]
+    words = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}"))
+    return [(words.astype(U), None)]
+
+
+def _keys(array: Any) -> Any:
+    """Return the keys of all positions in the whole array, in its own shape, so that shards do not move."""
+    shape, split = array.shape, split_at(array.shape)
+    key = jnp.zeros((), U)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        of_one = stride * STRIDE if stride < split else stride // split * HIGH
+        along = lax.iota(U, shape[axis]) * U(of_one & MASK)
+        key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
+        stride *= shape[axis]
+    return key
+
+
+def _reduced(first: Any, second: Any) -> Any:
+    """Compute both sums in one fast pass."""
+    sums = lax.reduce(
+        (first, second), (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(first.ndim)
+    )
+    return jnp.stack(sums)
+
+
+def fingerprints(leaves: list[Any], keys: Any) -> Any:
+    """Return the fingerprints of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
+    sums = [host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves]
+    return jnp.stack(sealed(jnp.stack(sums), keys), axis=-1)
+
+
+def leaf_program(leaves: list[Any], keys: Any) -> list[Any]:
+    """Return the fingerprint of each leaf, n arrays uint32 `[2]`; to be traced."""
+    return list(fingerprints(leaves, keys))
+
+
+def sum_program(leaves: list[Any], keys: Any) -> Any:
+    """Return the sum of the fingerprints, uint32 `[2]`; to be traced."""
+    return fingerprints(leaves, keys).sum(axis=0, dtype=U)
+
+
+# Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
 
 
 def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
@@ -52,11 +128,11 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = named_leaves(tree)
     if any(trees.is_traced(leaf) for leaf in leaves):
-        found = list(device.fingerprints(leaves, keys))
+        found = list(fingerprints(leaves, keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
     # Inside a traced function, concrete leaves are hashed without tracing.
     with internal_transfers(), jax.ensure_compile_time_eval():
-        parts = _by_placement(leaves, keys, device.per_leaf if per_leaf else device.summed)
+        parts = _by_placement(leaves, keys, leaf_program if per_leaf else sum_program)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
         found = [None] * len(leaves)
@@ -94,7 +170,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
     with internal_transfers():
-        return _by_placement(leaves, keys, device.fingerprints)
+        return _by_placement(leaves, keys, fingerprints)
 
 
 def as_text(pair: Any) -> str:
@@ -143,7 +219,7 @@ def _by_placement(
         parts.append((numbers, compute_on(mesh, form, some, keys[np.array(numbers)])))
     if placements.on_host:
         of_host = _of_host([leaves[number] for number in placements.on_host], keys[np.array(placements.on_host)])
-        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is device.summed else of_host))
+        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is sum_program else of_host))
     return parts
 
 

@@ -1,1 +1,0 @@
-"""Shardings of states and batches over a mesh."""
