@@ -1,9 +1,4 @@
-"""Evaluation of a function with the same bits on any number of devices, for lanes.
-
-The function is traced. Elementwise operations stay sharded, sums over whole arrays are made over L blocks in the tree
-of the lanes, and whatever else combines the elements of an array is computed by every device on whole arrays. What is
-computed together is compiled apart from the rest, so that the roundings do not depend on what else is in the program.
-"""
+"""Operations whose bits do not depend on the number of devices: a function traced and evaluated in levels."""
 
 import collections
 import functools
@@ -20,6 +15,12 @@ from jstep.core.placement import on_devices
 from jstep.core.programs import ELEMENTWISE, Operation, Subprogram, apply, body_of, evaluate, variables, walk
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, arrays_of, is_in_lanes, isolated, sum_over_lanes, traced
+
+# Evaluation of a function with the same bits on any number of devices, for lanes.
+#
+# The function is traced. Elementwise operations stay sharded, sums over whole arrays are made over L blocks in the tree
+# of the lanes, and whatever else combines the elements of an array is computed by every device on whole arrays. What is
+# computed together is compiled apart from the rest, so that the roundings do not depend on what else is in the program.
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"

@@ -1,45 +1,311 @@
-"""The implementation of `compute_gradients` and `minimize`: differentiation of a loss with all their options."""
+"""Gradients of a loss, with what it returns besides, reduced over devices once per step."""
 
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_int, kind, shown
-from jstep.core.meshes import Attempts, sharded_like, without_explicit_axes
-from jstep.core.placement import Unroll, as_unroll
-from jstep.core.selection import VarList, check_form, selected
-from jstep.core.trees import Array, IndexedSlices, Params
-from jstep.differentiate.alike import alike
-from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, sum_over_lanes
-from jstep.differentiate.lookup import tables
-from jstep.differentiate.loss_outputs import (
-    checked_aux,
-    checked_loss,
-    collect_summaries,
-    same_kind,
-    split_outputs,
-    track_connected,
+from jstep.core.checks import as_bool, as_function, as_int, kind, setting, shown
+from jstep.core.meshes import (
+    Attempts,
+    atomic,
+    dims_of,
+    explicit_mesh,
+    mesh_axes_of,
+    sharded_like,
+    spec_of,
+    without_explicit_axes,
 )
+from jstep.core.placement import Unroll, as_unroll, sharding_of
+from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
+from jstep.core.selection import VarList, check_form, selected
+from jstep.core.trees import Array, IndexedSlices, Number, Params
+from jstep.differentiate.alike import alike
+from jstep.differentiate.gradients import tables
+from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.microbatches import (
     AggregationMethod,
     Part,
+    Squares,
     accumulate,
+    checked_sharpness,
+    microbatch,
     number_of_parts,
+    perturbed,
     rows_of_batch,
     specs_of_rows,
     split,
+    squared_norm,
     summand,
     weighed,
     weight_of,
 )
-from jstep.differentiate.noise import Squares, squared_norm
-from jstep.differentiate.sharpness import checked_sharpness, perturbed
-from jstep.differentiate.unreduced import reduced_once, zeros_of_gradient
+
+# Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
+#
+# On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
+# have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
+# rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as
+# usual.
+
+_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
+
+
+def reduced_once(
+    run: Callable[[Any, Any], Any], params: Any, parts: Any, loss: Callable[[Any, Any], Array], indices: list[int]
+) -> Any:
+    """Return `run(params, parts)` with parameters typed such that their gradients are reduced once, if possible.
+
+    Args:
+        run: Accumulates the gradients.
+        params: The parameters.
+        parts: The batch, as `split` returns it.
+        loss: `loss(params, part)`, which is traced to see how it uses the parameters.
+        indices: The indices of the parameters that are differentiated.
+    """
+    axes = _axes_of_rows(parts)
+    leaves, treedef = trees.flatten(params)
+    able = [i for i in indices if axes and _is_able(leaves[i], axes)]
+    if able:
+        first = microbatch(parts, 0)
+        traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
+            [leaves[i] for i in able]
+        )
+        others = _other_uses(body_of(traced), [frozenset([i]) for i in able])
+        able = [i for i in able if i not in others]
+    if able:
+
+        def typed(params: Any, parts: Any) -> Any:
+            leaves = jax.tree.leaves(params)
+            some = [_typed(leaves[i], axes) for i in able]
+            return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
+
+        try:
+            return atomic(typed, params, parts)
+        except Exception:  # JAX has no rule for an operation of the loss: fall back
+            pass
+    return run(params, parts)
+
+
+def zeros_of_gradient(leaf: Array) -> Array:
+    """Return zeros to accumulate the gradients of a leaf in: at least float32, with the type of its gradient."""
+    dtype = trees.compute_dtype(leaf.dtype)
+    mesh = explicit_mesh(leaf)
+    if mesh is None:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    spec = PartitionSpec(*dims_of(spec_of(leaf)), unreduced=spec_of(leaf).reduced)
+    return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
+
+
+def _axes_of_rows(parts: Any) -> frozenset[str]:
+    """Return the mesh axes over which the rows of each part are sharded."""
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(parts):
+        if explicit_mesh(leaf) is not None and dims_of(spec_of(leaf)):
+            axes |= set(mesh_axes_of(dims_of(spec_of(leaf))[0]))
+    return frozenset(axes)
+
+
+def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
+    if explicit_mesh(leaf) is None:
+        return False
+    spec = spec_of(leaf)
+    split = set().union(*map(mesh_axes_of, dims_of(spec)))
+    return not (split & axes or spec.reduced or spec.unreduced)
+
+
+def _typed(leaf: Array, axes: frozenset[str]) -> Array:
+    sharding: Any = jax.typeof(leaf).sharding
+    spec = PartitionSpec(*dims_of(sharding.spec), reduced=axes)
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
+
+
+def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:
+    """Return which of the given arguments a program does not only use in matrix products.
+
+    Args:
+        body: The program.
+        given: The arguments that each of its own is, possibly after changes of shape or dtype.
+    """
+    others: set[int] = set()
+
+    def use(operation: Operation, taken: list[frozenset[int]]) -> list[frozenset[int]]:
+        name = operation.eqn.primitive.name
+        if name in _SAME_ELEMENTS:
+            return taken
+        if operation.kind == "scan":
+            consts, carried = counts_of(operation.eqn.params)
+            others.update(*taken[consts : consts + carried])
+        if operation.kind in ("call", "scan"):
+            others.update(_other_uses(operation.bodies[0], taken))
+        elif name != "dot_general":
+            others.update(*taken)
+        return [frozenset()] * len(operation.eqn.outvars)
+
+    others.update(*evaluate(body, given, use, lambda constant: frozenset()))
+    return others
+
+
+# Outputs of a loss function, the summaries created in it, and the parameters that it depends on.
+
+
+def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
+    """Return the leaves; tracing the gradient adds the indices of those that receive a gradient to `connected`.
+
+    An identity function has a custom backward rule, which JAX runs once while it traces the gradient. The rule gets a
+    symbolic zero for a leaf that nothing depends on. It leaves no trace in the compiled program.
+    """
+
+    @jax.custom_vjp
+    def identity(leaves: list[Array]) -> list[Array]:
+        return leaves
+
+    def forward(leaves: Any) -> tuple[list[Array], None]:
+        return [leaf.value for leaf in leaves], None
+
+    def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+        connected.update(i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero))
+        return ([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents],)
+
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    return identity(leaves)
+
+
+def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
+    """Return loss, model_state and aux from the output of loss_fn."""
+    if not (has_aux or has_model_state):
+        if isinstance(out, tuple | list):
+            raise TypeError(
+                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Set "
+                "has_aux=True if it returns (loss, aux), has_model_state=True if (loss, model_state)."
+            )
+        return out, None, None
+    want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
+    options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
+    if not (isinstance(out, tuple | list) and len(out) == 2):
+        raise TypeError(f"loss_fn returned {_kind(out)}; with {options} it must return {want}")
+    loss, rest = out
+    if not has_model_state:
+        return loss, None, rest
+    if not has_aux:
+        return loss, rest, None
+    if not (isinstance(rest, tuple | list) and len(rest) == 2):
+        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {options} it must return {want}")
+    return loss, rest[0], rest[1]
+
+
+def _kind(x: Any) -> str:
+    return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
+
+
+def checked_loss(loss: Any) -> Array:
+    """Validate the loss, a floating-point scalar."""
+    if not (trees.is_array(loss) or isinstance(loss, int | float)):
+        raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
+    if loss.ndim:
+        raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
+    return loss
+
+
+def checked_aux(aux: Any) -> Any:
+    """Convert the auxiliary values to arrays."""
+
+    def leaf(keys: Any, x: Any) -> Array:
+        if not trees.is_array_or_number(x):
+            raise TypeError(
+                f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is not an array or number and "
+                "cannot leave a compiled step"
+            )
+        return jnp.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, aux)
+
+
+def same_kind(old: Any, new: Any) -> Any:
+    """Return the new model_state with the dtypes of the old one, whose structure and shapes it must have."""
+    if trees.structure(old) != trees.structure(new):
+        raise ValueError(
+            f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
+            f"{trees.structure(old)}; return all of it, changed or not (a loss takes and returns it with "
+            "has_model_state=True)"
+        )
+
+    def leaf(keys: Any, before: Any, after: Any) -> Array:
+        before, after = jnp.asarray(before), jnp.asarray(after)
+        if before.shape != after.shape:
+            raise ValueError(
+                f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))} has shape "
+                f"{after.shape}; the state holds shape {before.shape}"
+            )
+        return after if after.dtype == before.dtype else after.astype(before.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, old, new)
+
+
+Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
+"""Maps a function to one that also returns the summaries created in it and not part of its result, or None."""
+
+_collects: list[Collect] = []
+_merges: list[Callable[[Any, Any], Any]] = []
+_lost_summaries: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar("jstep_lost", default=None)
+
+
+def register_summaries(collect: Collect, merge: Callable[[Any, Any], Any]) -> None:
+    """Register how to collect and merge summaries; `jstep.summary` calls this when it is loaded.
+
+    Args:
+        collect: Wraps a function to also return the summaries created in it.
+        merge: Merges two values to one summary; None if they are not summaries.
+    """
+    _collects[:] = [collect]
+    _merges[:] = [merge]
+
+
+def join_returned(aux: Mapping[str, Any], made: Any) -> tuple[Mapping[str, Any], Any]:
+    """Return aux, and the summaries created by the loss, merged with those that it returned as `summaries`."""
+    merged = _merges[0](aux["summaries"], made) if _merges and "summaries" in aux and made is not None else None
+    if merged is None:
+        return aux, made
+    return {name: value for name, value in aux.items() if name != "summaries"}, merged
+
+
+def merge_summaries(made: Iterable[Any]) -> Any:
+    """Merge the summaries of several losses; None if there are no summaries."""
+    summaries = [one for one in made if one is not None]
+    return functools.reduce(_merges[0], summaries) if summaries else None
+
+
+def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return the result of fn, and the summaries created in it but not returned, or None."""
+    if not _collects:
+        lost: list[None] = []
+        with setting(_lost_summaries, lost):
+            result = fn()
+        if not lost:  # also if another thread has loaded jstep.summary meanwhile: fn is traced once, as usual
+            return result, None
+        # The loss itself loaded jstep.summary: its summaries have not been collected.
+    return _collects[0](fn)()
+
+
+def note_lost_summary() -> None:
+    """Record that a summary was created outside a collection."""
+    lost = _lost_summaries.get()
+    if lost is not None:
+        lost.append(None)
+
+
+# The implementation of `compute_gradients` and `minimize`: differentiation of a loss with all their options.
 
 GATE_NONE = 0
 """No gating: XLA may start an update before its gradient is complete."""
@@ -304,3 +570,90 @@ def _of_state(i: Array, leaf: Any) -> Array:
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf.astype(trees.compute_dtype(leaf.dtype))
     return jnp.where(i == 0, leaf, jnp.zeros_like(leaf))
+
+
+# Gradients of a loss function, with microbatches and sharpness-aware minimization.
+
+
+def compute_gradients(
+    loss_fn: Callable[..., Any],
+    *,
+    var_list: VarList = None,
+    has_aux: bool = False,
+    num_microbatches: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    gate_gradients: int = GATE_OP,
+    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
+    sharpness: Number | None = None,
+    adaptive: bool = False,
+    lanes: int | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes a loss and its gradients.
+
+    Args:
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
+        var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
+            globs (`"decoder/*"`), or a tree of bools. The others are not differentiated; their gradients are None, as
+            are those of parameters that the loss does not depend on.
+        has_aux: Whether loss_fn returns auxiliary values with the loss.
+        num_microbatches: Number of microbatches for gradient accumulation; the leading axis of every arg is split
+            into that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
+            i + 2n, …: on a mesh each device has its share of them, so no row moves between devices, and microbatches do
+            not depend on the number of devices. Gradients, loss and floating (also complex) leaves of aux are means
+            in at least float32; integers and bools of aux are sums in at least int32. They are those of the whole batch
+            if the loss is a mean over rows. A loss that compares rows with each other (contrastive losses, BatchNorm)
+            sees those of one microbatch, so it is another objective for each number of microbatches; the recipe
+            "Contrastive losses in parts" computes such a loss exactly.
+        weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
+        gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH: how far XLA may overlap gradients and updates. It affects
+            memory and time, never values.
+        aggregation_method: Whether to keep a running sum of the gradients of microbatches (DEFAULT) or all of them
+            (ADD_N).
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
+            same batch and key; loss and aux are those at p. It costs a second gradient.
+        adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
+        lanes: Number of lanes, a power of two, as in `minimize`: the gradients are those of its step, with the same
+            bits on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
+            In a `jax.jit` of your own, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of
+            its devices.
+
+    Returns:
+        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
+        loss_fn unchanged in every microbatch.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the loss is not floating point.
+        ValueError: An argument is out of range, the loss is not a scalar, a var_list entry matches nothing, or
+            num_microbatches or lanes do not fit the batch.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> f = jstep.compute_gradients(lambda p, x: jnp.mean(p["w"] * x + p["b"]), var_list=["w"])
+        >>> loss, grads = f({"w": jnp.float32(2.0), "b": jnp.float32(1.0)}, jnp.array([1.0, 3.0]))
+        >>> print(loss, grads)
+        5.0 {'b': None, 'w': Array(2., dtype=float32)}
+
+    Source: `tf.train.Optimizer.compute_gradients`; Foret et al., "Sharpness-Aware Minimization" (2020).
+    """
+    compute = Differentiation(
+        loss_fn,
+        var_list=var_list,
+        has_aux=has_aux,
+        num_microbatches=num_microbatches,
+        weight_fn=weight_fn,
+        gate_gradients=gate_gradients,
+        aggregation_method=aggregation_method,
+        sharpness=sharpness,
+        adaptive=adaptive,
+        lanes=lanes,
+    )
+
+    def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
+        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
+            return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
+
+        place = sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
+        part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
+        return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
+
+    return loss_and_gradients

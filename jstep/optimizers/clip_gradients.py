@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping.clip import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value
 from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.trees import Array, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
+from jstep.differentiate.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value
 from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
 from jstep.optimizers.element import element, map_updates
 from jstep.optimizers.hyper import Hyper, checked

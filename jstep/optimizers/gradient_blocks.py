@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool
 from jstep.core.placement import as_key
@@ -25,6 +24,7 @@ from jstep.core.trees import (
     on_table,
     within,
 )
+from jstep.differentiate.clipping import global_norm
 from jstep.optimizers.axes import UnitAxes, check_axes, unit_axes_of
 from jstep.optimizers.element import element, map_updates
 from jstep.optimizers.hyper import Hyper, checked

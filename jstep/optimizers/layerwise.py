@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping.norms import norm_of
 from jstep.core import trees
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
+from jstep.differentiate.clipping import norm_of
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.directions import Result, Values, average, decay_mask, from_update, with_decay
 from jstep.optimizers.element import element

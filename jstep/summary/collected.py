@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from jax.extend.core import get_opaque_trace_state
 
 from jstep.core.checks import as_function, as_text, setting, shown
-from jstep.differentiate.loss_outputs import note_lost_summary
-from jstep.differentiate.loss_outputs import register_summaries as register_with_steps
+from jstep.differentiate.engine import note_lost_summary
+from jstep.differentiate.engine import register_summaries as register_with_steps
 from jstep.summary.values import Part, Summary, find_summaries, has_tracers
 
 P = ParamSpec("P")

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.meshes import sharded_like
@@ -19,11 +18,10 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Updates, require_optimizer
 from jstep.differentiate.alike import alike
+from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
-from jstep.differentiate.microbatches import AggregationMethod, Part
-from jstep.differentiate.noise import estimated
-from jstep.differentiate.sharpness import checked_radius
+from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated
 from jstep.optimizers.hyper import value_at
 from jstep.optimizers.metrics import SKIPPED, shown_slots
 from jstep.optimizers.parts import EMPTY_CONTEXT

@@ -11,10 +11,8 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_text, kind, note, shown
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.trees import Array, Params
-from jstep.differentiate.engine import GATE_NONE, Differentiation, Inputs, gated
-from jstep.differentiate.loss_outputs import join_returned, merge_summaries
-from jstep.differentiate.microbatches import Part
-from jstep.differentiate.noise import together_squared
+from jstep.differentiate.engine import GATE_NONE, Differentiation, Inputs, gated, join_returned, merge_summaries
+from jstep.differentiate.microbatches import Part, together_squared
 
 Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 """Name → the loss and its var_list."""

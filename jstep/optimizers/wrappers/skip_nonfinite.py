@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jstep.clipping.clip import global_norm
 from jstep.core import trees
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, Optimizer, Params, Slots, Updates, require_optimizer
+from jstep.differentiate.clipping import global_norm
 from jstep.optimizers.age import new_start_step
 from jstep.optimizers.match_gradients import match_gradients
 from jstep.optimizers.offloading import only_if

@@ -1,1 +1,0 @@
-"""Gradient clipping by value, norm, average norm and global norm."""
