@@ -13,13 +13,13 @@ from jstep.core.trees import IndexedSlices as IndexedSlices
 from jstep.core.trees import Optimizer as Optimizer
 from jstep.core.trees import Schedule as Schedule
 from jstep.data.batches import Batches as Batches
+from jstep.data.batches import Mixture as Mixture
 from jstep.data.batches import batches as batches
-from jstep.data.from_state import from_state as from_state
-from jstep.data.mixture import Mixture as Mixture
-from jstep.data.mixture import mixture as mixture
+from jstep.data.batches import mixture as mixture
 from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
 from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
-from jstep.data.replayed import replayed as replayed
+from jstep.data.prefetch import replayed as replayed
+from jstep.data.sequence import from_state as from_state
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm
 from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_norm
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm

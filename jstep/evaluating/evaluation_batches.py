@@ -22,7 +22,7 @@ from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers
 from jstep.data.batches import Batches
-from jstep.data.placement import copied, placement
+from jstep.data.prefetch import copied, placement
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.trees import arguments_of, flatten
-from jstep.data.placement import copied, placement
-from jstep.data.prefetch import Reader
-from jstep.loop.positions import LivePosition
+from jstep.data.loaders import LivePosition, Source
+from jstep.data.prefetch import Reader, copied, placement
 from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
-from jstep.loop.sources import Source
 from jstep.state.sharding import as_shardings
 from jstep.timeline.stopwatch import Stopwatch
 

@@ -20,10 +20,9 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.meshes import mesh_of
 from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash, sharding_text, without_addresses
-from jstep.data.definition import definition_of
-from jstep.data.from_state import StateBatches
-from jstep.data.replayed import ReplayedBatches
-from jstep.data.sequence import BatchSequence
+from jstep.data.batches import definition_of
+from jstep.data.prefetch import ReplayedBatches
+from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.hooks.hook_state import key_of
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options

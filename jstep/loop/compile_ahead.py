@@ -8,11 +8,11 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import note
-from jstep.data.placement import copied, placement
+from jstep.data.loaders import Source
+from jstep.data.prefetch import copied, placement
 from jstep.loop.background_compiler import BackgroundCompiler, CompileJob, shapes_of
 from jstep.loop.programs import Programs, is_compiled, trace_step
 from jstep.loop.run import Run
-from jstep.loop.sources import Source
 from jstep.loop.stages import Segment, StageBoundaries
 from jstep.loop.start_times import FirstBatch, interruptible
 from jstep.state.sharding import as_shardings

@@ -11,8 +11,8 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
-from jstep.data.from_state import StateBatches
-from jstep.data.placement import placement
+from jstep.data.prefetch import placement
+from jstep.data.sequence import StateBatches
 from jstep.hooks.cadence import cadence_or_never
 from jstep.loop.auto_steps import AUTO
 from jstep.loop.checks import list_of_hooks

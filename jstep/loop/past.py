@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jstep.data.definition import definition_of, rows_hash
+from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence
 from jstep.loop.card import short
 from jstep.loop.card_difference import differences

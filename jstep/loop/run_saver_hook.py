@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core.meshes import internal_transfers
+from jstep.data.loaders import POSITION, POSITIONS, gather_positions
 from jstep.hooks import hook_state
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.past import PAST
-from jstep.loop.positions import POSITION, POSITIONS, gather_positions
 from jstep.loop.run import Run
 from jstep.state.train_state import TrainState
 from jstep.timeline.stopwatch import SAVING

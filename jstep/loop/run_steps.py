@@ -67,7 +67,7 @@ def run_steps(loop: LoopState, run_call: RunCall, calls: Iterable[Call], stop: i
     To run from a state at step 3 to step 7, two steps per call:
 
         stages = stages_of(train_step)                                 # jstep.loop.stages
-        source = source_of(batches, 3, 7)                              # jstep.loop.sources
+        source = source_of(batches, 3, 7)                              # jstep.data.loaders
         ends = StageBoundaries(stages, source.next_change).ends(3, 7)
         programs = Programs(stages, 2, state=state)                    # jstep.loop.programs
         calls = programs.calls(copied_batches(source), 3, ends)        # jstep.loop.batch_feeder

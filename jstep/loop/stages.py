@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jstep.core.checks import as_function
-from jstep.data.staircase import Staircase, as_staircase
+from jstep.data.rows import Staircase, as_staircase
 from jstep.hooks.hook import NEVER
 
 TrainSteps = Staircase[Callable[..., Any]]

@@ -5,8 +5,8 @@ import functools
 import logging
 from typing import Any
 
-from jstep.data.from_state import StateBatches
-from jstep.data.sequence import BatchSequence
+from jstep.data.loaders import Source, saved_position, source_of
+from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.hooks import hook_state
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
@@ -15,11 +15,9 @@ from jstep.loop.cards import Cards
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program
 from jstep.loop.end_messages import reason_done
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.positions import saved_position
 from jstep.loop.restore import restore
 from jstep.loop.run import RUNNING, Run
 from jstep.loop.run_saver_hook import HOOKS, STOPPED, RunSaverHook
-from jstep.loop.sources import Source, source_of
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.start_times import FirstBatch
 from jstep.loop.timeline_recorder import TimelineRecorder

@@ -11,6 +11,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.data.loaders import check_batches
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step
 from jstep.hooks.log_handler import log_to_stderr
@@ -23,7 +24,6 @@ from jstep.loop.restore import open_checkpoints
 from jstep.loop.run import ENDING, Run, new_run
 from jstep.loop.run_steps import take_steps
 from jstep.loop.signals import StopWaiting
-from jstep.loop.sources import check_batches
 from jstep.loop.stages import stages_of
 from jstep.loop.stall_watch import StallWatch
 from jstep.loop.start import begin

@@ -13,12 +13,11 @@ import numpy as np
 from jstep.core.checks import as_int, html_picture, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Optimizer, Schedule
-from jstep.data.batches import Batches
-from jstep.data.definition import weights_of
+from jstep.data.batches import Batches, weights_of
+from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook import name_of
 from jstep.loop.checks import list_of_hooks
-from jstep.loop.sources import check_batches
 from jstep.loop.stages import name_of_step, stages_of
 from jstep.tools import table as _table
 from jstep.tools.due_steps import steps_of

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from processes import run_program
 from thorough import examples
 
-from jstep.data.batches import Batches
-from jstep.data.mixture import mixture
+from jstep.data.batches import Batches, mixture
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
@@ -198,7 +197,7 @@ def test_mixture_order_is_stable_across_versions():
 def test_creating_a_mixture_does_not_initialize_a_backend():
     program = """
         import numpy as np, jax
-        from jstep.data.mixture import mixture
+        from jstep.data.batches import mixture
         mixture({"a": np.arange(9), "b": np.arange(3)}, 3, {"a": 1, "b": 2})
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
 
-from jstep.data._counts import Counts
+from jstep.data.rows import Counts
 
 
 def normalize(weights):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from batch_rows import Items, rows
 
-from jstep.data.mixture import mixture
+from jstep.data.batches import mixture
 
 EVEN = {"a": 1, "b": 1}
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from jstep.data.loaders import source_of
 from jstep.loop.batch_feeder import Plan, copied_batches, make_calls
-from jstep.loop.sources import source_of
 
 
 def in_loops(most):

@@ -12,9 +12,9 @@ from sources import Positioned, handed_out, in_loops
 from waiting import wait_until
 
 import jstep
+from jstep.data.loaders import Source, source_of
 from jstep.loop.batch_feeder import BatchFeeder, Plan, copied_batches, make_calls
 from jstep.loop.signals import StopWaiting
-from jstep.loop.sources import Source, source_of
 from jstep.timeline.stopwatch import Stopwatch
 
 # From batches to the arguments of calls

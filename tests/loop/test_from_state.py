@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.positions import decode_position, saved_position
-from jstep.loop.sources import keeps_position
+from jstep.data.loaders import decode_position, keeps_position, saved_position
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.data.definition import rows_hash
+from jstep.data.batches import rows_hash
 from jstep.loop.past import RestoredPast, past_of, warn_if_past_changed
 
 OPTIMIZER = jstep.gradient_descent(0.1)

@@ -7,8 +7,7 @@ import jax
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.loop.positions import POSITION, POSITIONS, gather_positions, saved_position
-from jstep.loop.sources import source_of
+from jstep.data.loaders import POSITION, POSITIONS, gather_positions, saved_position, source_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from sources import Indexed, Positioned, PositionedLoader, numbers
 
 import jstep
 from jstep.core.tagged_json import as_json
-from jstep.loop.sources import source_of
+from jstep.data.loaders import source_of
 
 
 def test_a_sequence_starts_at_the_step():

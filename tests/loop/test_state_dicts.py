@@ -11,8 +11,8 @@ import pytest
 from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
+from jstep.data.loaders import source_of
 from jstep.loop.batch_feeder import copied_batches
-from jstep.loop.sources import source_of
 
 OPTIMIZER = jstep.gradient_descent(0.5)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - jnp.float32(x)) ** 2), OPTIMIZER)
