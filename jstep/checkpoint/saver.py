@@ -18,7 +18,7 @@ from jstep.checkpoint.writing import Writer
 from jstep.core.checks import as_bool, kind, note, scoped
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
-from jstep.optimizers.wrappers.exponential_moving_average import as_average_names
+from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import TrainState
 
 

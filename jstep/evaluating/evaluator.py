@@ -21,8 +21,8 @@ from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples,
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.evaluation import CheckedEvaluation
 from jstep.hooks.interruption import raise_if_stop_requested
-from jstep.optimizers.schedule_free import schedule_free_params
-from jstep.optimizers.wrappers.exponential_moving_average import NAME, as_average_names, averaged_params
+from jstep.optimizers.averages import NAME, as_average_names, averaged_params
+from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
 from jstep.training.call_errors import explain_a_list
 

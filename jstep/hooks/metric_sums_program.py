@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.hooks.values import is_number, is_numeric
-from jstep.optimizers import metrics
+from jstep.optimizers import hyperparameters
 from jstep.training.looped import TracedStep
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
@@ -257,7 +257,7 @@ def _total(high: Any, low: Any) -> tuple[Any, Any]:
     return x, error
 
 
-SKIPPED = metrics.SKIPPED
+SKIPPED = hyperparameters.SKIPPED
 """The metric by which a custom step reports that its whole update was skipped: 1 or 0."""
 
 

@@ -12,7 +12,7 @@ from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.utilization import shown_share
 from jstep.hooks.values import NewResults, is_ready, scalars, start_transfer, text
-from jstep.optimizers.held import held_values
+from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

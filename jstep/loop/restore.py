@@ -20,7 +20,7 @@ from jstep.loop.checks import check_alive
 from jstep.loop.options import Options
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import HELD
-from jstep.optimizers.held import held_values
+from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

@@ -1,39 +1,8 @@
-"""`leafwise`: build an optimizer from the update rule of one leaf.
-
-A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
-None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
-step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
-
-    def rule(g, p, slots, h):
-        rms = h["decay"] * slots["rms"] + (1 - h["decay"]) * g * g
-        return -h["learning_rate"] * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
-
-    def tiny_rmsprop(learning_rate, decay=0.9):
-        return leafwise(
-            rule,
-            hyper={"learning_rate": checked("learning_rate", learning_rate, low=0),
-                   "decay": checked("decay", decay, low=0, high=1)},
-            slots={"rms": 1.0},
-        )
-
-- `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
-  old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
-  shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
-- `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
-  slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
-  `conclude`.
-- `prepare(h)` runs once before the leaves. The values it returns are added to h; to change a scalar slot, it returns
-  the new value under the slot's name.
-- `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
-  these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare` does.
-- `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
-- The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
-  some rows of a table only, so it must be elementwise.
-"""
+"""Optimizers from a rule for one leaf, and the parts of an optimizer that others build on."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -41,10 +10,12 @@ import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.block_codes import KINDS
-from jstep.core.placement import are_all_in_place, mark_in_place
-from jstep.core.slot_roles import Init, Role, Roles
+from jstep.core.checks import as_function
+from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
+from jstep.core.slot_roles import Init, Role, Roles, abstractly, roles_of
 from jstep.core.trees import (
     Array,
+    Context,
     Held,
     IndexedSlices,
     Optimizer,
@@ -54,16 +25,374 @@ from jstep.core.trees import (
     Step,
     Updates,
     combined,
+    is_slices,
     within,
 )
-from jstep.optimizers.age import age_of, new_start_step
-from jstep.optimizers.held import held_names, held_slots
-from jstep.optimizers.hyper import Hyper as Hyper
-from jstep.optimizers.hyper import checked, report, value_at, values_at
-from jstep.optimizers.masks import Flag, own_leaves
-from jstep.optimizers.match_gradients import match_gradients, missing_slot, slot_leaves
-from jstep.optimizers.offloading import loads_slots, per_leaf
+from jstep.optimizers.hyperparameters import (
+    Flag,
+    Hyper,
+    age_of,
+    checked,
+    collecting_conditions,
+    held_names,
+    held_slots,
+    moves,
+    new_start_step,
+    own_leaves,
+    report,
+    shown_name,
+    value_at,
+    values_at,
+)
+from jstep.optimizers.offloading import can_load_slots, loads_slots, per_leaf, with_slots_loaded
+from jstep.optimizers.updates import match_gradients, missing_slot, slot_leaves
 from jstep.state.train_state import START_STEP
+
+# Chain elements without a rule, and the leaves of custom optimizers.
+
+
+def element(
+    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, finished: bool = False
+) -> Optimizer:
+    """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
+
+    Args:
+        fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
+        hyper: Name → the value returned by `checked`.
+        finished: Whether the updates include −learning_rate.
+    """
+    held = held_names(hyper)
+
+    @loads_slots
+    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+        for name in held:
+            if name not in slots:
+                raise missing_slot(name, slots)
+        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), {
+            name: slots[name] for name in held
+        }
+
+    def init(params: Params, step: Step) -> Slots:
+        return held_slots(hyper)
+
+    roles = Roles(dict.fromkeys(held, Role.HELD))
+    return Optimizer(Init(init, lambda params: roles, finished), update, report(hyper))
+
+
+def wide_updates(updates: Updates) -> Updates:
+    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots."""
+
+    def wide(u: Any) -> Any:
+        if is_slices(u):
+            return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
+        if not (trees.is_array(u) and trees.is_floating(u.dtype)):
+            return u
+        return u.astype(trees.compute_dtype(u.dtype))
+
+    return jax.tree.map(wide, updates, is_leaf=is_slices)
+
+
+def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
+    """A chain element from a pure function, without slots or hyperparameters.
+
+    Args:
+        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
+            `IndexedSlices` or None, which stays None; the step is the number of updates applied so far.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> signs = jstep.stateless(lambda updates, params, step: jax.tree.map(jnp.sign, updates))
+        >>> optimizer = jstep.chain(signs, jstep.gradient_descent(0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `optax.stateless`.
+    """
+    as_function(fn, "fn", "(updates, params, step) -> updates")
+    return element(lambda updates, params, step, h: fn(updates, params, step), {})
+
+
+def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
+    """Map `fn(path, leaf, …)` over the trainable leaves for which no other tree has None.
+
+    It handles None and integer leaves, None gradients, `IndexedSlices` (converted to dense) and low-precision leaves
+    (converted to float32).
+
+    Args:
+        fn: `fn(path, leaf, *others)`, with arrays of one floating dtype.
+        params: The parameters.
+        *others: Trees like params, such as gradients and slots; leaves may be None.
+
+    Returns:
+        A tree like params, with None where `fn` was not called: the form in which an `Optimizer` returns updates.
+
+    Raises:
+        ValueError: A tree does not have the structure of params.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> params = {"w": jnp.bfloat16(2.0), "n": jnp.array(3), "b": jnp.float32(1.0)}
+        >>> grads = {"w": jnp.bfloat16(-4.0), "n": None, "b": None}
+        >>> jstep.map_leaves(lambda path, p, g: -0.5 * jnp.sign(g), params, grads)
+        {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
+    """
+    as_function(fn, "fn", "(path, leaf, …)")
+    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
+    results: list[Any] = []
+    for (path, leaf), *rest in zip(trees.leaves_with_paths(params), *found, strict=True):
+        if not trees.is_trainable(leaf) or any(trees.is_none(one) for one in rest):
+            results.append(None)
+            continue
+        dtype = trees.compute_dtype(jnp.result_type(leaf))
+        results.append(fn(path, *(_wide(one, dtype) for one in (leaf, *rest))))
+    return trees.structure(params).unflatten(results)
+
+
+def map_updates(
+    fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
+) -> Updates:
+    """Map `fn(update, …)` over the leaves that have an update, which may be an `IndexedSlices`; the others stay None.
+
+    Args:
+        fn: `fn(update, *others)`.
+        params: The parameters.
+        updates: A tree like params.
+        *others: Values to pass with each update: one for each leaf of params, in order.
+        what: The name of `updates`, for errors.
+    """
+    found = trees.flatten_like(params, updates, what, is_leaf=is_slices)
+    rows = zip(found, *others, strict=True)
+    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
+
+
+def _wide(x: Any, dtype: Any) -> Any:
+    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
+    return x.astype(dtype) if trees.is_floating(x.dtype) else x
+
+
+# The parts of a composed optimizer: the names of their slots and hyperparameters, and calls of their updates.
+
+EMPTY_CONTEXT = Context()
+
+
+def call_update(
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    params: Params,
+    step: Step,
+    context: Context,
+    *,
+    exact: bool = False,
+) -> tuple[Updates, Slots]:
+    """Call the update of an optimizer, with the context if it takes one.
+
+    Args:
+        optimizer: The optimizer.
+        updates: Its gradients.
+        slots: Its slots.
+        params: The parameters.
+        step: The step.
+        context: The context.
+        exact: Whether the caller passes updates on unchanged, or adds them with `apply_updates`: then they may contain
+            `Projected` leaves.
+    """
+    further = (context,) if optimizer.takes_context else ()
+
+    def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
+        if isinstance(optimizer.init, Init):
+            return optimizer.update(updates, slots, params, step, *further)
+        with collecting_conditions(None):  # those inside a custom update may belong to a program of its own
+            return optimizer.update(updates, slots, params, step, *further)
+
+    new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)
+    return new if exact else moves(params, new), slots
+
+
+def inner_context(
+    context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
+) -> Context:
+    """The context for an inner optimizer whose parameters differ from those of the outer one.
+
+    Args:
+        context: The context of the outer optimizer.
+        outwards: Maps the parameters of the inner optimizer to those of the outer one.
+        inwards: Maps the gradients of the outer optimizer to those of the inner one.
+    """
+    known = context.value_and_grad
+    if known is None:
+        return context
+
+    def value_and_grad(params: Params) -> tuple[Any, Updates]:
+        loss, gradients = known(outwards(params))
+        return loss, inwards(gradients)
+
+    return context._replace(value_and_grad=value_and_grad)
+
+
+def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
+    """The names of an optimizer's slots for some parameters; None if they are not known."""
+    roles = roles_of(optimizer, params)
+    return list(roles) if roles.complete else None
+
+
+def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
+    """Select the slots of one optimizer, under the names it uses itself.
+
+    Args:
+        optimizer: The optimizer.
+        slots: The slots of all optimizers.
+        params: The parameters they are for.
+        prefix: The prefix of its names in `slots`.
+    """
+    names: Iterable[str] | None = slot_names(optimizer, params)
+    if names is None:
+        names = [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
+    return {name: slots[prefix + name] for name in names if prefix + name in slots}
+
+
+def hyperparameter_names(optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's hyperparameters. Uses no device."""
+    names: list[str] = []
+    abstractly(lambda step: names.extend(optimizer.hyperparameters(step)))
+    return names
+
+
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether gradients that are not finite are known to reach neither parameters nor slots."""
+    return isinstance(optimizer.init, Init) and optimizer.init.guarded
+
+
+def makes_finished_updates(optimizer: Optimizer) -> bool:
+    """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
+    if isinstance(optimizer.init, Init):
+        return optimizer.init.finished
+    try:
+        names = hyperparameter_names(optimizer)
+    except Exception:  # a user-defined function, which may need a concrete step
+        return False
+    return any(name.rsplit("/", 1)[-1] == "learning_rate" for name in names)
+
+
+Parts = Mapping[str, Optimizer]
+"""The name of each part in errors → the part."""
+
+
+def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
+    """Merge several dicts.
+
+    Args:
+        parts: The name of each part in errors, and its dict.
+        what: The kind of the entries, for the error.
+
+    Raises:
+        ValueError: A name occurs twice; the error suggests `scope`.
+    """
+    merged: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for part, values in parts:
+        for name, value in values.items():
+            if name in merged:
+                shown = shown_name(name) if what == "slot" else None
+                of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
+                raise ValueError(
+                    f"{owner[name]} and {part} both have a {what} named {name!r}{of}; give one of them a prefix "
+                    f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
+                )
+            merged[name], owner[name] = value, part
+    return merged
+
+
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under `prefix/name`."""
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def merged_slots(parts: Parts, params: Params, global_step: Step) -> Slots:
+    """The merged slots of several optimizers."""
+    return merge([(part, one.init(params, global_step)) for part, one in parts.items()], "slot")
+
+
+def merged_roles(parts: Parts, params: Params) -> Roles:
+    """The merged slots of several optimizers, and their roles."""
+    known = {part: roles_of(one, params) for part, one in parts.items()}
+    merge(known.items(), "slot")
+    merged = functools.reduce(Roles.joined, known.values(), Roles())
+    return merged.beside_others() if len(parts) > 1 else merged
+
+
+def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
+    """The merged `hyperparameters` of several optimizers."""
+
+    def hyperparameters(step: Step, /) -> dict[str, Any]:
+        return merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
+
+    return hyperparameters
+
+
+def check_names(parts: Parts) -> None:
+    """Raise for colliding names when optimizers are combined, not only when they are first used.
+
+    Uses no device, because `jax.distributed.initialize` may be called later.
+    """
+    merged_roles(parts, {})
+    hyper = []
+    for part, one in parts.items():
+        try:
+            hyper.append((part, dict.fromkeys(hyperparameter_names(one))))
+        except Exception:  # a schedule may need a concrete step: names are then checked at first use
+            continue
+    merge(hyper, "hyperparameter")
+
+
+def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> None:
+    """Reject an optimizer that contains what a wrapper must not be around.
+
+    Args:
+        by: The name of the wrapper.
+        optimizer: The optimizer.
+        why: What it must not contain, as in `Roles.formats` → the reason and the remedy.
+
+    Raises:
+        ValueError: It contains one of them.
+    """
+    for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
+        raise ValueError(f"optimizer: must not contain {name} inside {by}, {why[name]}")
+
+
+# `leafwise`: build an optimizer from the update rule of one leaf.
+#
+# A rule is a module-level function of arrays of one floating dtype. `leafwise` handles the rest: traversing the tree,
+# None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
+# step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
+#
+#     def rule(g, p, slots, h):
+#         rms = h["decay"] * slots["rms"] + (1 - h["decay"]) * g * g
+#         return -h["learning_rate"] * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
+#
+#     def tiny_rmsprop(learning_rate, decay=0.9):
+#         return leafwise(
+#             rule,
+#             hyper={"learning_rate": checked("learning_rate", learning_rate, low=0),
+#                    "decay": checked("decay", decay, low=0, high=1)},
+#             slots={"rms": 1.0},
+#         )
+#
+# - `slots`: a number is the initial value of a slot for all leaves; a slot comes after those that are computed from its
+#   old value, because CPUs overwrite them in this order. `Slot(...)` allows a copy of the parameter, another
+#   shape or no slot for some leaves, or a narrower dtype. Slots that the rule does not return stay unchanged.
+# - `h` contains every hyperparameter (a Python float if it is a plain number, so that 1 − 0.999 is exact), the scalar
+#   slots, the flags of the leaf, its `dtype`, `step`, `age` if aged, and the values returned by `prepare` and
+#   `conclude`.
+# - `prepare(h)` runs once before the leaves. The values it returns are added to h; to change a scalar slot, it returns
+#   the new value under the slot's name.
+# - `measure(g, p, slots, h) -> {name: scalar}` runs on each leaf that has a gradient, and its results are summed over
+#   these leaves. `conclude(h)` then runs once, before the rule, with the sums in h, and returns values as `prepare`
+#   does.
+# - `flags`: static values that depend on a leaf's path (`mask("weight_decay_mask", given)`, `by_path(fn)`), in h.
+# - The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
+#   some rows of a table only, so it must be elementwise.
 
 LeafSlots: TypeAlias = dict[str, Any]
 Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSlots]]

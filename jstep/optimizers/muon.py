@@ -1,39 +1,614 @@
-"""Muon: orthogonalized momentum, and its orthogonalization as an element of a chain."""
+"""Muon: matrices, blocks of matrices, their orthogonalization, and their distribution over devices."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, one_of
-from jstep.core.placement import layout_of
+from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
+from jstep.core.meshes import mesh_axes_of
+from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers.axes import Axes, checked_axes, matrix_axes_of, partition_shown
-from jstep.optimizers.directions import Result, Values, average, decay_mask, from_direction, from_update
-from jstep.optimizers.distribute_matrices import layout_of_matrix
-from jstep.optimizers.held import held_names, held_slots
-from jstep.optimizers.hyper import checked, low_dtype, report, value_at
-from jstep.optimizers.leafwise import MEAN
-from jstep.optimizers.masks import own_leaves
-from jstep.optimizers.match_gradients import match_gradients, missing_slot
-from jstep.optimizers.newton_schulz import (
-    COEFFICIENTS,
-    Iteration,
-    Normalization,
-    as_matrix,
-    orthogonalized,
-    triples_and_safety,
+from jstep.optimizers.blocks import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
+from jstep.optimizers.compose import chain
+from jstep.optimizers.hyperparameters import (
+    Axes,
+    MatrixAxes,
+    by_path,
+    checked,
+    checked_axes,
+    held_names,
+    held_slots,
+    low_dtype,
+    matrix_axes_of,
+    own_leaves,
+    partition_shown,
+    report,
+    value_at,
 )
+from jstep.optimizers.leafwise import MEAN, Slot
 from jstep.optimizers.offloading import loads_slots
-from jstep.optimizers.wrappers.chain import chain
+from jstep.optimizers.updates import match_gradients, missing_slot
+
+# Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
+
+Names = tuple[str, ...]
+
+
+class Layout(NamedTuple):
+    """The sharding of a stack of matrices.
+
+    Attributes:
+        mesh: The mesh.
+        batch: The mesh axes that split the stack into matrices, major first.
+        rows: The mesh axes that split the rows.
+        columns: The mesh axes that split the columns.
+    """
+
+    mesh: Any
+    batch: Names
+    rows: Names
+    columns: Names
+
+
+def layout_of_matrix(
+    sharding: NamedSharding | None, shape: tuple[int, ...], axes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Layout | None:
+    """The layout of an array viewed as a stack of matrices; None if it is unknown or cannot be expressed as one.
+
+    Args:
+        sharding: The sharding of the array.
+        shape: Its shape.
+        axes: The axes that form the rows, and those that form the columns; the others index matrices.
+    """
+    if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
+        return None
+    spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
+    parts = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
+    # Of several axes that are merged into one, only the first may be split.
+    if any(spec[i] for part in parts for i in part[1:]):
+        return None
+    return Layout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
+
+
+def distribute_matrices(members: Sequence[Array], layout: Layout, compute: Callable[[Array], Array]) -> list[Array]:
+    """Apply `compute` to matrices [..., rows, columns] of one shape, each on one device or a few.
+
+    The matrices are stacked and resharded with one exchange per mesh axis. Resharded at once, XLA would gather all of
+    them on every device.
+
+    Args:
+        members: The matrices.
+        layout: Their layout.
+        compute: Maps matrices [n, rows, columns] to an array of the same shape.
+    """
+    shape = members[0].shape[-2:]
+    # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
+    parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
+    flat = [member.reshape((parts, -1, *shape)) for member in members]
+    stack = flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
+    hops = _hops(layout, parts * stack.shape[1])
+    devices = math.prod(layout.mesh.shape[name] for name in hops[-1][0])
+    padding = -stack.shape[1] % (devices // parts)
+    if padding:
+        stack = jnp.pad(stack, ((0, 0), (0, padding), (0, 0), (0, 0)))  # zero matrices stay zero
+    stack = stack.reshape((-1, *shape))
+    for hop in hops:
+        stack = _constrained(stack, layout.mesh, hop)
+    stack = compute(stack)
+    for hop in reversed(hops):
+        stack = _constrained(stack, layout.mesh, hop)
+    stack = stack.reshape((parts, -1, *shape))
+    ends = list(itertools.accumulate((one.shape[1] for one in flat), initial=0))
+    return [
+        stack[:, first:end].reshape(member.shape)
+        for member, (first, end) in zip(members, itertools.pairwise(ends), strict=True)
+    ]
+
+
+def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
+    """The successive layouts of a stack, from the given one to one that splits only between matrices."""
+    mesh, batch, rows, columns = layout
+    sizes, used = mesh.shape, {*batch, *rows, *columns}
+    free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
+    hops = [(batch, rows, columns)]
+    taken = math.prod(sizes[name] for name in used)
+    chosen = min(_subsets(free), key=lambda names: (_rounds(count, taken, names, sizes), len(names)))
+    # Axes over which the stack is replicated are split first: this needs no communication, and later hops move less.
+    for name in chosen:
+        batch = (*batch, name)
+    if chosen:
+        hops.append((batch, rows, columns))
+    while rows or columns:  # minor axes first: the shards along a major axis are not contiguous
+        batch = (*batch, (columns or rows)[-1])
+        rows, columns = (rows, columns[:-1]) if columns else (rows[:-1], columns)
+        hops.append((batch, rows, columns))
+    return hops
+
+
+def _subsets(names: Names) -> list[Names]:
+    found: list[Names] = [()]
+    for name in names:
+        found += [(*one, name) for one in found]
+    return found
+
+
+def _rounds(count: int, taken: int, names: Names, sizes: Any) -> int:
+    """The largest number of matrices on one device."""
+    return -(-count // (taken * math.prod(sizes[name] for name in names)))
+
+
+def _constrained(stack: Array, mesh: Any, hop: tuple[Names, Names, Names]) -> Array:
+    spec = PartitionSpec(*(names or None for names in hop))
+    if not jax.sharding.get_abstract_mesh().empty:
+        return jax.lax.with_sharding_constraint(stack, spec)
+    return jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, spec)) if isinstance(mesh, Mesh) else stack
+
+
+# Newton–Schulz iteration: approximate the nearest orthogonal matrix with matrix products only.
+
+Triple: TypeAlias = tuple[float, float, float]
+
+COEFFICIENTS: Triple = (3.4445, -4.775, 2.0315)
+"""Jordan's, the default."""
+
+
+class Preset(NamedTuple):
+    """A list of coefficients.
+
+    Attributes:
+        triples: (a, b, c) of each step.
+        steps: The default number of steps.
+        safety: A factor on the norm in the divisor.
+        repeats: Whether further steps repeat the last triple.
+    """
+
+    triples: tuple[Triple, ...]
+    steps: int = 5
+    safety: float = 1.0
+    repeats: bool = False
+
+
+PRESETS = {
+    "jordan": Preset((COEFFICIENTS,), repeats=True),
+    "dion": Preset(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        )
+    ),
+    # Ten polynomials for singular values from 0.001, each optimal after the preceding ones, with a cushion of 0.02.
+    "polar_express": Preset(
+        (
+            (8.2373125, -23.1577474, 16.6805684),
+            (4.0824420, -2.8930477, 0.5252849),
+            (3.9263480, -2.8547468, 0.5318022),
+            (3.2982187, -2.4245420, 0.4863201),
+            (2.2970369, -1.6366256, 0.4002628),
+            (1.8763805, -1.2347897, 0.3589189),
+            *[(1.8564423, -1.2132450, 0.3568003)] * 3,
+            (1.875, -1.25, 0.375),
+        ),
+        steps=8,
+        safety=1.01,
+        repeats=True,
+    ),
+}
+
+
+def triples_and_safety(given: Any, steps: int | None) -> tuple[tuple[Triple, ...], float]:
+    """The triple of each step, and the safety factor.
+
+    Args:
+        given: The name of a preset, a triple, or one triple for each step.
+        steps: The number of steps; None for the preset's number, or 5.
+
+    Raises:
+        TypeError: `given` has another form, or `steps` is not an integer.
+        ValueError: There is no such preset, or it has fewer steps; or the number of triples is not the number of steps.
+    """
+    count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
+    if not isinstance(given, str):
+        return _own(given, 5 if count is None else count), 1.0
+    triples, default, safety, repeats = PRESETS[one_of(given, "ns_coefficients", PRESETS)]
+    count = default if count is None else count
+    if count > len(triples) and not repeats:
+        raise ValueError(
+            f"ns_steps={count}: must be at most {len(triples)}, the steps of ns_coefficients={given!r}; "
+            "ns_coefficients='polar_express' allows any number"
+        )
+    return (triples + triples[-1:] * (count - len(triples)))[:count], safety
+
+
+def _own(given: Any, count: int) -> tuple[Triple, ...]:
+    def number(x: Any) -> bool:
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+    wrong = TypeError(
+        f"ns_coefficients={shown(given)}: must be three numbers (a, b, c), such a triple for each of the {count} "
+        f"steps, or one of {', '.join(map(repr, PRESETS))}, got {kind(given)}"
+    )
+    if not isinstance(given, list | tuple):
+        raise wrong
+    triples = [given] * count if len(given) == 3 and all(map(number, given)) else given
+    for triple in triples:
+        if not (isinstance(triple, list | tuple) and len(triple) == 3 and all(map(number, triple))):
+            raise wrong
+    if len(triples) != count:
+        raise ValueError(f"ns_coefficients: must have a triple for each step, got {len(triples)} for ns_steps={count}")
+    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
+
+
+SMALL = 64 * 64
+"""Up to this number of elements, batching matrices is faster on CPUs, too; larger ones run separately."""
+
+
+Normalization: TypeAlias = Literal["frobenius", "schatten"]
+
+
+class Iteration(NamedTuple):
+    """The options of the iteration, fixed when the optimizer is created.
+
+    Attributes:
+        coefficients: (a, b, c) of each step.
+        dtype: The dtype of the products; None for that of the matrices.
+        safety: A factor on the norm, because steep polynomials diverge just above 1.
+        schatten: Whether to use the Schatten-4 norm instead of the Frobenius norm.
+    """
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    dtype: Any
+    safety: float = 1.0
+    schatten: bool = False
+
+
+def orthogonalized(
+    matrices: Sequence[Array], iteration: Iteration, epsilon: Any, layouts: Sequence[Layout | None]
+) -> list[Array]:
+    """Orthogonalize matrices [..., rows, columns] approximately.
+
+    Matrices of one shape are batched where that is faster: on accelerators, which a single small matrix does not
+    fill, and if they are small. A CPU processes large matrices separately. Matrices on a mesh are distributed over its
+    devices.
+
+    Args:
+        matrices: Floating arrays; a zero matrix stays zero.
+        iteration: The options of the iteration.
+        epsilon: The lower bound of the norm in the divisor.
+        layouts: The layout of each matrix on a mesh; None if it should not be distributed.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (matrix, layout) in enumerate(zip(matrices, layouts, strict=True)):
+        shape = matrix.shape if layout is None else matrix.shape[-2:]
+        groups.setdefault((shape, matrix.dtype, layout), []).append(i)
+    results: dict[int, Array] = {}
+    for (shape, _, layout), indices in groups.items():
+        members = [matrices[i] for i in indices]
+        if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
+            together = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+        elif len(members) == 1:
+            together = [newton_schulz(members[0], epsilon, iteration)]
+        elif math.prod(shape) <= SMALL:
+            together = _batched(iteration)(epsilon, *members)
+        else:
+            together = jax.lax.platform_dependent(
+                epsilon, *members, cpu=_one_by_one(iteration), default=_batched(iteration)
+            )
+        results |= dict(zip(indices, together, strict=True))
+    return [results[i] for i in range(len(matrices))]
+
+
+def _batched(iteration: Iteration) -> Callable[..., list[Array]]:
+    return lambda epsilon, *members: list(newton_schulz(jnp.stack(members), epsilon, iteration))
+
+
+def _one_by_one(iteration: Iteration) -> Callable[..., list[Array]]:
+    return lambda epsilon, *members: [newton_schulz(member, epsilon, iteration) for member in members]
+
+
+def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
+    wide = x.dtype
+    turned = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -2, -1) if turned else x
+    smallest = jnp.asarray(epsilon).astype(wide)
+    length = _length(x)
+    # The Schatten norm comes from the first product, computed at norm 1: squares of small matrices would underflow.
+    by = jnp.maximum(length if iteration.schatten else iteration.safety * length, smallest)
+    x = (x / by).astype(iteration.dtype or wide)
+    gram = None
+    if iteration.schatten:
+        gram = x @ jnp.swapaxes(x, -2, -1)
+        square = gram.astype(wide)
+        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest / by)
+        x, gram = (x.astype(wide) / by).astype(x.dtype), (square / jnp.square(by)).astype(x.dtype)
+    for a, b, c in iteration.coefficients:
+        gram = x @ jnp.swapaxes(x, -2, -1) if gram is None else gram
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = None
+    x = jnp.swapaxes(x, -2, -1) if turned else x
+    return x.astype(wide)
+
+
+def _length(x: Array) -> Array:
+    """The Frobenius norm of each matrix."""
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+
+
+# Traced and lowered once for all matrices of one shape; XLA inlines it.
+newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
+
+
+def as_matrix(x: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Array, Callable[[Array], Array]]:
+    """Reshape an array to matrices [batch..., in, out], and return the inverse function, too.
+
+    Args:
+        x: The array.
+        axes: The axes that form the rows, and those that form the columns; the others index matrices.
+    """
+    rows, columns = axes
+    batch = tuple(i for i in range(x.ndim) if i not in (*rows, *columns))
+    order = (*batch, *rows, *columns)
+    sizes = [math.prod(x.shape[i] for i in part) for part in axes]
+    turned = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+    matrix = turned.reshape((*(x.shape[i] for i in batch), *sizes))
+
+    def back(matrix: Array) -> Array:
+        array = matrix.reshape(turned.shape)
+        return array if turned is x else jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
+
+    return matrix, back
+
+
+# Elements of a chain for matrices: NorMuon's normalization of neurons, and steps on a sphere.
+
+Over: TypeAlias = Literal["neuron", "short"]
+
+
+def normalize_neurons(
+    beta2: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-10,
+    axes: Axes | None = None,
+    over: Over = "neuron",
+) -> Optimizer:
+    """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
+
+    Norms are Frobenius norms. Each matrix u keeps its norm, so scales before or after this block are preserved, and
+    the bias of v cancels. After `orthogonalize` it is NorMuon (see the example).
+
+    Args:
+        beta2: The decay of the average v, in [0, 1).
+        epsilon: Added to √v and ‖U‖, > 0.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices. By default the last two, (in, out) as in Flax.
+        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in
+            and out (in, if they are equal), which also normalizes matrices with more inputs than outputs evenly.
+
+    Returns:
+        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the
+        axes of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
+
+    Raises:
+        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> normuon = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True),
+        ...     jstep.orthogonalize(scale="original"),
+        ...     jstep.normalize_neurons(),
+        ...     jstep.add_weight_decay(0.1),
+        ...     jstep.scale_by_learning_rate(0.02),
+        ... )
+        >>> optimizer = jstep.partition(
+        ...     {"normuon": normuon, "adamw": jstep.adamw(1e-3)},
+        ...     lambda path, leaf: "normuon" if leaf.ndim == 2 else "adamw",
+        ... )
+        >>> state = jstep.TrainState.create({"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}, optimizer)
+        >>> print(state.slots["normuon/neuron_v"]["w"].shape)
+        (1, 3)
+
+    Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
+    norm, while the paper sets the root mean square to 0.2.
+    """
+    chosen = checked_axes(axes)
+    whose = one_of(over, "over", ["neuron", "short"])
+    wording = "to normalize its neurons", partition_shown("normuon", NORMUON)
+
+    def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the mean, and those of the matrix."""
+        rows, columns = matrix_axes_of(path, leaf, chosen, *wording)
+        sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
+        return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
+
+    def shape(path: str, leaf: Any) -> tuple[int, ...]:
+        mean, _ = mean_and_matrix(path, leaf)
+        return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
+
+    hyper = {"neuron_beta2": checked("beta2", beta2, **BETA), "neuron_epsilon": positive("epsilon", epsilon)}
+    flags = {"axes": by_path(mean_and_matrix)}
+    return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
+
+
+NORMUON = (
+    "jstep.chain(jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(), jstep.normalize_neurons(), "
+    "jstep.scale_by_learning_rate(0.02))"
+)
+
+
+def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction and second moments."""
+    mean, matrix = h.axes
+    v = average(s.neuron_v, jnp.mean(jnp.square(u), mean, keepdims=True), h.neuron_beta2)
+    new = u / (jnp.sqrt(v) + h.neuron_epsilon)
+    old_norm, norm = (jnp.sqrt(jnp.sum(jnp.square(x), matrix, keepdims=True)) for x in (u, new))
+    return new * (old_norm / (norm + h.neuron_epsilon)), {"neuron_v": v}
+
+
+Radius: TypeAlias = ScalarOrSchedule | Callable[[str, Any], float] | None
+SMALLEST = 1e-10
+"""The lower bound of norms in divisors."""
+
+
+def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
+    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
+
+    Norms are Frobenius norms. The matrix rotates by about lr radians, whatever the size of u, and keeps its norm, so
+    weight decay would have no effect. AdamH, MuonH and NorMuonH are chains that end with it (see the examples). Do not
+    change the updates after it (`cautious`, `decay_weights`, `scale_updates`), because that changes the norm. An
+    average of the parameters has a smaller norm than the parameters. In bfloat16 small steps are lost: wrap the whole
+    optimizer in `master_weights`.
+
+    Use it for linear layers; train embeddings, biases, gains, routers and gates with Adam.
+
+    Args:
+        learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
+            replaces.
+        radius: The norm R; None for the current norm of the matrix, which needs no slot. A number > 0, or
+            `(path, leaf) -> number`, fixes the norm: the first update scales each matrix to it.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; other axes index
+            a stack of matrices, each with its own norm. By default the last two axes.
+
+    Returns:
+        An element of a chain without slots, used in place of `scale_by_learning_rate`.
+
+    Raises:
+        ValueError: An argument is out of its range; at `init`, a leaf has fewer than two axes, or a matrix is zero and
+            would stay zero.
+
+    Example:
+        AdamH, with Adam for leaves that are not matrices:
+
+        >>> import jax.numpy as jnp, jstep
+        >>> adamh = jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))
+        >>> optimizer = jstep.partition(
+        ...     {"ball": adamh, "adam": jstep.adam(1e-3)}, lambda path, leaf: "ball" if leaf.ndim == 2 else "adam"
+        ... )
+        >>> state = jstep.TrainState.create({"w": jnp.array([[3.0], [4.0]]), "b": jnp.zeros(1)}, optimizer)
+        >>> grads = {"w": jnp.array([[1.0], [-1.0]]), "b": jnp.ones(1)}
+        >>> w = jstep.apply_gradients(state, grads, optimizer).params["w"]
+        >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
+        2.9205 4.0584 5.0000
+
+        MuonH, and NorMuonH, which has one more block:
+
+        >>> muonh = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(scale=None), jstep.on_hyperball(0.02)
+        ... )
+        >>> normuonh = jstep.chain(
+        ...     jstep.trace(0.95, use_nesterov=True),
+        ...     jstep.orthogonalize(scale=None),
+        ...     jstep.normalize_neurons(),
+        ...     jstep.on_hyperball(0.02),
+        ... )
+
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
+    and its AdamH and MuonH in Levanter, which also use the norm at the current step.
+    """
+    chosen = checked_axes(axes)
+    wording = (
+        "to keep its norm",
+        partition_shown("ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"),
+    )
+
+    def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
+        return matrix_axes_of(path, leaf, chosen, *wording)
+
+    hyper: dict[str, Any] = {"learning_rate": learning_rate}
+    flags = {"axes": by_path(matrix_axes)}
+    if callable(radius) and not isinstance(radius, type):
+        of_leaf: Any = radius
+        flags["radius"] = by_path(lambda path, leaf: _given(of_leaf(path, leaf), path))
+    elif radius is not None:
+        hyper["radius"] = radius
+    optimizer = from_update("hyperball", hyperball_update, {}, hyper, flags=flags)
+    made = optimizer.init
+    assert isinstance(made, Init)
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        slots = made(params, global_step)
+        _refuse_zeros(params, matrix_axes)
+        return slots
+
+    return optimizer._replace(init=dataclasses.replace(made, make=init))
+
+
+def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update p·(R/‖q‖ − 1) − u·lr·R²/(‖u‖·‖q‖), with ‖q‖² from three sums in one pass over p and u.
+
+    Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1; computing R/‖q‖ − 1 directly would lose half the digits.
+    """
+    axes = tuple(axis for part in h.axes for axis in part)
+    of_p, of_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
+    norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (of_p, of_u))
+    ratio = h.radius / norm_p if "radius" in h else 1.0
+    excess = (h.radius * h.radius - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
+    # Less than the learning rate if ‖u‖ is below the smallest norm; NaN if it is infinite.
+    step = h.learning_rate * ratio
+    taken = step * (jnp.sqrt(of_u) / norm_u)
+    d = taken * taken - 2 * step * (inner / norm_p / norm_u)
+    square = 1 + d
+    # If the step cancels p, no direction is left: p stays unchanged.
+    exists = ~(square < 1e-6)
+    length = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
+    of_old = (excess - d) / (length * (ratio + length))
+    of_new = ratio * step * norm_p / (length * norm_u)
+    return jnp.where(exists, of_old * p - of_new * u, jnp.zeros_like(p)), {}
+
+
+def _given(radius: Any, path: str) -> float:
+    return as_number(radius, f"radius at {trees.quoted(path)}", low=0, above=True)
+
+
+def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
+    """Raise for matrices whose norm is 0, as soon as their values are known."""
+    for path, leaf in own_leaves(params):
+        if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
+            axes = sum(matrix_axes(path, leaf), ())
+            if trees.is_traced(leaf):
+                when_concrete(path, _refuse_zero, axes)
+            else:
+                _refuse_zero(path, leaf, axes)
+
+
+def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
+    if not trees.is_array(leaf) or _is_elsewhere(leaf):
+        return
+    with jax.ensure_compile_time_eval():
+        norms = jax.device_get(_norms(leaf, axes))
+    if np.any(norms == 0):
+        place = tuple(np.argwhere(norms == 0)[0].tolist())
+        raise ValueError(
+            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quoted(path)} has norm 0: must "
+            "not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
+            "numbers, or train it with another optimizer (jstep.partition)"
+        )
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    return trees.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+
+
+def _norms(x: Any, axes: tuple[int, ...]) -> Array:
+    on: Any = jnp if isinstance(x, jax.Array) else np  # NumPy arrays stay in host memory
+    norms: Array = on.sqrt(on.sum(on.square(x.astype(trees.compute_dtype(x.dtype))), axes))
+    return norms
+
+
+# Muon: orthogonalized momentum, and its orthogonalization as an element of a chain.
 
 Scale = Literal["rms", "original"]
 SCALES: dict[str | None, Callable[[int, int], float]] = {

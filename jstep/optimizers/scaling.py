@@ -1,18 +1,37 @@
-"""Scales and weight decay as elements of a chain, some of them before and some after the learning rate."""
+"""Scales, weight decay and clipping as elements of a chain."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.selection import VarList
-from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule
-from jstep.optimizers.directions import Result, Values, from_direction, from_update
-from jstep.optimizers.hyper import checked, constant
-from jstep.optimizers.masks import Flag, by_path, first_match, mask
+from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
+from jstep.differentiate.clipping import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value
+from jstep.optimizers.blocks import Result, Values, from_direction, from_update
+from jstep.optimizers.hyperparameters import (
+    Flag,
+    Hyper,
+    UnitAxes,
+    by_path,
+    check_axes,
+    checked,
+    constant,
+    first_match,
+    mask,
+    own_leaves,
+    unit_axes_of,
+)
+from jstep.optimizers.leafwise import element, map_updates
+
+# Scales and weight decay as elements of a chain, some of them before and some after the learning rate.
 
 SCALE = "scale"
 
@@ -284,3 +303,144 @@ def _factors(given: VarList) -> dict[str, float] | None:
     if not all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given.values()):
         return None
     return {glob: as_number(one, f"mask[{glob!r}]", low=0) for glob, one in given.items()}
+
+
+# Gradient clipping as an element of a chain, with adaptive clipping by the norm of the parameter, per unit.
+
+LEAST_PARAMETER_NORM = 1e-3
+LEAST_GRADIENT_NORM = 1e-6
+
+
+def clip_gradients(
+    *,
+    by_value: tuple[ScalarOrSchedule, ScalarOrSchedule] | ScalarOrSchedule | None = None,
+    by_norm: ScalarOrSchedule | None = None,
+    by_average_norm: ScalarOrSchedule | None = None,
+    by_global_norm: ScalarOrSchedule | None = None,
+    adaptive: ScalarOrSchedule | None = None,
+    axes: UnitAxes = None,
+) -> Optimizer:
+    """Clip the gradients in a `chain`, in the way given by exactly one argument.
+
+    Args:
+        by_value: `(min, max)`, or c > 0 for `(-c, c)`.
+        by_norm: The largest L2 norm of each leaf, > 0.
+        by_average_norm: The largest L2 norm of each leaf divided by its number of elements, > 0.
+        by_global_norm: The largest L2 norm of all leaves together, > 0.
+        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (at least 0.001), > 0; 0.01 is
+            usual. A unit consists of the weights that feed one output.
+        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or `(path, leaf) -> tuple`. None
+            assumes kernels (…, in, out): all axes if at most one is longer than 1, the first of 2 or 3 axes, all but
+            the last of 4 or more.
+
+    Returns:
+        An `Optimizer` without slots; its hyperparameters are named `clip_by_…` after the argument
+        (`clip_by_value_min` and `clip_by_value_max`).
+
+    Raises:
+        ValueError: Not exactly one argument is given, or it is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": 3.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(50.0)}, optimizer).params["w"])
+        2.0
+
+    Source: `tf.clip_by_value`, `tf.clip_by_norm`, `tf.clip_by_average_norm`, `tf.clip_by_global_norm`;
+    Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization" (2021), and
+    `optax.adaptive_grad_clip`, for adaptive.
+    """
+    given: dict[str, Any] = {
+        name: value
+        for name, value in {
+            "by_value": by_value,
+            "by_norm": by_norm,
+            "by_average_norm": by_average_norm,
+            "by_global_norm": by_global_norm,
+            "adaptive": adaptive,
+        }.items()
+        if value is not None
+    }
+    if len(given) != 1:
+        raise ValueError(
+            f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm, by_global_norm and adaptive, got "
+            f"{sorted(given) or 'none'}; chain several elements to clip in several ways"
+        )
+    ((how, limit),) = given.items()
+    if axes is not None and how != "adaptive":
+        raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
+    check_axes(axes)
+    hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
+
+    def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        if how == "by_value":
+            high = h["clip_by_value_max"]
+            return clip_by_value(updates, h.get("clip_by_value_min", -high), high)
+        if how == "by_global_norm":
+            return clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
+        if how == "by_norm":
+            return clip_by_norm(updates, h["clip_by_norm"])
+        if how == "by_average_norm":
+            return clip_by_average_norm(updates, h["clip_by_average_norm"])
+        return clip_by_unit_norm(updates, params, h["clip_adaptive"], axes)
+
+    made = element(clip, hyper)
+    if how != "by_value" or "clip_by_value_min" in hyper:
+        return made
+
+    def with_both_bounds(step: Step, /) -> dict[str, Any]:
+        values = made.hyperparameters(step)
+        return {"clip_by_value_min": -values["clip_by_value_max"], **values} if values else values
+
+    return made._replace(hyperparameters=with_both_bounds)
+
+
+def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
+    if not isinstance(limit, tuple | list):
+        return {"clip_by_value_max": checked("by_value", limit, low=0, above=True)}
+    if len(limit) != 2:
+        raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
+    low, high = checked("by_value[0]", limit[0]), checked("by_value[1]", limit[1])
+    if isinstance(low, float) and isinstance(high, float) and low > high:
+        raise ValueError(f"by_value={limit!r}: min is larger than max")
+    return {"clip_by_value_min": low, "clip_by_value_max": high}
+
+
+def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAxes) -> Updates:
+    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001).
+
+    Args:
+        updates: The gradients; `IndexedSlices` name the same rows afterwards, None stays None.
+        params: The parameters.
+        ratio: The largest ratio.
+        axes: The axes that a unit spans; see `clip_gradients`.
+    """
+
+    def clipped(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
+        return on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, *leaf, _unit_axes)), g)
+
+    return map_updates(clipped, params, updates, jax.tree.leaves(params), own_leaves(params))
+
+
+def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if sum(size > 1 for size in shape) <= 1:
+        return tuple(range(len(shape)))
+    return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
+
+
+def _clip(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
+    dtype = trees.compute_dtype(g.dtype)
+    wide = g.astype(dtype)
+    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), LEAST_PARAMETER_NORM)
+    norm = _norm(wide, over)
+    # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
+    by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, LEAST_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
+    return jnp.where(norm <= limit, wide, wide * by)
+
+
+def _norm(x: Array, axes: tuple[int, ...]) -> Array:
+    # Scaled by the largest element, whose square might overflow.
+    most = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+    safe = jnp.where((most > 0) & jnp.isfinite(most), most, jnp.ones_like(most))
+    return jnp.sqrt(jnp.sum(jnp.square(x / safe), axis=axes, keepdims=True)) * safe

@@ -26,15 +26,11 @@ from jstep.core.placement import (
 )
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Slots, Updates, require_optimizer
-from jstep.optimizers.apply_updates import apply_in_order
-from jstep.optimizers.match_gradients import explain_missing_gradients, match_gradients
-from jstep.optimizers.metrics import SKIPPED, became_nonfinite, skips
+from jstep.optimizers.guards import LEFT_OUT, NOT_REACHED, all_finite, loss_scale_of, noise_slots
+from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, skips
+from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, is_guarded
 from jstep.optimizers.offloading import Transfers, is_worth_loops, using_transfers, with_small_ones_loaded
-from jstep.optimizers.parts import EMPTY_CONTEXT, call_update, is_guarded
-from jstep.optimizers.projected import moves
-from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of
-from jstep.optimizers.wrappers.noise_scale import noise_slots
-from jstep.optimizers.wrappers.skip_nonfinite import LEFT_OUT, NOT_REACHED, all_finite
+from jstep.optimizers.updates import apply_in_order, explain_missing_gradients, match_gradients
 from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 

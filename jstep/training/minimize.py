@@ -22,12 +22,10 @@ from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.engine import GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated
-from jstep.optimizers.hyper import value_at
-from jstep.optimizers.metrics import SKIPPED, shown_slots
-from jstep.optimizers.parts import EMPTY_CONTEXT
-from jstep.optimizers.wrappers.dynamic_loss_scale import loss_scale_of, unscaled
-from jstep.optimizers.wrappers.exponential_moving_average import as_average_names, averaged_params
-from jstep.optimizers.wrappers.noise_scale import noise_metrics, require_noise_slots
+from jstep.optimizers.averages import as_average_names, averaged_params
+from jstep.optimizers.guards import loss_scale_of, noise_metrics, require_noise_slots, unscaled
+from jstep.optimizers.hyperparameters import SKIPPED, shown_slots, value_at
+from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
 from jstep.training.apply import applied, layouts_of, skip_metrics, unless_skipped
 from jstep.training.constants import Constants, split_constants

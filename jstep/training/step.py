@@ -15,7 +15,7 @@ from jstep.core.checks import as_bool, as_function, kind
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.trees import is_traced
-from jstep.optimizers.metrics import SKIPPED
+from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import TrainState, keep_roles, require_alive
 from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
 from jstep.training.constants import Constants, split_constants

@@ -160,7 +160,7 @@ def soap():
 
 def batched():
     """Time Newton–Schulz for 24 matrices of equal shape, one by one and in one batch."""
-    from jstep.optimizers.newton_schulz import Iteration, newton_schulz
+    from jstep.optimizers.muon import Iteration, newton_schulz
 
     times = {}
     iteration = Iteration(((3.4445, -4.775, 2.0315),) * 5, None)

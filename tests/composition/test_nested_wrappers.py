@@ -15,7 +15,7 @@ from thorough import examples
 
 import jstep
 from jstep.core import trees
-from jstep.optimizers.parts import hyperparameter_names, slot_names
+from jstep.optimizers.leafwise import hyperparameter_names, slot_names
 
 KEY = jax.random.key(3)
 LATE = jstep.ExponentialMovingAverage(0.9, zero_debias=True, name="late", start_step=2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers import eigenbases
+from jstep.optimizers import soap
 
 SHAPES = [(6, 4), (4, 6), (6, 6), (5, 2, 4)]
 
@@ -24,7 +24,7 @@ def matrix(n, rank, size=1.0):
 @pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
     a = matrix(n, rank, size).astype(np.float64)
-    q = np.asarray(eigenbases.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
+    q = np.asarray(soap.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
     np.testing.assert_allclose(q.T @ q, np.eye(n), atol=2e-6)
     r = q.T @ a
     assert np.abs(np.tril(r, -1)).max(initial=0) <= 1e-6 * np.linalg.norm(a)
@@ -33,12 +33,12 @@ def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
 
 
 def test_the_basis_of_a_zero_matrix_is_the_identity():
-    np.testing.assert_array_equal(np.abs(eigenbases.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
+    np.testing.assert_array_equal(np.abs(soap.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
 
 def test_double_precision(x64):
     a = matrix(20, 20).astype(np.float64)
-    q = np.asarray(eigenbases.orthonormal(jnp.asarray(a), 8))
+    q = np.asarray(soap.orthonormal(jnp.asarray(a), 8))
     assert q.dtype == np.float64
     np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
 
@@ -71,40 +71,38 @@ def leaves_of(shapes):
             q = np.linalg.qr(random.normal(size=(n, n)))[0]
             grams[axis] = jnp.asarray(q * 2.0 ** random.permutation(n) @ q.T, jnp.float32)
             bases[axis] = jnp.asarray(np.linalg.qr(q + 0.05 * random.normal(size=(n, n)))[0], jnp.float32)
-        leaves.append(eigenbases.EigenbasisUpdate(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
+        leaves.append(soap.EigenbasisUpdate(grams, bases, jnp.asarray(random.uniform(size=shape), jnp.float32)))
     return leaves
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT, eigenbases.SAME])
+@pytest.mark.parametrize("turn", [soap.FIRST, soap.NEXT, soap.SAME])
 def test_loops_over_matrices_of_one_size_equal_single_calls(turn):
     leaves = leaves_of(SHAPES)
-    one_by_one = eigenbases.one_by_one(jnp.int32(turn), leaves)
-    in_loops = jax.jit(lambda turn: eigenbases.in_loops(turn, leaves, library_eigh))(jnp.int32(turn))
+    one_by_one = soap.one_by_one(jnp.int32(turn), leaves)
+    in_loops = jax.jit(lambda turn: soap.in_loops(turn, leaves, library_eigh))(jnp.int32(turn))
     for before, from_loops, from_calls in zip(leaves, in_loops, one_by_one, strict=True):
         assert from_loops.bases.keys() == from_calls.bases.keys() == before.bases.keys()
         np.testing.assert_allclose(from_loops.v, from_calls.v)
         for axis, basis in from_loops.bases.items():
             np.testing.assert_allclose(np.abs(basis), np.abs(from_calls.bases[axis]), atol=2e-5)
-            assert np.array_equal(basis, before.bases[axis]) == (turn == eigenbases.SAME)
-    assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == eigenbases.NEXT)
+            assert np.array_equal(basis, before.bases[axis]) == (turn == soap.SAME)
+    assert any(not np.array_equal(a.v, b.v) for a, b in zip(leaves, in_loops, strict=True)) == (turn == soap.NEXT)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("turn", [eigenbases.FIRST, eigenbases.NEXT])
+@pytest.mark.parametrize("turn", [soap.FIRST, soap.NEXT])
 def test_matrices_sharded_over_a_mesh(turn):
     """They are gathered for the decompositions, whose loops communicate nothing."""
     leaves = leaves_of([(8, 16), (16, 8)])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     row_sharding = jax.NamedSharding(mesh, jax.P("data"))
     sharded = jax.device_put(leaves, row_sharding)
-    program = jax.jit(
-        lambda leaves: eigenbases.in_loops(jnp.int32(turn), leaves, library_eigh), out_shardings=row_sharding
-    )
+    program = jax.jit(lambda leaves: soap.in_loops(jnp.int32(turn), leaves, library_eigh), out_shardings=row_sharding)
     with jax.set_mesh(mesh):
         found = program(sharded)
         text = program.lower(sharded).compile().as_text()
-    want = eigenbases.in_loops(jnp.int32(turn), leaves, library_eigh)
+    want = soap.in_loops(jnp.int32(turn), leaves, library_eigh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
     assert "all-to-all" not in text
     assert "all-reduce" not in text
@@ -126,13 +124,13 @@ def test_training_with_loops_equals_training_with_calls(monkeypatch):
         return state.params
 
     calls = run()
-    used, loops_of = [], eigenbases.in_loops
+    used, loops_of = [], soap.in_loops
 
     def in_loops(turn, leaves):
         used.append(len(leaves))
         return loops_of(turn, leaves, library_eigh)
 
-    monkeypatch.setattr(eigenbases, "one_by_one", in_loops)
+    monkeypatch.setattr(soap, "one_by_one", in_loops)
     loops = run()
     assert used == [len(SHAPES)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), loops, calls)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.masks import by_path, mask
+from jstep.optimizers.hyperparameters import by_path, mask
 
 PARAMS = {
     "w": {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)},

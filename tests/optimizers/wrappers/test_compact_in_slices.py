@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.wrappers import by_slices
+from jstep.optimizers import by_slices
 
 LR = 1e-2
 EMA = jstep.ExponentialMovingAverage(0.9)

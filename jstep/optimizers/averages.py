@@ -1,4 +1,6 @@
-"""Exponential moving averages of parameters, and the wrapper that keeps them."""
+"""Further copies of the parameters: moving averages, lookahead, float32 master weights."""
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, as_text, kind, shown
 from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import as_scalar, on_devices
+from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Role
 from jstep.core.trees import (
@@ -26,17 +28,31 @@ from jstep.core.trees import (
     is_slices,
     require_optimizer,
 )
-from jstep.optimizers.age import age_of
-from jstep.optimizers.apply_updates import add
-from jstep.optimizers.held import check_prefix
-from jstep.optimizers.hyper import checked, value_at
-from jstep.optimizers.masks import mask
-from jstep.optimizers.match_gradients import find_slot
+from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
+from jstep.optimizers.hyperparameters import (
+    age_of,
+    check_prefix,
+    checked,
+    is_update,
+    leaf_numbers,
+    mask,
+    partial_params,
+    value_at,
+)
+from jstep.optimizers.leafwise import (
+    Slot,
+    call_update,
+    fresh_slot,
+    inner_context,
+    map_updates,
+    refuse_formats,
+    wide_updates,
+)
 from jstep.optimizers.offloading import per_leaf
-from jstep.optimizers.parts import call_update
-from jstep.optimizers.projected import is_update
-from jstep.optimizers.wrap_optimizer import Own, StepInputs, trained, wrap_optimizer
+from jstep.optimizers.updates import add, apply_updates, find_slot
 from jstep.state.train_state import TrainState, values_of
+
+# Exponential moving averages of parameters, and the wrapper that keeps them.
 
 NAME = "ExponentialMovingAverage"
 DECAY = "decay"
@@ -430,3 +446,264 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
             raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
         new.append(on_devices(found[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
+
+
+# Lookahead: slow weights that follow the fast ones.
+
+SLOW = "slow"
+
+
+def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
+    """Lookahead: every k-th update slow += α·(p − slow); p = slow.
+
+    Args:
+        optimizer: The inner optimizer, which updates the fast weights; these are the parameters.
+        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots: all updates
+            of the optimizer, or if it is a `partition`, for each label those that have a gradient of its leaves.
+        slow_step_size: The step size α, in [0, 1], of the slow weights towards the fast ones.
+
+    Returns:
+        An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
+        hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing, or around a
+        `partition` from `lookahead/label/start_step`. A leaf without a gradient at a synchronizing update is not
+        synchronized; leaves that the partition freezes have no slow weights.
+
+    Raises:
+        ValueError: A number is out of its range, or the optimizer already has such a slot or hyperparameter.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lookahead(jstep.gradient_descent(1.0), sync_period=2)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> for _ in range(2):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.slow_params(state)["w"])
+        1.0 1.0
+
+    Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (2019).
+    """
+    require_optimizer("optimizer", optimizer)
+    period = as_int(sync_period, "sync_period", at_least=1)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params = at.params
+        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context)
+        treedef = trees.structure(params)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+        slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
+        rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
+
+        def rule(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+            return _synchronised(u.to_dense() if is_slices(u) else u, p, own[SLOW], rate, due)
+
+        for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
+            start = at.starts[i]
+            if u is not None and start is not None:
+                due = age_of(at.step, start) % period == 0
+                found[i], new = per_leaf(rule, path, {SLOW: slows[i]}, u, p, rate, due)
+                slows[i] = new[SLOW]
+        return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
+
+    return wrap_optimizer(
+        optimizer,
+        "lookahead",
+        update,
+        Own(
+            {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
+            {SLOW: Role.COPY},
+            {SLOW: "weight"},
+            hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
+            aged=True,
+        ),
+    )
+
+
+def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+    """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
+    dtype = slow.dtype
+    # u appears once: if it were read twice, XLA would store it in memory.
+    back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
+    update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
+    nearer = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
+    return update, {SLOW: jnp.where(due, nearer, slow)}
+
+
+def slow_params(state: TrainState, name: str = SLOW) -> Params:
+    """The slow weights of `lookahead`, in the dtypes of the parameters, for evaluation.
+
+    Args:
+        state: A state whose optimizer is `lookahead`.
+        name: The slot of the slow weights: its name with the prefixes of scopes and labels, or only the last part if
+            there is one such slot.
+
+    Raises:
+        ValueError: The state has no such slot, or several; the error lists their names.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.lookahead(jstep.gradient_descent(1.0))
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
+        >>> print(state.params["w"], jstep.slow_params(state)["w"])
+        1.0 0.0
+    """
+    return params_from_slot(state, name, "Slow weights are kept by jstep.lookahead(optimizer).")
+
+
+# Wrappers for low-precision parameters: float32 master weights, and stochastic rounding to bfloat16.
+
+MASTER = "master"
+
+
+def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
+    """Master weights: master += u; p = master, rounded to the parameter's dtype.
+
+    An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
+    bitwise equal to the rounded parameters of a float32 run on the same gradients.
+
+    Args:
+        optimizer: The inner optimizer, which sees the master weights as its parameters, gradients in float32 at least,
+            and computes the updates u. Its labels, masks and other predicates see the parameters themselves, with their
+            dtypes.
+        dtype: The dtype of the master weights; wider parameters keep theirs.
+
+    Returns:
+        An `Optimizer` with one more slot, `master`, initially a copy of the parameters. It is the source of truth: if
+        you change parameters but not the slot, the next update reverts the change.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype of at least 32 bits.
+        ValueError: The optimizer already has a slot `master`, or contains `compact`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.master_weights(jstep.gradient_descent(0.001))
+        >>> state = jstep.TrainState.create({"w": jnp.bfloat16(1.0)}, optimizer)
+        >>> for _ in range(8):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.bfloat16(1.0)}, optimizer)
+        >>> print(state.params["w"], jnp.round(state.slots["master"]["w"], 4))
+        0.992188 0.992
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
+    """
+    require_optimizer("optimizer", optimizer)
+    refuse_formats("master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"})
+    wide = _floating_dtype(dtype)
+
+    def widened(leaf: Any) -> Any:
+        if not trees.is_trainable(leaf):
+            return leaf
+        return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
+
+    def fresh(params: Params, global_step: Step) -> Any:
+        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params, step = at.params, at.step
+        leaves, treedef = trees.flatten(params)
+        kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
+        whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
+        at_rounding = inner_context(at.context, lambda masters: jax.tree.map(_rounded, params, masters), wide_updates)
+        with partial_params(params):
+            updates, inner = call_update(optimizer, wide_updates(updates), inner, whole, step, at_rounding, exact=True)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
+            if not trees.is_none(found[i]):
+                found[i], new = per_leaf(_moved_master, path, {MASTER: kept[i]}, found[i], p)
+                kept[i] = new[MASTER]
+        return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
+
+    return wrap_optimizer(
+        optimizer,
+        "master_weights",
+        update,
+        Own({MASTER: fresh}, {MASTER: Role.MASTER}),
+        inner_roles=lambda roles: roles.within_masters().stored_by("master_weights"),
+        init_on=lambda params: jax.tree.map(widened, params),
+    )
+
+
+def _rounded(p: Any, master: Any) -> Any:
+    return master.astype(p.dtype) if trees.is_trainable(p) else master
+
+
+def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
+    """The update of a parameter to its master, and the master."""
+    master = add(own[MASTER], u)
+    return _to_rounding(p, master), {MASTER: master}
+
+
+def _to_rounding(p: Any, master: Any) -> Any:
+    """The update from p to the rounding of its master.
+
+    The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
+    2^13.
+    """
+    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype)
+
+
+def _floating_dtype(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
+    except TypeError:
+        raise TypeError(f"dtype={shown(dtype)}: must be a floating dtype such as float32, got {kind(dtype)}") from None
+    if not trees.is_floating(found) or found.itemsize < 4:
+        raise TypeError(f"dtype={found}: must be a floating dtype of at least 32 bits, such as float32")
+    return jax.dtypes.canonicalize_dtype(found)
+
+
+def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
+    """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
+
+    Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
+    copy of the parameters (see `master_weights` for that).
+
+    Args:
+        optimizer: The optimizer that computes the updates u. Put the rounding outermost: it is undone by wrappers that
+            change updates after it.
+        key: A PRNG key. The random bits are a function of the key, the step and the leaf, so they are the same in a
+            resumed run.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters. Leaves that are not bfloat16 are rounded normally;
+        sparse updates of bfloat16 tables become dense.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> optimizer = jstep.stochastic_rounding(jstep.gradient_descent(0.001), jax.random.key(0))
+        >>> state = jstep.TrainState.create({"w": jnp.ones(1000, jnp.bfloat16)}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.ones(1000, jnp.bfloat16)}, optimizer)
+        >>> print(jnp.unique(state.params["w"]))
+        [0.996094 1]
+
+    Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
+    """
+    require_optimizer("optimizer", optimizer)
+    refuse_formats("stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"})
+    key = as_key(key, "key")
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        of_step = jax.random.fold_in(key, at.step)
+
+        def rounded(u: Any, p: Array, i: int) -> Any:
+            if p.dtype != jnp.bfloat16:
+                return u
+            dense = u.to_dense() if is_slices(u) else u
+            return _stochastically_rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, i))
+
+        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
+        return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
+
+    return wrap_optimizer(
+        optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")
+    )
+
+
+def _stochastically_rounded(p: Array, u: Array, key: Array) -> Array:
+    """The update from p to p + u, rounded stochastically: the dropped 16 bits are the probability of rounding up."""
+    exact = apply_updates(p.astype(jnp.float32), u)
+    bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
+    chance = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32)
+    cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)

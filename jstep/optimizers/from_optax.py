@@ -11,10 +11,9 @@ from jstep.core import trees
 from jstep.core.checks import as_text, kind, scoped, shown
 from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers.held import check_prefix
-from jstep.optimizers.hyper import as_arrays, checked, report
-from jstep.optimizers.match_gradients import match_gradients, missing_slot
-from jstep.optimizers.parts import EMPTY_CONTEXT
+from jstep.optimizers.hyperparameters import as_arrays, check_prefix, checked, report
+from jstep.optimizers.leafwise import EMPTY_CONTEXT
+from jstep.optimizers.updates import match_gradients, missing_slot
 
 
 def from_optax(

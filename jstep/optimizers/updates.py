@@ -1,4 +1,4 @@
-"""Match gradients and slots to their parameters."""
+"""Applying updates: matching gradients and slots to parameters, and writing them in place."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +10,13 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import kind, note
-from jstep.core.trees import IndexedSlices, Params, Slots, Updates, check, is_slices
-from jstep.optimizers.masks import own_leaves
+from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import in_order, is_in_place, is_on_host, on_devices
+from jstep.core.trees import Array, IndexedSlices, Params, RowsInOrder, Slots, Updates, check, combined, is_slices
+from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
 from jstep.state.train_state import TrainState
+
+# Match gradients and slots to their parameters.
 
 
 class NoGradientsError(ValueError):
@@ -162,3 +166,97 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
             f"{hint}"
         )
     return found[0]
+
+
+# Adding updates to parameters.
+
+
+@on_any_mesh
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """Add updates to parameters, leaf by leaf.
+
+    Args:
+        params: Any tree.
+        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
+
+    Returns:
+        New parameters. Sums are computed in at least float32 and rounded to the parameter's dtype.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> jstep.apply_updates({"w": jnp.zeros(2), "b": jnp.ones(1)}, {"w": jnp.ones(2), "b": None})
+        {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
+    """
+    leaves, treedef = trees.flatten(params)
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    pairs = zip(on_devices(leaves), found, strict=True)
+    return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
+
+
+def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Params, Slots]:
+    """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
+
+    A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
+    unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
+    need no order of their own: an optimizer declares a slot after those that are computed from its old value. Leaves
+    whose slots are all overwritten in place need no order.
+
+    Args:
+        params: The parameters.
+        updates: A tree of the same structure, as for `apply_updates`.
+        slots: The new slots. Only leaves with the shape of their parameter are ordered.
+    """
+    leaves, treedef = trees.flatten(params)
+    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
+        return apply_updates(params, updates), slots
+    found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+    ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    new = list(leaves)
+    for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
+        if not trees.is_none(update):
+            own = [] if is_update(update) else [tree for tree in ordered.values() if _is_alike(tree[i], leaf)]
+            if all(is_in_place(tree[i]) for tree in own):
+                new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
+                continue
+            new[i], moved = _add_in_order(leaf, update, [tree[i] for tree in own])
+            for tree, value in zip(own, moved, strict=True):
+                tree[i] = value
+    return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
+
+
+def _is_alike(slot: Any, leaf: Any) -> bool:
+    return (
+        trees.is_array(slot) and slot.shape == np.shape(leaf) and trees.is_floating(slot.dtype) and not is_on_host(slot)
+    )
+
+
+def _is_sum(leaf: Any, update: Any) -> bool:
+    """Whether `add` is one operation, which is traced, lowered and compiled faster than a call of a function."""
+    if not (trees.is_array(leaf) and trees.is_array(update)):
+        return False
+    of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
+    same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
+    return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
+
+
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _add_in_order(leaf: Array, update: Any, slots: list[Array]) -> tuple[Array, list[Array]]:
+    new = add(leaf, update)
+    return new, in_order(new, *slots)
+
+
+@jax.jit
+def add(leaf: Array, update: Any) -> Array:
+    """Add an update, of any kind, to a parameter."""
+    if is_projected(update):
+        return update.value
+    dtype = trees.compute_dtype(leaf.dtype)
+    if not isinstance(update, IndexedSlices):
+        return (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
+    if isinstance(update, RowsInOrder):
+        return jnp.where(update.named, add(leaf, update.values), leaf)
+    if leaf.dtype == dtype:
+        return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
+    rows = combined(update)
+    old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
+    return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")

@@ -1,0 +1,506 @@
+"""The classics: gradient descent, momentum, Adagrad, Adadelta, dual averaging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jstep.core.checks import as_bool
+from jstep.core.placement import compute_first, in_order
+from jstep.core.selection import VarList
+from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
+from jstep.optimizers.blocks import (
+    BETA,
+    RATE,
+    Result,
+    Rule,
+    Values,
+    average,
+    decay_mask,
+    from_direction,
+    from_update,
+    in_bounds,
+    positive,
+    with_decay,
+)
+from jstep.optimizers.hyperparameters import checked
+from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE, Slot
+
+# Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
+
+
+def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
+    """Gradient descent: p −= lr · g.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+
+    Returns:
+        An `Optimizer` without slots. A sparse gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `tf.train.GradientDescentOptimizer`.
+    """
+    hyper = {"learning_rate": learning_rate}
+    return from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+
+
+def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
+    """Momentum: a = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.momentum(0.5, 0.9)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> for _ in range(2):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer)
+        >>> print(state.params["w"], state.slots["momentum"]["w"])
+        -0.45 1.9
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013);
+    `tf.train.MomentumOptimizer`.
+    """
+    hyper = {"learning_rate": learning_rate, "momentum": momentum}
+    return from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+
+
+def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
+    """Momentum: a = momentum·a + g; the direction is a, or with Nesterov g + momentum·a.
+
+    Args:
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum.
+
+    Returns:
+        An element of a chain with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.trace(0.9), jstep.scale_by_learning_rate(0.25))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(2.0)}, optimizer).params["w"])
+        0.5
+
+    Source: `optax.trace`.
+    """
+    return from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, {"momentum": momentum}, by_rows=True)
+
+
+def _direction(use_nesterov: bool) -> Rule:
+    return nesterov_direction if as_bool(use_nesterov, "use_nesterov") else momentum_direction
+
+
+def momentum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The heavy ball's direction a, which is its buffer."""
+    a = h.momentum * s.momentum + g
+    return a, {"momentum": a}
+
+
+def nesterov_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """Nesterov's direction, one step ahead of the buffer a."""
+    a = h.momentum * s.momentum + g
+    return g + h.momentum * a, {"momentum": a}
+
+
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule = 0.0,
+    dampening: ScalarOrSchedule = 0.0,
+    use_nesterov: bool = False,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: VarList = None,
+) -> Optimizer:
+    """SGD: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) with Nesterov.
+
+    At the first update of a slot a = g, whatever the dampening. Weight decay is coupled: it is part of the gradient.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        momentum: The fraction of the old direction that is kept, in [0, 1].
+        dampening: The fraction of the gradient that is left out of the direction, in [0, 1].
+        use_nesterov: Whether to use Nesterov momentum, which requires momentum and no dampening.
+        weight_decay: Weight decay ≥ 0, added to the gradient as weight_decay·p.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening the
+        scalar `start_step`. Without weight decay a sparse gradient updates only its own rows.
+
+    Raises:
+        ValueError: An argument is out of its range, the mask matches nothing, or Nesterov momentum is combined with
+            dampening or zero momentum.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.sgd(0.5, weight_decay=0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.25
+
+    Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
+    """
+    use_nesterov = as_bool(use_nesterov, "use_nesterov")
+    hyper = in_bounds(
+        {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    )
+    keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    if use_nesterov and (damped or not keeps):
+        raise ValueError(
+            f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
+            f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
+        )
+    return from_update(
+        "sgd",
+        sgd_nesterov_update if use_nesterov else sgd_momentum_update if keeps else sgd_update,
+        {"momentum": MEAN} if keeps else {},
+        hyper,
+        flags=decay_mask(weight_decay_mask),
+        prepare=share_of_gradient if keeps and damped else None,
+        by_rows=not decays,
+    )
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, float) and value == 0.0
+
+
+def share_of_gradient(h: Values) -> dict[str, Any]:
+    """The weight of the gradient in the buffer: 1 at the first update, 1 − dampening later."""
+    return {"share": jnp.where(h.age == 1, 1.0, 1 - h.dampening)}
+
+
+def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update without momentum."""
+    return -h.learning_rate * with_decay(g, p, h), {}
+
+
+def sgd_momentum_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update along the buffer."""
+    a = buffer(with_decay(g, p, h), s, h)
+    return -h.learning_rate * a, {"momentum": a}
+
+
+def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update along the gradient and the new buffer."""
+    a = buffer(with_decay(g, p, h), s, h)
+    # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
+    a, g, p = compute_first(a, g, p)
+    return -h.learning_rate * (with_decay(g, p, h) + h.momentum * a), {"momentum": a}
+
+
+def buffer(g: Array, s: Values, h: Values) -> Array:
+    """The new momentum buffer."""
+    return h.momentum * s.momentum + (h.share * g if "share" in h else g)
+
+
+# Optimizers that divide by a root of squared gradients: Adagrad, RMSProp, Adadelta.
+
+
+def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:
+    """Adagrad: a += g²; p −= lr · g / √a.
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        initial_accumulator_value: The initial value of the accumulator, > 0.
+
+    Returns:
+        An `Optimizer` with the slot `accumulator`. A sparse gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adagrad(0.5, initial_accumulator_value=3.0)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.75
+
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
+    """
+    first = positive("initial_accumulator_value", initial_accumulator_value)
+    slots = {"accumulator": Slot(first, holds="square")}
+    return from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
+
+
+def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update by the sum of all squares."""
+    a = s.accumulator + g * g
+    return -h.learning_rate * g / jnp.sqrt(a), {"accumulator": a}
+
+
+def rmsprop(
+    learning_rate: ScalarOrSchedule,
+    decay: ScalarOrSchedule = 0.9,
+    momentum: ScalarOrSchedule = 0.0,
+    epsilon: ScalarOrSchedule = 1e-10,
+    centered: bool = False,
+) -> Optimizer:
+    """RMSProp: r = decay·r + (1−decay)·g²; mom = momentum·mom + lr·g/√(r + ε); p −= mom.
+
+    Centered, it also keeps mg = decay·mg + (1−decay)·g and divides by √(r − mg² + ε).
+
+    Args:
+        learning_rate: The step size lr ≥ 0.
+        decay: The decay of the averages, in [0, 1].
+        momentum: The fraction of the old update that is kept, in [0, 1].
+        epsilon: Added under the root, ≥ 0.
+        centered: Whether to divide by an estimate of the variance instead of the second moment.
+
+    Returns:
+        An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse
+        gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.rmsprop(0.5, decay=0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.5
+
+    Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); Graves, "Generating Sequences With Recurrent
+    Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. If rounding makes the
+    variance negative, it is set to 0; TF returns NaN.
+    """
+    is_centered = as_bool(centered, "centered")
+    # A variance is the small difference of two averages, so their errors would be its own: they are not declared.
+    slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
+    slots |= {"mg": Slot()} if is_centered else {}
+    hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
+    return from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
+
+
+def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update by an average of squares, or of the variance if there is a slot for the mean."""
+    r = h.decay * s.rms + (1 - h.decay) * (g * g)
+    new = {"rms": r}
+    variance = r
+    if "mg" in s:
+        new["mg"] = h.decay * s.mg + (1 - h.decay) * g
+        variance = jnp.maximum(r - new["mg"] * new["mg"], 0.0)
+    new["momentum"] = h.momentum * s.momentum + h.learning_rate * g / jnp.sqrt(variance + h.epsilon)
+    return -new["momentum"], new
+
+
+def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8) -> Optimizer:
+    """RMSProp's direction: g / √(r + ε), r = decay·r + (1−decay)·g².
+
+    Args:
+        decay: The decay of the average, in [0, 1].
+        epsilon: Added under the root, ≥ 0.
+
+    Returns:
+        An element of a chain with the slot `rms` (initially 0; that of `rmsprop` is initially 1, as in TF).
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.chain(jstep.scale_by_rms(0.75), jstep.scale_by_learning_rate(0.25))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
+
+    Source: Tieleman and Hinton (2012); `optax.scale_by_rms`.
+    """
+    hyper = {"decay": decay, "epsilon": epsilon}
+    return from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
+
+
+def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The gradient over the root of an average of squares."""
+    rms = average(s.rms, g * g, h.decay)
+    return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
+
+
+def adadelta(
+    learning_rate: ScalarOrSchedule = 0.001,
+    rho: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-8,
+) -> Optimizer:
+    """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
+
+    Args:
+        learning_rate: The step size lr ≥ 0; the paper has none, which corresponds to 1.
+        rho: The decay of both averages, in [0, 1].
+        epsilon: Added under the roots, ≥ 0.
+
+    Returns:
+        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0, named as in TensorFlow. A sparse
+        gradient updates only its own rows. Checkpoints with the names of jstep 0.2, `accumulator` and
+        `accumulator_update`, are restored into them.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adadelta(1.0, epsilon=1e-2)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"]:.3f}')
+        0.558
+
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
+    """
+    slots = {"accum_update": SQUARE, "accum": SQUARE}
+    hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
+    return from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
+
+
+def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The direction, which has the unit of the parameter."""
+
+    def direction(e: Array, x: Array, g: Array) -> Array:
+        return g * jnp.sqrt(x + h.epsilon) / jnp.sqrt(e + h.epsilon)
+
+    # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of being stored.
+    e, x, g = compute_first(average(s.accum, g * g, h.rho), s.accum_update, g)
+    d = direction(e, x, g)
+    e, x, g = compute_first(e, x, g)
+    return d, {"accum": e, "accum_update": average(x, jnp.square(direction(e, x, g)), h.rho)}
+
+
+# Optimizers that compute the parameter from sums of gradients: FTRL-Proximal and MADGRAD.
+
+
+def ftrl(
+    learning_rate: ScalarOrSchedule,
+    learning_rate_power: ScalarOrSchedule = -0.5,
+    initial_accumulator_value: Number = 0.1,
+    l1_regularization_strength: ScalarOrSchedule = 0.0,
+    l2_regularization_strength: ScalarOrSchedule = 0.0,
+    l2_shrinkage_regularization_strength: ScalarOrSchedule = 0.0,
+    beta: ScalarOrSchedule = 0.0,
+) -> Optimizer:
+    """FTRL-Proximal: per-coordinate learning rates with exact sparsity.
+
+    a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p;
+    p = (sign(linear)·l1 − linear) / (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
+
+    Args:
+        learning_rate: The step size lr > 0. When a schedule returns 0, the parameters stay unchanged.
+        learning_rate_power: The exponent ≤ 0 of the accumulated squares in the rate: −0.5 as in Adagrad, 0 for a
+            constant rate.
+        initial_accumulator_value: The initial value of the accumulator, ≥ 0.
+        l1_regularization_strength: The l1 penalty ≥ 0, which makes weights with |linear| ≤ l1 exactly 0.
+        l2_regularization_strength: The l2 penalty ≥ 0, which favors small weights.
+        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 that is added to the gradient but not to the
+            accumulator.
+        beta: The paper's β ≥ 0, which lowers the learning rates of the first steps.
+
+    Returns:
+        An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.ftrl(0.5, l1_regularization_strength=2.0)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"])
+        0.0
+
+    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
+    `tf.train.FtrlOptimizer`.
+    """
+    # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
+    slots = {"accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE), "linear": SLOW}
+    hyper = {
+        "learning_rate": positive("learning_rate", learning_rate),
+        "learning_rate_power": learning_rate_power,
+        "l1_regularization_strength": l1_regularization_strength,
+        "l2_regularization_strength": l2_regularization_strength,
+        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
+        "beta": beta,
+    }
+    return from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
+
+
+def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update to the minimum of the regularized linear model."""
+    lr, power, l1 = h.learning_rate, h.learning_rate_power, h.l1_regularization_strength
+    moves = lr > 0
+    lr = jnp.where(moves, lr, jnp.ones_like(p, shape=()))
+
+    def rate_power(a: Array) -> Array:
+        return jnp.sqrt(a) if isinstance(power, float) and power == -0.5 else jnp.power(a, -power)
+
+    old = s.accum
+    shrunk = g + 2 * h.l2_shrinkage_regularization_strength * p
+    linear = s.linear + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
+    linear = jnp.where(moves, linear, s.linear)
+    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
+    # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
+    linear, old, g = compute_first(linear, old, g)
+    (accum,) = in_order(linear, jnp.where(moves, old + g * g, old))
+    quadratic = rate_power(accum) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
+    outweighs = jnp.abs(linear) > l1
+    new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))
+    return jnp.where(moves, new_p - p, jnp.zeros_like(p)), {"accum": accum, "linear": linear}
+
+
+def madgrad(
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule = 0.9,
+    weight_decay: ScalarOrSchedule = 0.0,
+    epsilon: ScalarOrSchedule = 1e-6,
+) -> Optimizer:
+    """MADGRAD: s += λ·g, G += λ·g² with λ = (lr + ε)·√t; z = p₀ − s/(∛G + ε); p = momentum·p + (1 − momentum)·z.
+
+    p₀ are the initial parameters, t is the age of the slots. A learning rate schedule enters through λ: it weights
+    gradients, and old gradients keep their weight.
+
+    Args:
+        learning_rate: The step size lr ≥ 0; it differs from Adam's and is often larger.
+        momentum: The weight of the old p in the new one, in [0, 1).
+        weight_decay: Coupled weight decay ≥ 0, added to g as weight_decay·p. The authors recommend 0.
+        epsilon: Added to lr and to ∛G, ≥ 0.
+
+    Returns:
+        An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy of the parameters
+        in float32 at least), and the scalar `start_step`.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.madgrad(0.125, momentum=0.0)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(f'{jstep.apply_gradients(state, {"w": jnp.float32(1.0)}, optimizer).params["w"]:.3f}')
+        0.750
+
+    Source: Defazio and Jelassi, "Adaptivity without Compromise: A Momentumized, Adaptive, Dual Averaged Gradient Method
+    for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
+    """
+    # The parameters are computed from the sum of squares: it is not declared, as in FTRL.
+    slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
+    hyper = {
+        "learning_rate": learning_rate,
+        "momentum": checked("momentum", momentum, **BETA),
+        "weight_decay": weight_decay,
+        "epsilon": epsilon,
+    }
+    # Momentum also moves rows without a gradient.
+    return from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
+
+
+def madgrad_weight(h: Values) -> dict[str, Any]:
+    """λ, the weight of this step's gradients."""
+    return {"weight": (h.learning_rate + h.epsilon) * jnp.sqrt(h.age.astype(jnp.result_type(float)))}
+
+
+def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
+    """The update towards z."""
+    g = g if isinstance(h.weight_decay, float) and h.weight_decay == 0.0 else g + h.weight_decay * p
+    total, total_square = s.s + h.weight * g, s.grad_sum_sq + h.weight * (g * g)
+    root = jnp.cbrt(total_square) + h.epsilon
+    # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
+    moved = jnp.where(root > 0, total / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(total))
+    z = s.initial - moved
+    return (1 - h.momentum) * (z - p), {"s": total, "grad_sum_sq": total_square, "initial": s.initial}

@@ -1,0 +1,587 @@
+"""Compact storage between updates: `compact`, the updates of what it stores, and `repack` of states between formats."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.block_codes import (
+    KINDS,
+    SMALLEST_BLOCK,
+    Blocks,
+    Turn,
+    blocks_between,
+    blocks_of,
+    codes_of,
+    encoded,
+    fractions_at,
+    in_blocks,
+    opened,
+    scales_of,
+    split,
+)
+from jstep.core.checks import as_int, shown
+from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import is_shape, may_run_on, on_devices
+from jstep.core.programs import without_calls
+from jstep.core.selection import VarList
+from jstep.core.slot_roles import HALVES, Init, Labels, Role, Roles, labels_of, roles_in, roles_of
+from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
+from jstep.optimizers import by_slices
+from jstep.optimizers.compose import trained
+from jstep.optimizers.hyperparameters import (
+    Conditions,
+    Projected,
+    collecting_conditions,
+    is_projected,
+    is_update,
+    leaf_numbers,
+    mask,
+    partial_params,
+)
+from jstep.optimizers.hyperparameters import report_condition as report
+from jstep.optimizers.leafwise import (
+    EMPTY_CONTEXT,
+    call_update,
+    inner_context,
+    is_guarded,
+    makes_finished_updates,
+    refuse_formats,
+    slot_names,
+    wide_updates,
+)
+from jstep.optimizers.updates import add, missing_slot
+from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
+
+# An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
+
+REMAINDER = "remainder"
+TPU, GPU = "tpu", "cuda"
+Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
+"""`inner(updates, slots, params)`, the update of the optimizer inside, of float32 values."""
+Row: TypeAlias = dict[str, Any]
+"""The leaves of slots at one parameter, by name; without those that the parameter does not have."""
+
+
+class Stored(NamedTuple):
+    """The stored state before an update.
+
+    Attributes:
+        params: The parameters.
+        slots: The slots of compact.
+        halves: Name of a slot with two halves → the name of the second one.
+        names: The names of the slots of the optimizer inside.
+        blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
+        step: The step.
+    """
+
+    params: Params
+    slots: Slots
+    halves: Mapping[str, str]
+    names: Sequence[str]
+    blocks: Sequence[Blocks | None]
+    step: Step
+
+    def rows(self, slots: Slots) -> list[Row]:
+        """The leaves of slots, for each parameter in order."""
+        rows: list[Row] = [{} for _ in self.blocks]
+        for name, tree in slots.items():
+            if trees.is_like(self.params, tree):
+                for row, leaf in zip(rows, trees.flatten_like(self.params, tree, name), strict=True):
+                    row |= {} if leaf is None else {name: leaf}
+        return rows
+
+    def trees(self, rows: Sequence[Row], slots: Slots) -> Slots:
+        """The slots, those that are trees like the parameters with other leaves."""
+        treedef = trees.structure(self.params)
+        like = [name for name, tree in slots.items() if trees.is_like(self.params, tree)]
+        return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
+
+    def turns(self) -> list[dict[str, Turn]]:
+        """The position of the sequence for each leaf and slot; no two have the same."""
+        names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
+        return [
+            {name: Turn(step, np.uint32(len(names) * number + i)) for i, name in enumerate(names)}
+            for number in leaf_numbers(self.params)
+        ]
+
+    def large(self) -> list[bool]:
+        """Whether the program of each leaf depends on the platform."""
+        rows = zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True)
+        return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
+
+    def values(self) -> tuple[Slots, Params]:
+        """The slots and the parameters as the optimizer inside sees them."""
+        rows, (leaves, treedef) = self.rows(self.slots), trees.flatten(self.params)
+        masters = [value_of(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
+        slots = {name: self.slots[name] for name in self.names}
+        return self.trees([_values(row, self.halves) for row in rows], slots), treedef.unflatten(masters)
+
+
+def value_of(stored: Any, half: Any) -> Any:
+    """The values of a leaf from both halves; one without a second half has its values."""
+    return stored if half is None else _opened(stored, half)
+
+
+_opened = jax.jit(opened)  # one trace for all leaves of a shape, as in leafwise
+
+
+def _values(row: Row, halves: Mapping[str, str]) -> Row:
+    return {name: value_of(x, row.get(halves.get(name, ""))) for name, x in row.items()}
+
+
+def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+    """The updates, with new values of parameters that have a remainder, and the new slots."""
+    known = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
+    ways = [platform for platform, is_possible in known.items() if is_possible and any(stored.large())]
+    if not ways:
+        return _at_once(stored, inner, updates)
+    conditions = Conditions()
+
+    def on(*platform: str) -> Any:
+        conditions.clear()
+        with collecting_conditions(conditions):
+            result = (_by_leaf if platform else _at_once)(stored, inner, updates, *platform)
+        return result, [condition for _, condition in conditions]
+
+    made = {platform: functools.partial(on, platform) for platform in ways}
+    result, values = jax.lax.platform_dependent(default=on, **made)
+    for (params, _), condition in zip(conditions, values, strict=True):
+        report(params, condition)
+    found: tuple[Updates, Slots] = result
+    return found
+
+
+def _at_once(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+    """The update by whole leaves."""
+    before, masters = stored.values()
+    return _closed(stored, before, masters, *inner(updates, dict(before), masters), {})
+
+
+def _closed(
+    stored: Stored, before: Slots, masters: Params, updates: Updates, after: Slots, done: Mapping[int, Any]
+) -> tuple[Updates, Slots]:
+    """The updates and the slots as they are stored.
+
+    There is a new value in place of the update of a parameter that has a remainder, or is large. `done` has this value
+    and what is stored for the leaves that were updated by themselves.
+    """
+    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
+    rows, old, new = stored.rows(stored.slots), stored.rows(before), stored.rows(after)
+    halves, turns, large, whole = tuple(stored.halves.items()), stored.turns(), stored.large(), jax.tree.leaves(masters)
+    for i, blocks in enumerate(stored.blocks):
+        other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
+        u = found[i] if large[i] or REMAINDER in rows[i] else None
+        args = rows[i], old[i], other, whole[i], u, turns[i], blocks, halves
+        value, row = done[i] if i in done else _closed_leaf(*args)
+        found[i], rows[i] = found[i] if value is None else Projected(value), rows[i] | row
+    return trees.structure(stored.params).unflatten(found), stored.trees(rows, stored.slots | after)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _closed_leaf(
+    row: Row, old: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
+) -> tuple[Any, Row]:
+    found = _found(row, old, new, blocks, dict(halves))
+    at = functools.partial(fractions_at, np.shape(master))
+    return _closed_row(row, new, master, u, found, lambda name: at(turns[name]), blocks, dict(halves))
+
+
+def _found(row: Row, old: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
+    """The scales of new values that become codes, and which blocks have a value that is another one, by name."""
+    if blocks is None:
+        return {}
+    coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
+    changed = {name: jnp.any(in_blocks(new[name] != old[name], blocks), axis=blocks.axis + 1) for name in coded}
+    return {name: (scales_of(new[name], blocks), changed[name]) for name in coded}
+
+
+def _closed_row(
+    row: Row, new: Row, master: Any, u: Any, found: Any, fractions: Any, blocks: Any, halves: Mapping[str, str]
+) -> tuple[Any, Row]:
+    """The new value of a parameter, None without an update, and what is stored of it and of its slots."""
+    made = dict(row)
+    for name, x in new.items():
+        half = halves.get(name, "")
+        if name in found:
+            scales, changed = found[name]
+            codes = in_blocks(codes_of(x, scales, blocks, row[name].dtype, fractions(name)), blocks)
+            kept = jnp.where(jnp.expand_dims(changed, blocks.axis + 1), codes, in_blocks(row[name], blocks))
+            made[name], made[half] = kept.reshape(x.shape), jnp.where(changed, scales, row[half])
+        elif half in row:
+            made[name], made[half] = split(x, fractions(name))  # values that are unchanged have no bits to drop
+        else:
+            made[name] = x
+    value = None if trees.is_none(u) else add(master, u)
+    if value is not None and REMAINDER in row:
+        value, made[REMAINDER] = split(value, fractions(REMAINDER))
+    return value, made
+
+
+class _Leaf(NamedTuple):
+    """A leaf with a program of its own.
+
+    Attributes:
+        row: What is stored of its slots.
+        turns: The positions of their sequences.
+        blocks: Their blocks.
+        part: The shape of its slices.
+        ending: The operations that compute its update and its slots of its shape.
+        is_value: Whether the update is a new value.
+        slots: The names of these slots → their variables before the update.
+        master: The variable of the parameter.
+    """
+
+    row: Row
+    turns: dict[str, Turn]
+    blocks: Blocks | None
+    part: by_slices.Shape
+    ending: by_slices.Ending
+    is_value: bool
+    slots: Row
+    master: Any
+
+
+def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
+    """The update with a program of its own for each large leaf: see `by_slices`."""
+    values, named = stored.values(), trees.leaves_with_paths(stored.params)
+    given, treedef = trees.flatten((updates, *values))
+    conditions = Conditions()
+
+    def traced(*xs: Any) -> Any:
+        conditions.clear()
+        with collecting_conditions(conditions):
+            made = inner(*treedef.unflatten(xs))
+        return made, [condition for _, condition in conditions]
+
+    program, shapes = without_calls(traced, platform, *given)
+    results, structure = program.jaxpr.outvars, trees.structure(shapes)
+    _, slots, masters = treedef.unflatten(program.jaxpr.invars)
+    (found, after), _ = structure.unflatten(range(len(results)))
+    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=is_update)
+    rows = zip(
+        stored.rows(stored.slots), stored.turns(), stored.blocks, stored.rows(slots), stored.rows(after), strict=True
+    )
+    masters, large = jax.tree.leaves(masters), stored.large()
+    leaves: dict[int, _Leaf] = {}
+    for i, (row, turns, blocks, variables, numbers) in enumerate(rows):
+        u, shape = nodes[i], np.shape(named[i][1])
+        if large[i] and u is not None and not is_slices(u):
+            part = by_slices.slice_shape(named[i][0], shape, blocks) if platform == TPU else shape
+            mine = {name: var for name, var in variables.items() if results[numbers[name]].aval.shape == shape}
+            wanted = [u.value if is_projected(u) else u, *(numbers[name] for name in mine)]
+            ending = by_slices.ending_of(program, wanted, shape)
+            leaves[i] = _Leaf(row, turns, blocks, part, ending, is_projected(u), mine, masters[i])
+    done = {number for leaf in leaves.values() for number in leaf.ending.numbers}
+    rest = [None if number in done else var for number, var in enumerate(results)]
+    needed = [var for leaf in leaves.values() for var in leaf.ending.needs]
+    env = by_slices.values_of(program, given, [*(var for var in rest if var is not None), *needed])
+    (updates, new), reached = structure.unflatten([None if var is None else by_slices.read(env, var) for var in rest])
+    for (params, _), condition in zip(conditions, reached, strict=True):
+        report(params, condition)
+    by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
+    return _closed(stored, *values, updates, new, by_itself)
+
+
+def _closed_by_itself(
+    p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
+) -> tuple[Array, Row]:
+    """The new value of a parameter, and what is stored of it and of its slots."""
+    own = {*leaf.slots, *(halves.get(name) for name in leaf.slots), REMAINDER}
+    others = [var for var in leaf.ending.needs if var not in (leaf.master, *leaf.slots.values())]
+
+    def values(now: Any, read: Any) -> tuple[Array, Row, Any, Row]:
+        p, row = now
+        old, master = _values(row, halves), value_of(p, row.get(REMAINDER))
+        known = dict(zip(others, read, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
+        made = leaf.ending.on_slice(known | {leaf.master: master}, leaf.part)
+        # On TPUs the new slots are not computed again for their codes.
+        u, *new = jax.lax.optimization_barrier(made) if platform == TPU else made
+        return master, old, Projected(u) if leaf.is_value else u, dict(zip(leaf.slots, new, strict=True))
+
+    def body(position: tuple[Any, ...], now: Any, read: Any) -> Any:
+        master, old, u, new = values(now, read)
+        found = _found(now[1], old, new, leaf.blocks, halves)
+        if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
+            now, read, found = jax.lax.optimization_barrier((now, read, found))
+            master, old, u, new = values(now, read)
+
+        def fractions(name: str) -> Array:
+            return fractions_at(leaf.part, leaf.turns[name], position)
+
+        return _closed_row(now[1], new, master, u, found, fractions, leaf.blocks, halves)
+
+    carried = p, {name: x for name, x in leaf.row.items() if name in own}
+    made: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, carried, [env[var] for var in others])
+    return made
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def nearest(x: Array, blocks: Blocks, dtype: Any) -> tuple[Array, Array]:
+    """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
+    return split(x) if dtype is None else encoded(x, blocks, dtype)
+
+
+# Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
+#
+# The optimizer inside sees float32 parameters and slots. What it returns is stored block by block, except for blocks of
+# which no value has changed: these keep their bits, whatever the reason, such as a missing gradient, a guard that
+# skipped the update, or rows that a sparse gradient does not name.
+
+SCALE = "scale"
+LARGEST_BLOCK = 1024
+_REFUSED = {
+    "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
+    "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
+    "compact": "which stores everything compactly already: leave one of them out",
+    "m_dtype": "which stores m in 8 bits: leave m_dtype (or the dtype of the Slot) out",
+}
+
+
+def compact(optimizer: Optimizer, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
+    """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
+
+    Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
+    copies of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters. Updates are computed in
+    float32; what is stored is rounded up or down by a fixed sequence, so that errors cancel over the steps.
+
+    Args:
+        optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
+            belong around the result.
+        keep: The parameters whose slots stay as they are, in the grammar of `var_list`.
+        min_size: The number of elements below which the slots of a parameter stay as they are.
+        block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
+            axis that has a divisor from 32 to 2·block, and have the size of the one that is nearest to it; without such
+            an axis the last axis is one block.
+
+    Returns:
+        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. A slot `m` that holds averages or
+        squares has int8, int16 or uint8 codes, and a slot `m/scale`; a slot `z` that holds weights is bfloat16, and has
+        a slot `z/remainder`. bfloat16 parameters have the slot `remainder`: each is its master, rounded half up; if you
+        change it, the master follows, to half a unit in the last place. `get_slot` and other functions of a state
+        return float32 values. Slots without a declared content (`Slot(holds=…)`), of other shapes, of float64
+        parameters, ages, scalars and held values stay as they are.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
+            `stochastic_rounding`, `compact` or an `m_dtype`; or (at `init`) a parameter is float16, or an entry of
+            `keep` matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.compact(jstep.adamw(1e-3))
+        >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
+        >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
+        (dtype('int8'), (64, 1), dtype('float32'))
+        >>> state
+        TrainState(global_step=0, params: 8,192 numbers in 1 leaf (16 KiB), slots: m (8 KiB), m/scale (256 B), \
+remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
+    "Revisiting BFloat16 Training" (2020), for split weights.
+    """
+    require_optimizer("optimizer", optimizer)
+    refuse_formats("compact", optimizer, _REFUSED)
+    least = as_int(min_size, "min_size", at_least=0)
+    near = as_int(block, "block", at_least=SMALLEST_BLOCK)
+    if near > LARGEST_BLOCK or near & (near - 1):
+        raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
+    kept = None if keep is None else mask("keep", keep)
+
+    def blocks_in(params: Params) -> list[Blocks | None]:
+        leaves = jax.tree.leaves(params)
+        stay = kept(params) if kept and leaves else [False] * len(leaves)
+        return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
+
+    def roles(params: Params) -> Roles:
+        inner, own, halves = roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
+        if any(blocks_in(params)):
+            for name, what in inner.holds.items():
+                halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
+                own[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
+        if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
+            own[REMAINDER] = Role.REMAINDER
+        return inner.joined(Roles(own, halves=halves, formats=("compact",)))
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        owned = _trained_leaves(optimizer, params)
+        for path, p in zip(trees.paths_of(params), owned, strict=True):
+            if p is not None and p.dtype == jnp.float16:
+                raise ValueError(
+                    f"params: {trees.quoted(path)} is float16, whose range compact cannot extend: must be bfloat16 or "
+                    "float32; cast it, or use jstep.master_weights"
+                )
+        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
+        leaves, treedef = trees.flatten(params)
+        with partial_params(params):
+            fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
+        known = roles(params)
+        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
+        return fresh | _first_slots(fresh, params, known, blocks_in(params))
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        known = roles(params)
+        for name in (*known.halves, *known.halves.values(), *([REMAINDER] if REMAINDER in known else [])):
+            if name not in slots:
+                raise missing_slot(name, slots)
+        names = slot_names(optimizer, params)
+        halves = {*known.halves.values(), REMAINDER}
+        names = [name for name in slots if name not in halves] if names is None else [n for n in names if n in slots]
+        stored = Stored(params, slots, known.halves, names, blocks_in(params), step)
+        at_params = inner_context(context, lambda masters: jax.tree.map(_rounded, params, masters), wide_updates)
+
+        def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
+            with partial_params(params):
+                return call_update(optimizer, wide_updates(updates), values, masters, step, at_params, exact=True)
+
+        return updated(stored, inner, updates)
+
+    def labels(params: Params) -> Labels | None:
+        with partial_params(params):
+            return labels_of(optimizer, params)
+
+    return Optimizer(
+        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer), labels=labels),
+        update,
+        optimizer.hyperparameters,
+        optimizer.takes_context,
+    )
+
+
+def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
+    """The leaves of params in order, with None for those that are not updated."""
+    with partial_params(params):
+        found = trees.structure(params).flatten_up_to(trained(optimizer, params))
+    return [p if p is not None and trees.is_trainable(p) else None for p in found]
+
+
+def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
+    """The blocks of the slots of a parameter; None if they stay as they are."""
+    shape = np.shape(leaf)
+    small = not shape or np.size(leaf) < max(least, 1)
+    if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
+        return None
+    return blocks_of(shape, near)
+
+
+def _rounded(p: Any, master: Any) -> Any:
+    return master if p.dtype == master.dtype else split(master)[0]
+
+
+def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
+    """Both halves of the slots that compact stores, from their values."""
+    made: Slots = {}
+    treedef, leaves = trees.structure(params), jax.tree.leaves(params)
+    for name, half in known.halves.items():
+        tops = trees.flatten_like(params, values[name], f"slot {name!r}")
+        lows: list[Any] = [None] * len(tops)
+        for i, (x, one) in enumerate(zip(tops, blocks, strict=True)):
+            if one is not None and _is_stored(x, leaves[i]):
+                tops[i], lows[i] = nearest(x, one, KINDS[known.holds[name]])
+        made[name], made[half] = treedef.unflatten(tops), treedef.unflatten(lows)
+    return made
+
+
+def _is_stored(x: Any, p: Any) -> bool:
+    """Whether a leaf of a slot has the form of values of its parameter."""
+    return x is not None and np.shape(x) == np.shape(p) and x.dtype == jnp.float32
+
+
+# States between formats: float32 slots, `compact` and `master_weights`.
+
+
+@on_any_mesh
+def repack(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
+    """Convert a state between the formats of an optimizer: float32 slots, `compact`, `master_weights`.
+
+    Args:
+        state: A state of the old optimizer, for example one that was restored from its checkpoint.
+        old_optimizer: The optimizer that the state was created with.
+        new_optimizer: The same optimizer with or without `compact`, with another `keep`, `min_size` or `block`, or in
+            `master_weights`.
+
+    Returns:
+        A state of the new optimizer at the same step, with the dtypes of the parameters. Masters go into parameters and
+        remainders, and back. Codes are rounded to nearest.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: The state is not one of the old optimizer, or the new one has other slots.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> old = jstep.master_weights(jstep.adamw(1e-3))
+        >>> new = jstep.compact(jstep.adamw(1e-3))
+        >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, old)
+        >>> sorted(jstep.repack(state, old, new).slots)
+        ['m', 'm/scale', 'remainder', 'start_step', 'v', 'v/scale']
+    """
+    for argument, one in (("old_optimizer", old_optimizer), ("new_optimizer", new_optimizer)):
+        require_optimizer(argument, one)
+    if any(map(is_shape, jax.tree.leaves(require_state(state)))):
+        return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
+    others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
+    held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
+    _check("old_optimizer", held, _shapes(state, old_optimizer))
+    known = TrainState(state.params, held, state.global_step, roles=roles_of(old_optimizer, state.params).of_state())
+    old, treedef = roles_in(known), trees.structure(state.params)
+    masters = jax.tree.leaves(masters_of(known))
+    for name in old.of(Role.MASTER):
+        kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")
+        masters = [p if master is None else master for p, master in zip(masters, kept, strict=True)]
+
+    wanted, roles = _shapes(state, new_optimizer), roles_of(new_optimizer, state.params)
+    leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
+    slots: Slots = {}
+    for name in (n for n in wanted if n not in roles.halves.values()):
+        if roles[name] not in (Role.MASTER, Role.REMAINDER):
+            made = values_of(known, name) if name in held else None
+            slots |= _stored(name, made, wanted, roles.halves.get(name), state.params)
+            continue
+        found = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
+        for i, like in enumerate(found):
+            if like is not None and roles[name] is Role.REMAINDER:
+                leaves[i], found[i] = nearest(masters[i].astype(jnp.float32), None, None)
+            elif like is not None:
+                found[i] = jnp.array(masters[i], like.dtype, copy=True)
+        slots[name] = treedef.unflatten(found)
+    own = {name for name in held if old.get(name) not in (*HALVES, Role.MASTER)}
+    _check("new_optimizer", slots | {name: held[name] for name in own - slots.keys()}, wanted)
+    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.of_state())
+
+
+def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:
+    return jax.eval_shape(lambda params, step: dict(optimizer.init(params, step)), state.params, step_of(state))
+
+
+def _check(argument: str, have: Slots, wanted: Slots) -> None:
+    kinds = [{p: (np.shape(x), str(x.dtype)) for p, x in trees.leaves_with_paths(tree)} for tree in (have, wanted)]
+    differing = sorted(path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path))
+    if differing:
+        raise ValueError(
+            f"{argument}: must be the optimizer of the state, with or without jstep.compact or jstep.master_weights; "
+            f"slots differ at {differing[:5]}, where the state has {kinds[0].get(differing[0])} and the optimizer "
+            f"{kinds[1].get(differing[0])}"
+        )
+
+
+def _stored(name: str, tree: Any, wanted: Slots, half: str | None, params: Any) -> Slots:
+    """A slot in the new format: its values in the dtype that is wanted, or both halves."""
+    fits = tree is not None and trees.structure(tree) == trees.structure(wanted[name])
+    if not fits or half is None:
+        return {name: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, wanted[name])} if fits else {}
+    tops, codes, halves = (trees.flatten_like(params, one, name) for one in (tree, wanted[name], wanted[half]))
+    for i, like in enumerate(halves):
+        if like is not None:
+            blocks = blocks_between(codes[i].shape, like.shape)
+            dtype = None if codes[i].dtype == jnp.bfloat16 else codes[i].dtype
+            tops[i], halves[i] = nearest(tops[i].astype(jnp.float32), blocks, dtype)
+    treedef = trees.structure(params)
+    return {name: treedef.unflatten(tops), half: treedef.unflatten(halves)}

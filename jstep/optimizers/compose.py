@@ -1,0 +1,683 @@
+"""Optimizers made of others: wrappers, chains, partitions, cautious updates, projections."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_function, as_text
+from jstep.core.placement import on_devices
+from jstep.core.slot_roles import AGES, Init, Labels, Role, Roles, labels_of, roles_of
+from jstep.core.trees import (
+    Array,
+    Context,
+    Optimizer,
+    Params,
+    Slots,
+    Step,
+    Updates,
+    is_slices,
+    on_table,
+    require_optimizer,
+)
+from jstep.optimizers.hyperparameters import (
+    Conditions,
+    Hyper,
+    Projected,
+    check_prefix,
+    collecting_conditions,
+    conditions_of,
+    held_names,
+    held_slots,
+    is_update,
+    new_start_step,
+    own_leaves,
+    partial_params,
+    report,
+    report_condition,
+    values_at,
+)
+from jstep.optimizers.leafwise import (
+    EMPTY_CONTEXT,
+    call_update,
+    check_names,
+    inner_context,
+    is_guarded,
+    makes_finished_updates,
+    map_updates,
+    merge,
+    merged_hyperparameters,
+    merged_roles,
+    merged_slots,
+    own_slots,
+    prefixed,
+)
+from jstep.optimizers.offloading import loads_slots
+from jstep.optimizers.updates import NoGradientsError, apply_updates, missing_slot
+from jstep.state.train_state import START_STEP
+
+# Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a wrapper's update besides updates and slots.
+
+    Attributes:
+        params: The parameters.
+        step: The step.
+        context: The context, for the inner optimizer.
+        h: The values of the wrapper's hyperparameters at the step.
+        starts: The `start_step` of each leaf, in order: the step minus the updates that had a gradient of its label.
+            None for a leaf that is never updated, and if the wrapper is not aged.
+    """
+
+    params: Params
+    step: Step
+    context: Context
+    h: Hyper
+    starts: list[Array | None]
+
+
+WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
+"""`update(updates, inner, own, at) -> (updates, inner, own)`, with separate slots."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The slots and hyperparameters of a wrapper, besides those of the inner optimizer.
+
+    Attributes:
+        slots: The names of its slots → `make(params, global_step)`.
+        roles: The roles of some of them.
+        holds: What some of them hold: see `Slot`.
+        hyper: Its hyperparameters, as returned by `checked`; those that are held are slots, too.
+        aged: Whether it needs an age. It is that of the inner optimizer's `start_step` if there is one, otherwise of a
+            separate slot; around a `partition` each label has a separate slot. The update gets them as `at.starts`.
+        counted: `counted(step)`: whether the age counts an update, if it does not count all. Then it is never that of
+            the inner optimizer.
+        age_scope: The prefix of the separate slots; by default the name of the wrapper.
+    """
+
+    slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
+    holds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aged: bool = False
+    counted: Callable[[Step], Array] | None = None
+    age_scope: str | None = None
+
+    def init(self, params: Params, global_step: Step = 0) -> Slots:
+        """Create the slots, but for the age."""
+        made = {name: make(params, global_step) for name, make in self.slots.items()}
+        return made | held_slots(self.hyper)
+
+    def all_roles(self) -> Roles:
+        """The roles of the slots, but for the age."""
+        held = dict.fromkeys(held_names(self.hyper), Role.HELD)
+        return Roles({**dict.fromkeys(self.slots), **self.roles, **held}, holds=self.holds)
+
+
+_NOTHING = Own()
+
+
+class Ages(NamedTuple):
+    """The ages of a wrapper.
+
+    Attributes:
+        of_leaves: The slot with the `start_step` of each leaf, in order; None for a leaf that is never updated.
+        slots: These slots → whether the wrapper keeps them; otherwise the inner optimizer does.
+    """
+
+    of_leaves: Labels
+    slots: Mapping[str, bool]
+
+    def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
+        """The slots that the wrapper keeps, after an update: later by one if it did not count for their leaves."""
+        updated = (
+            {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None} if self.slots else set()
+        )
+        new: Slots = {}
+        for slot in (name for name, is_own in self.slots.items() if is_own):
+            start = starts[slot]
+            waits = None if own.counted is None else ~own.counted(step)
+            if slot not in updated:
+                start = start + 1
+            elif waits is not None:
+                start = start + waits.astype(start.dtype)
+            new[slot] = start
+        return new
+
+
+def trained(optimizer: Optimizer, params: Params) -> Params:
+    """The parameters that an optimizer may update, with None for those that a `partition` freezes."""
+    labels = labels_of(optimizer, params)
+    if labels is None:
+        return params
+    leaves, treedef = trees.flatten(params)
+    return treedef.unflatten([None if label is None else p for label, p in zip(labels, leaves, strict=True)])
+
+
+def wrap_optimizer(
+    optimizer: Optimizer,
+    by: str,
+    update: WrappedUpdate,
+    own: Own = _NOTHING,
+    *,
+    guarded: bool | None = None,
+    inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
+    init_on: Callable[[Params], Params] = lambda params: params,
+    takes_context: bool = False,
+) -> Optimizer:
+    """Wrap an optimizer.
+
+    Args:
+        optimizer: The inner optimizer.
+        by: The wrapper's name, for errors.
+        update: The wrapper's update.
+        own: What the wrapper keeps in the state.
+        guarded: Whether gradients that are not finite reach neither parameters nor slots; by default as for the inner
+            optimizer.
+        inner_roles: Maps the roles of the inner optimizer's slots to those that outer wrappers see.
+        init_on: Maps params to those from which the inner optimizer creates its slots.
+        takes_context: Whether the update reads the context itself.
+
+    Raises:
+        ValueError: Both have a slot or a hyperparameter of the same name.
+    """
+    hyper, own_roles = own.hyper, own.all_roles()
+    added = Optimizer(
+        Init(own.init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
+    )
+    parts = {f"the optimizer in {by}": optimizer, by: added}
+    check_names(parts)
+    age_role = Role.AGE if own.counted is None else Role.OWN_AGE
+    age_scope = by if own.age_scope is None else own.age_scope
+
+    def labels(params: Params) -> Labels | None:
+        with partial_params(params):
+            return labels_of(optimizer, params)
+
+    def age_slots(params: Params) -> Ages:
+        inner, found = roles_of(optimizer, params), labels(params) if own.aged else None
+        if not own.aged:
+            return Ages([], {})
+        if found is None:
+            slot = START_STEP if own.counted is None else f"{age_scope}/{START_STEP}"
+            slots: Labels = [slot] * len(jax.tree.leaves(params))
+            known = {slot}
+        else:
+            slots = [None if label is None else f"{age_scope}/{label}/{START_STEP}" for label in found]
+            known = {slot for slot in slots if slot is not None}
+        free = {slot: slot for slot in known}
+        for slot in known:
+            while inner.get(free[slot], age_role) is not age_role:  # that of an optimizer that skips steps
+                free[slot] = f"{by}/{free[slot]}"
+        return Ages([free.get(slot or "") for slot in slots], {name: name not in inner for name in free.values()})
+
+    def init(params: Params, global_step: Step) -> Slots:
+        with partial_params(params):
+            inner = optimizer.init(init_on(params), global_step)
+            ages = age_slots(params)
+        slots = merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
+        return slots | {age: new_start_step(global_step) for age, is_own in ages.slots.items() if is_own}
+
+    def all_roles(params: Params) -> Roles:
+        ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
+        return inner_roles(roles_of(optimizer, params)).joined(own_roles).joined(ages)
+
+    @loads_slots
+    def whole(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        ages = age_slots(params)
+        for name in (*own_roles, *ages.slots):
+            if name not in slots:
+                raise missing_slot(name, slots)
+        inner = own_slots(optimizer, slots, params)
+        mine = {name: slots[name] for name in own_roles}
+        starts = {name: slots[name] for name in ages.slots}
+        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
+        at = StepInputs(
+            params, step, context, values_at(hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
+        )
+        updates, inner, changed = update(updates, inner, mine, at)
+        return updates, mine | later | changed | inner
+
+    is_safe = is_guarded(optimizer) if guarded is None else guarded
+    return Optimizer(
+        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe, labels=labels),
+        whole,
+        merged_hyperparameters(parts),
+        optimizer.takes_context or takes_context,
+    )
+
+
+# Chain optimizers and gradient transformations, and prefix the names of one.
+
+
+def chain(*optimizers: Optimizer) -> Optimizer:
+    """Apply optimizers in sequence: the updates of one are the gradients of the next.
+
+    Args:
+        *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
+            then perhaps elements that transform updates. If two elements make finished updates (which include
+            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
+
+    Returns:
+        An `Optimizer` with the slots and hyperparameters of all.
+
+    Raises:
+        ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
+
+    Example:
+        >>> import jstep
+        >>> optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(1e-3))
+        >>> sorted(optimizer.hyperparameters(0))
+        ['beta1', 'beta2', 'clip_by_global_norm', 'epsilon', 'learning_rate']
+
+    Source: `optax.chain`; the elements share the global step of the state instead of keeping separate counters.
+    """
+    if not optimizers:
+        raise ValueError("chain() needs at least one optimizer")
+    if len(optimizers) == 1 and type(optimizers[0]) in (list, tuple):  # an Optax transformation is a NamedTuple
+        raise TypeError(
+            f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements; pass them as separate "
+            "arguments: chain(*[…]), or chain(first, second)"
+        )
+    parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
+    finished = [part for part, one in parts.items() if makes_finished_updates(one)]
+    warning = len(finished) > 1 and (
+        f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
+        "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
+        "two; replace the first by an element that transforms gradients, such as jstep.scale_by_adam() for "
+        "jstep.adam(…); or train different leaves with each, using jstep.partition."
+    )
+    try:
+        check_names(parts)
+    except ValueError as error:
+        if warning:
+            error.add_note(warning)
+        raise
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=2)
+
+    @loads_slots
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        new: Slots = {}
+        for i, optimizer in enumerate(optimizers):
+            mine = own_slots(optimizer, slots, params)
+            is_last = i == len(optimizers) - 1
+            updates, own = call_update(optimizer, updates, mine, params, step, context, exact=is_last)
+            new |= own
+        return updates, new
+
+    def labels(params: Params) -> Labels | None:
+        known = [found for one in optimizers if (found := labels_of(one, params)) is not None]
+        rows = list(zip(*known, strict=True))
+        return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
+
+    init = Init(
+        lambda params, step: merged_slots(parts, params, step),
+        lambda params: merged_roles(parts, params),
+        finished=bool(finished),
+        guarded=is_guarded(optimizers[0]),
+        labels=labels,
+    )
+    return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
+
+
+def scope(name: str, optimizer: Optimizer) -> Optimizer:
+    """Rename the slots and hyperparameters of an optimizer to `name/…`.
+
+    Args:
+        name: The prefix, without a trailing slash.
+        optimizer: The optimizer.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        ValueError: The name is empty, begins or ends with a slash, or has the part `held`.
+
+    Example:
+        >>> import jstep
+        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
+        ['fast/m', 'fast/v']
+    """
+    require_optimizer("optimizer", optimizer)
+    check_prefix("name", as_text(name, "name"))
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        return prefixed(name, optimizer.init(params, global_step))
+
+    def roles(params: Params) -> Roles:
+        return roles_of(optimizer, params).prefixed(name)
+
+    @loads_slots
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        mine = own_slots(optimizer, slots, params, f"{name}/")
+        updates, own = call_update(optimizer, updates, mine, params, step, context, exact=True)
+        return updates, prefixed(name, own)
+
+    def labels(params: Params) -> Labels | None:
+        inner = labels_of(optimizer, params)
+        return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
+
+    return Optimizer(
+        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer), labels=labels),
+        update,
+        lambda step: prefixed(name, optimizer.hyperparameters(step)),
+        optimizer.takes_context,
+    )
+
+
+# Use different optimizers for different parameters.
+
+
+def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:
+    """Update each leaf with the optimizer of its label.
+
+    Args:
+        optimizers: Label → optimizer.
+        labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
+            leaf's shape and dtype, not on its values.
+
+    Returns:
+        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
+        labels. Values that an element computes over all leaves, such as a global norm, cover only the leaves of its
+        label. A part without any gradient skips the step: its slots stay unchanged and it does not age.
+
+    Raises:
+        ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
+            and `a/b`), or, at `init`, a leaf has a label without an optimizer.
+
+    Example:
+        >>> import jstep
+        >>> optimizer = jstep.partition(
+        ...     {"embed": jstep.adagrad(0.1), "rest": jstep.adam(1e-3)},
+        ...     lambda path, leaf: "embed" if path.startswith("embed") else "rest",
+        ... )
+        >>> state = jstep.TrainState.create({"embed": 1.0, "dense": 2.0}, optimizer)
+        >>> jstep.get_slot_names(state)
+        ['embed/accumulator', 'rest/m', 'rest/v']
+    """
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"optimizers={optimizers!r}: must map labels to optimizers, got {type(optimizers).__name__}")
+    for label in optimizers:
+        if not isinstance(label, str):
+            raise TypeError(f"optimizers: the label {label!r} must be a string, got {type(label).__name__}")
+        check_prefix("a label of optimizers", label)
+    if not optimizers:
+        raise ValueError("optimizers={}: partition needs at least one optimizer")
+    as_function(labels, "labels", "(path, leaf) -> label")
+    parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
+    called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
+    check_names(called)
+
+    def labelled(params: Params) -> Labels:
+        found: Labels = []
+        for path, leaf in own_leaves(params):
+            label = labels(path, leaf)
+            if not (label is None or (isinstance(label, str) and label in parts)):
+                raise ValueError(
+                    f"labels({path!r}, …) returned {label!r}, which has no optimizer"
+                    f"{trees.nearest(str(label), parts)}; optimizers has {sorted(parts)}, and None freezes a leaf"
+                )
+            found.append(label)
+        return found
+
+    def split(params: Params) -> dict[str, _Part]:
+        names = labelled(params)
+        return {label: _Part(one, params, [mine == label for mine in names]) for label, one in parts.items()}
+
+    def inner_labels(params: Params) -> Labels:
+        with partial_params(params):
+            names = labelled(params)
+            inner = {label: labels_of(part.optimizer, part.params) for label, part in split(params).items()}
+        below = {label: iter(found) for label, found in inner.items() if found is not None}
+        return [next(below[label]) if label in below else label for label in names]
+
+    def init(params: Params, global_step: Step = 0) -> Slots:
+        with partial_params(params):
+            made = [
+                (name, part.optimizer.init(part.params, global_step))
+                for name, part in zip(called, split(params).values(), strict=True)
+            ]
+        return merge(made, "slot")
+
+    def roles(params: Params) -> Roles:
+        with partial_params(params):
+            found = Roles()
+            for part in split(params).values():
+                found = found.joined(roles_of(part.optimizer, part.params))
+        return found.beside_others()
+
+    @loads_slots
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        merged: list[Any] = [None] * len(gradients)
+        new: Slots = {}
+        idle = 0
+        with partial_params(params):
+            divided = split(params)
+            known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
+            for label, part in divided.items():
+                mine = _slots_of(label, known, slots)
+                try:
+                    partial, own = part.update(gradients, mine, step, context)
+                except NoGradientsError:
+                    idle += 1
+                    ages = known[label].of(*AGES)
+                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
+                    new |= mine | later
+                    continue
+                new |= own
+                for i, one in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
+                    merged[i] = one if one is not None else merged[i]
+        if idle == len(parts):
+            raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+        return trees.structure(params).unflatten(merged), new
+
+    init_of_all = Init(
+        init,
+        roles,
+        finished=any(makes_finished_updates(part) for part in parts.values()),
+        guarded=all(is_guarded(part) for part in parts.values()),
+        labels=inner_labels,
+    )
+    takes_context = any(part.takes_context for part in parts.values())
+    return Optimizer(init_of_all, update, merged_hyperparameters(called), takes_context)
+
+
+class _Part:
+    """The leaves of one label, and their optimizer.
+
+    Attributes:
+        optimizer: The optimizer, whose slots have the label as prefix.
+        params: The parameters, with None for the leaves of other labels.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Params, mine: list[bool]) -> None:
+        self.optimizer = optimizer
+        self._leaves, self._treedef = trees.flatten(params)
+        self._mine = mine
+        self.params = self._restricted(self._leaves)
+
+    def _restricted(self, leaves: list[Any]) -> Any:
+        return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
+
+    def _in_whole(self, params: Params) -> Params:
+        """All parameters, with those of this part replaced."""
+        found = self._treedef.flatten_up_to(params)
+        pairs = zip(found, self._leaves, self._mine, strict=True)
+        return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
+
+    def _of_gradients(self, gradients: Updates) -> Updates:
+        return self._restricted(self._treedef.flatten_up_to(gradients))
+
+    def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
+        """The updates of these leaves, and the new slots."""
+        own = self._restricted(gradients)
+        if not jax.tree.leaves(own, is_leaf=is_slices):
+            raise NoGradientsError(self.params, "All gradients of this part are None.")
+        own_context = inner_context(context, self._in_whole, self._of_gradients)
+        return call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
+
+
+def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
+    """The slots of one label: those of its optimizer or, if they are not known, those with its prefix."""
+    if known[label].complete:
+        return {name: slots[name] for name in known[label] if name in slots}
+    others = {name for other, roles in known.items() if other != label for name in roles}
+    return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}
+
+
+# Cautious optimizers, which mask updates that disagree with the gradient.
+
+LEAST_SHARE = 1e-3
+
+
+def cautious(optimizer: Optimizer) -> Optimizer:
+    """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
+
+    Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
+    the leaf's step keeps its size.
+
+    Args:
+        optimizer: The optimizer that turns gradients g into updates u. Apply `decay_weights` outside of it, because
+            the mask is not meant for weight decay.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.cautious(jstep.momentum(1.0, 0.9))
+        >>> state = jstep.TrainState.create({"w": [0.0, 0.0]}, optimizer)
+        >>> for g in ([1.0, 1.0], [1.0, -0.5]):
+        ...     state = jstep.apply_gradients(state, {"w": [jnp.float32(x) for x in g]}, optimizer)
+        >>> print(*state.params["w"])
+        -2.9 -1.0
+
+    Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
+    """
+    require_optimizer("optimizer", optimizer)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        return map_updates(_masked, at.params, updates, gradients, what="updates"), inner, {}
+
+    return wrap_optimizer(optimizer, "cautious", update)
+
+
+def _masked(u: Any, g: Any) -> Any:
+    g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+
+    def masked(u: Array) -> Array:
+        agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
+        return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+
+    return on_table(masked, u)
+
+
+# Projection of the parameters after each update: bounds, unit norms, manifolds.
+
+
+def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
+    """Project the parameters after each update: p ← fn(p + u).
+
+    The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
+    that of the whole move, from p to the projected parameters.
+
+    Args:
+        optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
+            `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
+            projection: wrappers that change updates undo it.
+        fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
+            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; what it returns for
+            them is ignored.
+
+    Returns:
+        An `Optimizer` with the same slots and hyperparameters. A leaf without an update keeps its value: if it has no
+        gradient, or a guard or `update_every`, around the projection or inside it, skipped its update. Averages around
+        the projection average the projected parameters. Sparse updates are added to their tables before the projection,
+        which reads whole tables.
+
+    Raises:
+        TypeError: `fn` is not a function of the params alone, or (in a step) returns a leaf that is not an array.
+        ValueError: In a step, `fn` returns another structure, shape or dtype; names the leaf.
+
+    Example:
+        Weights that stay in [−0.25, 0.25]:
+
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def clip(params):
+        ...     return jax.tree.map(lambda p: jnp.clip(p, -0.25, 0.25), params)
+        >>> optimizer = jstep.with_projection(jstep.gradient_descent(0.125), clip)
+        >>> state = jstep.TrainState.create({"w": jnp.array([0.0, 3.0])}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.array([-1.0, -1.0])}, optimizer)
+        >>> print(state.params["w"])
+        [0.125 0.25 ]
+
+    Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
+    """
+    require_optimizer("optimizer", optimizer)
+    as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        params, conditions = at.params, Conditions()
+        with collecting_conditions(conditions):
+            updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+        for one in conditions:
+            report_condition(*one)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        moved = apply_updates(params, updates)
+        new = _checked(moved, fn(moved))
+        before, after = jax.tree.leaves(params), jax.tree.leaves(moved)
+        rows = zip(found, new, before, after, conditions_of(params, conditions), strict=True)
+        projected = [None if trees.is_none(u) else _unless_skipped(*rest) for u, *rest in rows]
+        return trees.structure(params).unflatten(projected), inner, {}
+
+    return wrap_optimizer(optimizer, "with_projection", update)
+
+
+def _unless_skipped(new: Any, before: Any, moved: Any, condition: Any) -> Projected:
+    """The new value of a parameter, unless its update was skipped, by a guard or because it was not due."""
+    if condition is None:
+        return Projected(new)
+    before = on_devices(before)
+    # Behind a guard, another element of a chain may move the parameter.
+    return Projected(jnp.where(condition | jnp.any(moved != before), new, before))
+
+
+def _checked(params: Params, projected: Any) -> list[Any]:
+    """Return the leaves of projected parameters; those that are not trainable are ignored later."""
+    found = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
+    leaves = jax.tree.leaves(params)
+    for (path, leaf), new in zip(trees.leaves_with_paths(params), found, strict=True):
+        if not trees.is_trainable(leaf):
+            continue
+        if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
+            what = "nothing" if new is None else type(new).__name__
+            raise TypeError(f"fn: must return an array at {trees.quoted(path)}, got {what}")
+        kinds = [(np.shape(one), jnp.result_type(one)) for one in (leaf, new)]
+        if kinds[0] != kinds[1]:
+            shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
+            cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
+            raise ValueError(
+                f"fn: must return params of the same shapes and dtypes: {trees.quoted(path)} is {shown[0]}, and the "
+                f"result {shown[1]}{cast}"
+            )
+    return [jnp.asarray(new) if trees.is_trainable(leaf) else new for leaf, new in zip(leaves, found, strict=True)]

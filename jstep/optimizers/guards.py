@@ -1,0 +1,530 @@
+"""Updates on conditions: finite gradients, loss scales, noise scales, every so many steps."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.checks import as_bool, as_int, as_number
+from jstep.core.placement import is_on_host, on_devices
+from jstep.core.slot_roles import AGES, Role, Roles, roles_of
+from jstep.core.trees import (
+    Array,
+    GradientNoise,
+    IndexedSlices,
+    Optimizer,
+    Params,
+    Slots,
+    Step,
+    Updates,
+    combined,
+    is_slices,
+    require_optimizer,
+    rows_in_order,
+)
+from jstep.differentiate.clipping import global_norm
+from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
+from jstep.optimizers.hyperparameters import (
+    Projected,
+    constant,
+    is_projected,
+    is_update,
+    new_start_step,
+    report_condition,
+)
+from jstep.optimizers.leafwise import Slot, call_update, fresh_slot
+from jstep.optimizers.offloading import only_if, per_leaf
+from jstep.optimizers.updates import match_gradients, slot_leaves
+
+# Skip updates whose gradients are not finite, and other conditional updates.
+
+LAST_FINITE_STEP = "last_finite_step"
+NOT_REACHED = -1
+"""The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. It
+stays if the guard was not reached because its part has no gradient."""
+LEFT_OUT = -2
+"""The value that a guard writes there if it skipped the update."""
+
+
+def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
+    """Skip updates for which the norm of the gradients is NaN or infinite, leaving params and slots unchanged.
+
+    In a step of `minimize`, the model_state that the loss returns is not used either.
+
+    A skipped update still advances the global step, which counts the steps of the run, but not the age of
+    the slots: `start_step` advances, too, so that bias corrections count applied updates only.
+
+    Args:
+        optimizer: The optimizer to guard. Put the guard outermost: around chains, clipping and moving averages.
+
+    Returns:
+        An `Optimizer` with the same hyperparameters and slots, and one more: the scalar `last_finite_step`, the
+        global step after the last finite update. A training step's metrics show `skipped`: 1 if the update was
+        skipped, else 0.
+
+    Raises:
+        ValueError: The optimizer has a slot named `last_finite_step`, for example because it is already guarded.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.skip_nonfinite(jstep.adam(0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(jnp.nan)}, optimizer)
+        >>> print(state.params["w"], state.global_step, state.slots["start_step"])
+        1.0 1 1
+
+    Source: dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training" (2017), section 3.2.
+    """
+    require_optimizer("optimizer", optimizer)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        finite = all_finite(updates, at.params)
+        updates, inner = unless_skipped(finite, optimizer, updates, inner, at)
+        last = own[LAST_FINITE_STEP]
+        made = jnp.asarray(at.step).astype(last.dtype) + 1
+        return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
+
+    added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
+    roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
+    own = Own(added, roles)
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=Roles.of_own_age)
+
+
+def _left_out(last: Array) -> Array:
+    return jnp.where(last == NOT_REACHED, jnp.asarray(LEFT_OUT, last.dtype), last)
+
+
+def all_finite(gradients: Updates, params: Params) -> Array:
+    """Whether the gradients and the sum of their squares are finite.
+
+    A finite gradient whose square overflows would make slots infinite.
+    """
+    return jnp.isfinite(jnp.square(global_norm(match_gradients(gradients, params))))
+
+
+def unless_skipped(
+    finite: Array, optimizer: Optimizer, updates: Updates, slots: Slots, at: StepInputs
+) -> tuple[Updates, Slots]:
+    """Update if `finite` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced."""
+    slot_rules = {
+        # A loss scale must change when an update is skipped.
+        Role.LOSS_SCALE: lambda old, new: new,
+        Role.SCALE_SINCE: lambda old, new: new,
+        Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
+    }
+    return conditional_update(finite, optimizer, updates, slots, at, slot_rules)
+
+
+SlotRule = Callable[[Any, Any], Any]
+"""`rule(old, new)`, the new value of a slot."""
+
+
+def conditional_update(
+    condition: Array,
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    at: StepInputs,
+    slot_rules: Mapping[Role, SlotRule] = MappingProxyType({}),
+) -> tuple[Updates, Slots]:
+    """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
+
+    Args:
+        condition: A scalar bool.
+        optimizer: The optimizer.
+        updates: Its gradients.
+        slots: Its slots.
+        at: The inputs of its wrapper.
+        slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
+    """
+    roles = roles_of(optimizer, at.params)
+    report_condition(at.params, condition)
+    with only_if(condition):
+        updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
+    found = trees.flatten_like(at.params, updates, "updates", is_leaf=is_update)
+    leaves, treedef = trees.flatten(at.params)
+    updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
+
+    def slot(name: str, new: Any) -> Any:
+        role, old = roles.get(name), slots[name]
+        if role and role in slot_rules:
+            return slot_rules[role](old, new)
+        if role in AGES:
+            return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
+        return jax.tree.map(
+            lambda before, after: after if is_on_host(after) else _select(condition, before, after), old, new
+        )
+
+    return updates, {name: slot(name, new) for name, new in new_slots.items()}
+
+
+@jax.jit  # one trace for all leaves of a shape, as in leafwise
+def _select(condition: Array, before: Array, after: Array) -> Array:
+    return jnp.where(condition, after, before)
+
+
+def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
+    """The update if `condition`, else one that leaves the parameter as it is."""
+    if is_projected(update):
+        return Projected(_select(condition, on_devices(leaf), update.value))
+    return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
+
+
+@jax.jit
+def _zero_array_unless(condition: Array, update: Array) -> Array:
+    return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update
+
+
+# Dynamic loss scaling, for float16.
+
+LOSS_SCALE, SCALE_SINCE = "loss_scale", "scale_since"
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+"""The bounds within which the scale and its reciprocal are normal float32 numbers."""
+
+
+def dynamic_loss_scale(
+    optimizer: Optimizer, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0
+) -> Optimizer:
+    """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at one not finite.
+
+    `minimize` multiplies the loss by the slot `loss_scale` before differentiation, so that small gradients do not
+    underflow in float16. Its metrics show the unscaled loss and norms, and the scale. If you call `apply_gradients`
+    with your own gradients, multiply the loss by `state.slots["loss_scale"]`.
+
+    Args:
+        optimizer: The inner optimizer, which sees unscaled gradients. An update whose gradients are not finite is
+            skipped as by `skip_nonfinite`, even if the optimizer has no such guard. The scale applies to the whole
+            loss, so this wrapper must be outermost: put partitions, chains, clipping and guards inside. Only `scope`,
+            `skip_nonfinite`, `master_weights`, `with_moving_average`, `lookahead`, `cautious` and
+            `stochastic_rounding`, which do not depend on the scale of the gradients, may wrap it. Under a label, or
+            next to another element of a chain, the first step raises an error.
+        initial: The initial scale, > 0.
+        period: The number of successive updates, ≥ 1, after which the scale grows.
+        factor: The factor by which the scale grows and shrinks, > 1.
+
+    Returns:
+        An `Optimizer` with two more scalar slots: `loss_scale`, and `scale_since`, the step of its last change. A
+        training step's metrics show `loss_scale`, and `skipped`: 1 if the update was skipped, else 0.
+
+    Raises:
+        ValueError: A number is out of its range, or the optimizer already has one of these slots.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(1.0), initial=8.0)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(4.0)}, optimizer)
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(jnp.inf)}, optimizer)
+        >>> print(state.params["w"], state.slots["loss_scale"], state.slots["scale_since"])
+        0.5 4.0 2
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.2; `torch.amp.GradScaler`.
+    """
+    require_optimizer("optimizer", optimizer)
+    first = as_number(initial, "initial", low=0, above=True, high=LARGEST)
+    length = as_int(period, "period", at_least=1)
+    by = as_number(factor, "factor", low=1, above=True)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
+        finite = all_finite(updates, at.params)
+        updates, inner = unless_skipped(finite, optimizer, unscaled(updates, scale), inner, at)
+        made = jnp.asarray(at.step).astype(since.dtype) + 1
+        grows = finite & (made - since >= length)
+        larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
+        new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
+        changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, made)}
+        return updates, inner, changed
+
+    def scale_slot(params: Params, global_step: Step) -> Any:
+        return jnp.array(first, dtype=jnp.float32)
+
+    added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: new_start_step(step)}
+    roles = {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE}
+    return wrap_optimizer(
+        optimizer,
+        "dynamic_loss_scale",
+        update,
+        Own(added, roles),
+        guarded=True,
+        inner_roles=lambda roles: roles.of_own_age().without_scale(),
+    )
+
+
+def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
+    """The factor on the loss before differentiation, or None without loss scaling."""
+    hidden = roles.of(Role.HIDDEN_SCALE)
+    if hidden:
+        names = ", ".join(map(repr, hidden))
+        several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
+        raise ValueError(
+            f"dynamic_loss_scale: must be outermost, got {several}, below a label, beside other elements or in "
+            "update_every. The loss is multiplied by one scale, and the other parts would see scaled gradients. Put it "
+            "around the whole optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
+        )
+    return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
+
+
+def unscaled(updates: Updates, scale: Any) -> Updates:
+    """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
+
+    def leaf(g: Any) -> Any:
+        if isinstance(g, IndexedSlices):
+            return dataclasses.replace(g, values=leaf(jnp.asarray(g.values)))
+        if not trees.is_array(g) or not trees.is_floating(g.dtype):
+            return g
+        dtype = trees.compute_dtype(g.dtype)
+        # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
+        return g.astype(dtype) * (1 / scale).astype(dtype)
+
+    return jax.tree.map(leaf, updates, is_leaf=is_slices)
+
+
+# The gradient noise scale, averaged over steps.
+
+SLOTS = {
+    "noise/gradient_noise": Role.NOISE,
+    "noise/gradient_square": Role.NOISE_SQUARE,
+    "noise/weight": Role.NOISE_WEIGHT,
+}
+
+
+def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
+    """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
+
+    Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
+    1/(1 + noise_scale/B) of that with the exact gradient, where B is the batch size: a batch much smaller than the
+    noise scale wastes steps, a much larger one wastes examples.
+    `minimize(..., num_microbatches=n, metrics=("noise_scale",))` measures both from the gradients of the n
+    microbatches, which it computes anyway:
+
+        tr Σ = (small − big)·W/(n − 1),  |G|² = big − tr Σ/W
+
+    big is the squared norm of the mean gradient, small the weighted mean of the squared norms of the microbatch
+    gradients, W the number of examples in the batch or the sum of the values of `weight_fn`. Both estimates are
+    unbiased, and they are averaged separately, not as a ratio. Gradients are those of the loss: before clipping, noise
+    and weight decay, and without the loss scale.
+
+    Args:
+        optimizer: The whole optimizer, including chains and partitions. `dynamic_loss_scale` must wrap this wrapper;
+            `skip_nonfinite`, `master_weights`, `update_every` and `scope` may. Under a label, or next to another
+            element of a chain, the first step raises an error.
+        decay: The decay of the averages, in [0, 1): 0.99 leaves a spread of about 5 % at n = 4, 0.999 of 2 %.
+
+    Returns:
+        An `Optimizer` with three more scalar slots, `noise/gradient_noise`, `noise/gradient_square` and `noise/weight`,
+        which corrects the bias of the averages. Only measurements count: a step that does not request `noise_scale`,
+        that a guard skipped, or that has fewer than two microbatches of positive weight, changes no slot.
+        A training step's metrics show `gradient_noise` (tr Σ), `gradient_square` (|G|²) and `noise_scale`, in examples
+        or in the unit of `weight_fn`. They are NaN before the first measurement, and `noise_scale` is NaN until the
+        averaged |G|² is positive.
+
+    Raises:
+        TypeError: `optimizer` is not an `Optimizer`, or `decay` is not a plain number.
+        ValueError: `decay` is out of its range, or the optimizer already has slots of these names.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> def loss_fn(params, x):
+        ...     return -jnp.mean(params["w"] * x)
+        >>> train_step = jstep.minimize(loss_fn, optimizer, num_microbatches=2, metrics=("noise_scale",))
+        >>> state, metrics = train_step(state, jnp.array([1.0, 3.0]))
+        >>> print(metrics["gradient_noise"], metrics["gradient_square"], round(float(metrics["noise_scale"]), 4))
+        2.0 3.0 0.6667
+
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
+    """
+    require_optimizer("optimizer", optimizer)
+    share = 1 - constant("decay", decay, low=0, high=1, below=True)
+
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
+        return updates, inner, own if at.context.noise is None else _averaged(own, at.context.noise, share)
+
+    return wrap_optimizer(
+        optimizer,
+        "with_noise_scale",
+        update,
+        Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS),
+        inner_roles=Roles.without_scale,
+        takes_context=True,
+    )
+
+
+def _averaged(slots: Slots, measured: GradientNoise, share: float) -> Slots:
+    """Update the averages with a measurement, if it is finite."""
+    found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
+
+    def moved(name: str, value: Array) -> Array:
+        old = slots[name]
+        return jnp.where(found, old + share * (value.astype(old.dtype) - old), old)
+
+    new = (measured.noise, measured.square, jnp.ones((), jnp.float32))
+    return {name: moved(name, value) for name, value in zip(SLOTS, new, strict=True)}
+
+
+def noise_slots(roles: Roles) -> dict[Role, str]:
+    """The slots of the averages by role; empty if the optimizer has none.
+
+    Raises:
+        ValueError: They are under a label or next to other elements.
+    """
+    hidden = roles.of(Role.HIDDEN_NOISE)
+    if hidden:
+        raise ValueError(
+            f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "
+            "beside other elements; it measures the noise of all gradients. Put it around the whole optimizer: "
+            "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
+        )
+    return {role: name for name, role in roles.items() if role in SLOTS.values() and role is not None}
+
+
+def require_noise_slots(roles: Roles) -> None:
+    """Check that an optimizer averages the gradient noise.
+
+    Raises:
+        ValueError: It does not; the error suggests `with_noise_scale`.
+    """
+    if not noise_slots(roles):
+        raise ValueError(
+            "metrics: 'noise_scale' is averaged over steps in slots of the state, which this optimizer does not have; "
+            "create state and step with jstep.with_noise_scale(optimizer)"
+        )
+
+
+def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
+    """The metrics of a step: the bias-corrected averages, and their ratio."""
+    names = noise_slots(roles)
+    noise, square, weight = (slots[names[role]] for role in SLOTS.values())
+    noise, square = noise / weight, square / weight  # NaN before the first measurement, which has weight 0
+    scale = jnp.where(square > 0, noise / square, jnp.nan)
+    return {"noise_scale": scale, "gradient_noise": noise, "gradient_square": square}
+
+
+# Update only at every k-th step, optionally with accumulated gradients.
+
+GRADIENT_SUM, GRADIENT_COUNT = "gradient_sum", "gradient_count"
+NOTHING = -0.0
+"""The sum of no gradients, the identity of addition in floating point: −0 + x = x for every x."""
+
+
+def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
+    """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
+
+    At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
+    evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as does the period
+    of `lookahead` inside it. Averages inside it follow its own updates; those with `every` only the ones at their
+    global steps, so give `every` a multiple of k, and a `start_step` of phase modulo k. Averages around it follow every
+    step.
+
+    Args:
+        k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.
+        optimizer: The optimizer. If no leaf has a gradient, it skips the step, whether an update was due or not: it
+            does not age, and the update is not made up for later.
+        phase: The number of steps by which updates are delayed, 0 ≤ phase < k.
+        accumulate: Whether a leaf's update uses the mean of its gradients since its last update. A leaf without a
+            gradient at the step of an update keeps its mean until the next one. The mean of `IndexedSlices` names
+            the rows that any of them named. Otherwise an update uses only the gradient of its own step. In both cases
+            an optimizer with `takes_context` sees only the loss of its own step.
+
+    Returns:
+        An `Optimizer` with the same hyperparameters and slots. With accumulate there are two more slots:
+        `gradient_sum`, in at least float32, and `gradient_count`, the number of gradients in the sum of each leaf. A
+        row that none of them named is −0 in the sum.
+
+    Raises:
+        TypeError: k or phase is not an integer, or accumulate is not a bool.
+        ValueError: k or phase is out of its range, or the optimizer already has such a slot.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.update_every(2, jstep.gradient_descent(1.0), accumulate=True)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> for g in (1.0, 3.0):
+        ...     state = jstep.apply_gradients(state, {"w": jnp.float32(g)}, optimizer)
+        ...     print(state.params["w"])
+        0.0
+        -2.0
+
+    Source: n_critic in Arjovsky et al., "Wasserstein GAN" (2017), algorithm 1; `optax.MultiSteps` to accumulate.
+    """
+    every = as_int(k, "k", at_least=1)
+    offset = as_int(phase, "phase", at_least=0)
+    if offset >= every:
+        raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
+    as_bool(accumulate, "accumulate")
+    require_optimizer("optimizer", optimizer)
+
+    def due_at(step: Step) -> Array:
+        return (jnp.asarray(step) - offset) % every == every - 1
+
+    def of_one_step(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        return *conditional_update(due_at(at.step), optimizer, updates, inner, at), own
+
+    def of_the_mean(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        due, params, treedef = due_at(at.step), at.params, trees.structure(at.params)
+        gradients = match_gradients(updates, params)
+        mine = {
+            GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
+            GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, _scalar),
+        }
+        means: list[Any] = [None] * len(gradients)
+        for i, (path, g) in enumerate(zip(trees.paths_of(params), gradients, strict=True)):
+            if g is not None:
+                of_leaf = {name: leaves[i] for name, leaves in mine.items()}
+                means[i], new = per_leaf(_mean_and_rest, path, of_leaf, g, due)
+                for name, leaf in new.items():
+                    mine[name][i] = leaf
+        updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
+        return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
+
+    added = {
+        GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
+        GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
+    }
+    return wrap_optimizer(
+        optimizer,
+        "update_every",
+        of_the_mean if accumulate else of_one_step,
+        Own(added if accumulate else {}),
+        guarded=False if accumulate else None,
+        inner_roles=lambda roles: roles.of_own_age().without_scale(),
+    )
+
+
+def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
+    return ()
+
+
+def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
+    """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
+    total, count = _added(own[GRADIENT_SUM], gradient), own[GRADIENT_COUNT] + 1
+    mean: Any = total * (1 / count)  # XLA would store a quotient in memory
+    if isinstance(gradient, IndexedSlices):
+        mean = rows_in_order(mean, _named(total))
+    rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
+    return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
+
+
+def _named(total: Array) -> Array:
+    """Whether any gradient in the sum named each row."""
+    return jnp.any(~(jnp.signbit(total) & (total == 0)), axis=tuple(range(1, total.ndim)))
+
+
+def _added(total: Array, gradient: Any) -> Array:
+    """Add a gradient to the sum."""
+    if not isinstance(gradient, IndexedSlices):
+        return total + _named_zeros(gradient.astype(total.dtype))
+    rows = combined(gradient)
+    return total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
+
+
+def _named_zeros(values: Array) -> Array:
+    """Values without −0, so that a sum with them is not −0 either."""
+    return jnp.where(values == 0, jnp.zeros_like(values), values)

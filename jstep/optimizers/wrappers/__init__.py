@@ -1,1 +1,0 @@
-"""Optimizer wrappers, and functions that combine optimizers."""
