@@ -9,8 +9,7 @@ from typing import Any
 from jstep.cli.command import OK, TROUBLE, Command, as_json, complain, printable, time_text
 from jstep.stores.files import opened
 from jstep.stores.objects import location
-from jstep.summary.read import event_files, is_event_file, summary_iterator
-from jstep.summary.records import DataLossError, decode_error, proto
+from jstep.summary.read import DataLossError, decode_error, event_files, is_event_file, proto, summary_iterator
 
 
 def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:

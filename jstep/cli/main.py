@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from jstep.cli.command import OK, TROUBLE, Command, complain
-from jstep.summary.records import DataLossError
+from jstep.summary.read import DataLossError
 
 COMMANDS = {
     "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",

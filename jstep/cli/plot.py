@@ -10,8 +10,7 @@ from jstep.cli.command import OK, TROUBLE, Command, complain, printable
 from jstep.core.checks import figure
 from jstep.stores.files import is_directory
 from jstep.stores.objects import absolute, is_url, location
-from jstep.summary.read import Point, find_runs, read_scalars
-from jstep.summary.records import DataLossError
+from jstep.summary.read import DataLossError, Point, find_runs, read_scalars
 
 
 def plot_scalars(

@@ -101,7 +101,7 @@ def _reporting(run: Run) -> list[Hook]:
 def _open_writer(run: Run) -> Any:
     if run.logdir is None:
         return None
-    from jstep.summary.write.writer import SummaryWriter
+    from jstep.summary.writer import SummaryWriter
 
     writer = run.closing.enter_context(SummaryWriter(run.logdir))
     # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.

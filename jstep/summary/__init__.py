@@ -9,34 +9,30 @@ from typing import TYPE_CHECKING
 
 from jstep.core.checks import load_when_used as _load_when_used
 from jstep.core.checks import set_public_module as _set_public_module
-from jstep.summary.read import summary_iterator
-from jstep.summary.records import DataLossError
+from jstep.summary.read import DataLossError, summary_iterator
 
 if TYPE_CHECKING:
-    from jstep.summary.collected import collect, merge_all
-    from jstep.summary.graph.write_graph import write_graph
-    from jstep.summary.histograms import histogram
-    from jstep.summary.make import image, merge, scalar, summaries_in, text, zero_fraction
-    from jstep.summary.values import Summary
-    from jstep.summary.write.encode import to_proto
-    from jstep.summary.write.writer import SummaryWriter
+    from jstep.summary.encode import histogram, to_proto
+    from jstep.summary.graph import write_graph
+    from jstep.summary.make import Summary, collect, image, merge, merge_all, scalar, summaries_in, text, zero_fraction
+    from jstep.summary.writer import SummaryWriter
 else:  # these import JAX
     __getattr__, __dir__ = _load_when_used(
         globals(),
         {
-            "collect": "jstep.summary.collected",
-            "merge_all": "jstep.summary.collected",
-            "write_graph": "jstep.summary.graph.write_graph",
-            "histogram": "jstep.summary.histograms",
+            "collect": "jstep.summary.make",
+            "merge_all": "jstep.summary.make",
+            "write_graph": "jstep.summary.graph",
+            "histogram": "jstep.summary.encode",
             "image": "jstep.summary.make",
             "merge": "jstep.summary.make",
             "summaries_in": "jstep.summary.make",
             "scalar": "jstep.summary.make",
             "zero_fraction": "jstep.summary.make",
             "text": "jstep.summary.make",
-            "Summary": "jstep.summary.values",
-            "to_proto": "jstep.summary.write.encode",
-            "SummaryWriter": "jstep.summary.write.writer",
+            "Summary": "jstep.summary.make",
+            "to_proto": "jstep.summary.encode",
+            "SummaryWriter": "jstep.summary.writer",
         },
     )
 

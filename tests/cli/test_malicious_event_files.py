@@ -9,7 +9,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.cli.command import as_json, printable
 from jstep.cli.main import main
-from jstep.summary.records import frame
+from jstep.summary.read import frame
 
 
 def write_events(path, *events):

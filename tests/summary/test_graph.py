@@ -10,7 +10,7 @@ import pytest
 from tensorboard.compat.proto import graph_pb2, types_pb2
 
 from jstep import summary
-from jstep.summary.graph.write_graph import graph_def
+from jstep.summary.graph import graph_def
 
 
 @jax.custom_vjp

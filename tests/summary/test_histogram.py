@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep import summary
-from jstep.summary.histograms import bucket_limits
+from jstep.summary.encode import bucket_limits
 
 
 @functools.cache

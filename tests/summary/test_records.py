@@ -11,7 +11,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from jstep import summary
-from jstep.summary import DataLossError, records
+from jstep.summary import DataLossError, read
 
 
 @pytest.fixture
@@ -26,19 +26,19 @@ def offsets(path):
     """Return the offset of each record, and the size of the file."""
     offsets = [0]
     with open(path, "rb") as file:
-        for data in records.read_records(file, path):
-            offsets.append(offsets[-1] + len(data) + records.HEADER + records.FOOTER)
+        for data in read.read_records(file, path):
+            offsets.append(offsets[-1] + len(data) + read.HEADER + read.FOOTER)
     return offsets
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300))
 def test_the_checksum_is_that_of_tensorboard(data):
-    assert records.masked_crc(data) == masked_crc32c(data)
+    assert read.masked_crc(data) == masked_crc32c(data)
 
 
 def test_the_checksum_of_the_crc32c_test_vector():
-    assert records.crc32c()(b"123456789") == 0xE3069283
+    assert read.crc32c()(b"123456789") == 0xE3069283
 
 
 def test_the_framing_is_that_of_tensorboard(tmp_path):
@@ -48,7 +48,7 @@ def test_the_framing_is_that_of_tensorboard(tmp_path):
         reference = RecordWriter(out)
         for record in data:
             reference.write(record)
-    assert path.read_bytes() == b"".join(map(records.frame, data))
+    assert path.read_bytes() == b"".join(map(read.frame, data))
 
 
 def test_events_are_protos(file):
@@ -90,7 +90,7 @@ def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, position, 
 def test_events_before_a_corrupted_record_are_read(file):
     begins = offsets(file)
     with open(file, "r+b") as out:
-        out.seek(begins[3] + records.HEADER + 2)
+        out.seek(begins[3] + read.HEADER + 2)
         out.write(b"\x00\x00")
     events = summary.summary_iterator(file)
     assert [next(events).step for _ in range(3)] == [0, 1, 2]
@@ -100,7 +100,7 @@ def test_events_before_a_corrupted_record_are_read(file):
 
 def test_a_record_that_is_not_an_event_is_an_error(tmp_path):
     path = tmp_path / "events"
-    path.write_bytes(records.frame(b"\xff\xff\xff"))
+    path.write_bytes(read.frame(b"\xff\xff\xff"))
     with pytest.raises(DataLossError, match="offset 0: it is not an Event"):
         list(summary.summary_iterator(path))
 
@@ -112,7 +112,7 @@ def test_a_malicious_length_does_not_allocate_memory(tmp_path):
 
     def write_record(claimed):
         length = struct.pack("<Q", claimed)
-        path.write_bytes(length + struct.pack("<I", records.masked_crc(length)) + b"abc")
+        path.write_bytes(length + struct.pack("<I", read.masked_crc(length)) + b"abc")
 
     write_record(2**31 - 1)  # like the truncated record of a killed run
     assert list(summary.summary_iterator(path)) == []
@@ -128,7 +128,7 @@ def test_an_event_that_is_too_long_is_an_error():
             return 2**31
 
     with pytest.raises(ValueError, match="an event of 2147483648 bytes: must be less"):
-        records.frame(Long())
+        read.frame(Long())
 
 
 def test_an_empty_file_has_no_events(tmp_path):

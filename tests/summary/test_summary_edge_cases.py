@@ -12,7 +12,7 @@ import pytest
 from event_reading import events_of
 
 from jstep import summary
-from jstep.summary.records import proto
+from jstep.summary.read import proto
 
 
 def test_none_means_the_default():

@@ -11,7 +11,7 @@ from event_reading import events_of, scalars
 from tensorboard.compat.proto import event_pb2, graph_pb2, summary_pb2
 
 from jstep import summary
-from jstep.summary.write.writer import SummaryWriter
+from jstep.summary.writer import SummaryWriter
 
 
 def test_the_first_event_is_that_of_tensorboard(tmp_path):

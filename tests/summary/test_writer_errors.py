@@ -11,7 +11,7 @@ import pytest
 from event_reading import events_of, scalars
 
 from jstep import summary
-from jstep.summary.write.writer import SummaryWriter
+from jstep.summary.writer import SummaryWriter
 
 
 @pytest.mark.parametrize("method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"])

@@ -11,8 +11,9 @@ from event_reading import events_of, scalars, wait_until
 from tensorboard.compat.proto import event_pb2
 
 from jstep import summary
-from jstep.summary.write import event_file, worker
-from jstep.summary.write.writer import SummaryWriter
+from jstep.summary import encode as event_file
+from jstep.summary import writer as worker
+from jstep.summary.writer import SummaryWriter
 
 
 @jax.jit

@@ -1,0 +1,521 @@
+"""The graph of a program for TensorBoard, from a trace or a lowered program."""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jstep.core.checks import as_bool
+from jstep.core.checks import as_text as checked_text
+from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate, name_stack
+from jstep.core.trees import path_str
+from jstep.stores.files import replace_file
+from jstep.stores.objects import Objects, is_url, join, location, split
+from jstep.summary.read import decode_error, is_message, proto
+
+# A GraphDef under construction: unique names, scopes, shapes and dtypes.
+
+GRADIENTS = "gradients"
+"""The scope of operations that reverse-mode differentiation adds, named as in TensorFlow."""
+
+Ref: TypeAlias = str
+"""Reference to an output of a node: `node`, or `node:1` for a later output."""
+
+_TYPES = {
+    "bool": "DT_BOOL",
+    "float16": "DT_HALF",
+    "float32": "DT_FLOAT",
+    "float64": "DT_DOUBLE",
+    "bfloat16": "DT_BFLOAT16",
+    "complex64": "DT_COMPLEX64",
+    "complex128": "DT_COMPLEX128",
+    "float8_e4m3fn": "DT_FLOAT8_E4M3FN",
+    "float8_e5m2": "DT_FLOAT8_E5M2",
+    **{f"{kind}int{bits}": f"DT_{kind.upper()}INT{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"{kind}int4": f"DT_{kind.upper()}INT4" for kind in ("", "u")},
+}
+_MAX_ATTR = 500  # characters; TensorBoard shows them in a side panel
+
+
+class Tensor(NamedTuple):
+    """Shape and dtype of an output. The shape is None if the output is not an array."""
+
+    shape: tuple[int, ...] | None
+    dtype: str
+
+
+class GraphBuilder:
+    """Builder of a GraphDef, with unique names of nodes."""
+
+    def __init__(self) -> None:
+        self._graph = proto("GraphDef")()
+        self._graph.versions.producer = 22
+        self._nodes: set[str] = set()
+        self._scopes: set[str] = set()
+
+    def scope(self, *parts: str) -> str:
+        """Open a new scope; a number is appended if the name is taken."""
+        name = self._unique(_join(parts), self._nodes | self._scopes)
+        self._scopes.add(name)
+        return name
+
+    def add(
+        self,
+        scope: Sequence[str],
+        name: str,
+        op: str,
+        inputs: Iterable[Ref | None],
+        outputs: Sequence[Tensor],
+        attrs: dict[str, str] | None = None,
+    ) -> list[Ref]:
+        """Add a node; return a reference to each of its outputs."""
+        full = self._unique(_join([*scope, name]), self._nodes)
+        self._nodes.add(full)
+        node = self._graph.node.add(name=full, op=op)
+        data = [ref for ref in inputs if ref is not None]
+        node.input.extend(sorted(data, key=lambda ref: ref.startswith("^")))  # control inputs come last
+        for key, text in (attrs or {}).items():
+            if text:
+                short = text if len(text) <= _MAX_ATTR else text[: _MAX_ATTR - 1] + "…"
+                node.attr[key].s = short.encode()
+        known = [t for t in outputs if t.shape is not None]
+        if known and len(known) == len(outputs):
+            shape = proto("TensorShapeProto")
+            shapes = [shape(dim=[{"size": n} for n in t.shape or ()]) for t in outputs]
+            node.attr["_output_shapes"].list.shape.extend(shapes)
+        if outputs and (dtype := _TYPES.get(outputs[0].dtype)) is not None:
+            node.attr["dtype"].type = proto("types").DataType.Value(dtype)
+        return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
+
+    def build(self) -> Any:
+        """Return the GraphDef."""
+        return self._graph
+
+    @staticmethod
+    def _unique(name: str, taken: set[str]) -> str:
+        found, n = name, 0
+        while found in taken:
+            n += 1
+            found = f"{name}_{n}"
+        return found
+
+
+def _join(parts: Iterable[str]) -> str:
+    """Join parts, each one scope or several, into a valid GraphDef name."""
+    components = [component for part in parts for component in part.split("/") if component]
+    cleaned = [re.sub(r"[^A-Za-z0-9_.\-]", "_", component).lstrip("_-") for component in components]
+    return "/".join(component or "_".join(["op"]) for component in cleaned) or "op"
+
+
+def scopes_of(path: str) -> list[str]:
+    """Return the name scopes in a JAX name stack: `transpose(jvp(dense))/mul` gives `gradients`, `dense`, `mul`.
+
+    Transformations are removed from the names of scopes, so that forward and vmapped operations of a layer share one
+    scope. Operations of the backward pass are grouped under `gradients`.
+    """
+    scopes: list[str] = []
+    is_backward = False
+    for component in _split(path):
+        while (wrapped := re.fullmatch(r"([\w.\-]+)\((.*)\)", component)) is not None:
+            transform, component = wrapped.groups()
+            is_backward = is_backward or transform == "transpose"
+            if transform in ("jit", "pjit"):  # the call opens its own scope
+                component = ""
+        scopes += _split(component) if "(" not in component else [component]
+    return [GRADIENTS, *scopes] if is_backward else scopes
+
+
+def _split(path: str) -> list[str]:
+    """Split a path at slashes outside parentheses."""
+    parts, depth = [""], 0
+    for char in path:
+        depth += (char == "(") - (char == ")")
+        if char == "/" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part for part in parts if part]
+
+
+# Conversion of StableHLO to a GraphDef, for lowered functions, which have no jaxpr.
+
+Env: TypeAlias = dict[Any, Ref]
+
+_OPENED = {"stablehlo.while": ("cond", "body"), "stablehlo.case": (), "stablehlo.if": ("true", "false")}
+_RETURNS = ("func.return", "stablehlo.return")
+_KINDS = {"ui": "uint", "i": "int", "f": "float"}
+_ELEMENTS = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
+
+
+def from_lowered(lowered: Any) -> Any:
+    """Return the GraphDef of a `jax.stages.Lowered`."""
+    module = lowered.compiler_ir("stablehlo")
+    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module.operation) if op.name == "func.func"}
+    walker = _LoweredWalker(functions)
+    main = functions["main"]
+    block = main.regions[0].blocks[0]
+    env: Env = {}
+    for i, argument in enumerate(block.arguments):
+        (env[argument],) = walker.builder.add(
+            [], _path(_loc(argument.location)) or f"arg{i}", "Parameter", [], [_lowered_tensor(argument)]
+        )
+    results = walker.block(block, env, "", [])
+    infos = main.attributes["res_attrs"] if "res_attrs" in main.attributes else [{}] * len(results)
+    for i, (ref, info) in enumerate(zip(results, infos, strict=True)):
+        path = _path(_text(info["jax.result_info"])) if "jax.result_info" in info else ""
+        walker.builder.add(["result"], path.removeprefix("result/") or f"{i}", "Result", [ref], [])
+    return walker.builder.build()
+
+
+class _LoweredWalker:
+    def __init__(self, functions: dict[str, Any]) -> None:
+        self.builder = GraphBuilder()
+        self._functions = functions
+
+    def block(self, block: Any, env: Env, scope: str, outer: list[str]) -> list[Ref]:
+        """Add the operations of a block; return references to the values it returns.
+
+        `outer` is the location of the operation that holds the block, which is a prefix of the locations inside.
+        """
+        for view in block.operations:
+            op = view.operation
+            if op.name in _RETURNS:
+                return [env[value] for value in op.operands]
+            where = _parts(_loc(op.location))
+            inner = where[len(outer) :] if where[: len(outer)] == outer else where
+            if outer and inner and re.fullmatch(r"cond|body|branch_\d+_fun", inner[0]):
+                inner = inner[1:]  # the region already has a scope
+            scopes = scopes_of("/".join(inner[:-1]))
+            here = "/".join(filter(None, [scope, *scopes]))
+            env.update(zip(op.results, self._operation(op, env, here, where), strict=True))
+        return []
+
+    def _operation(self, op: Any, env: Env, scope: str, where: list[str]) -> list[Ref]:
+        inputs = [env[value] for value in op.operands]
+        short = op.name.rpartition(".")[2]
+        if op.name == "func.call":
+            callee = _text(op.attributes["callee"]).lstrip("@")
+            body = self._functions[callee].regions[0].blocks[0]
+            return self.block(
+                body, dict(zip(body.arguments, inputs, strict=True)), self.builder.scope(scope, callee), []
+            )
+        outputs = [*map(_lowered_tensor, op.results)]
+        attrs = {name: str(op.attributes[name]) for name in op.attributes}
+        kind = "Const" if op.name == "stablehlo.constant" else op.name
+        if op.name in _OPENED:
+            # The scope holds the operations inside, and a node that takes the inputs and the regions' results.
+            scope = self.builder.scope(scope, short)
+            inputs += self._inside(op, env, scope, inputs, where)
+        return self.builder.add([scope], short, kind, inputs, outputs, attrs)[: len(outputs)]
+
+    def _inside(self, op: Any, env: Env, scope: str, inputs: Sequence[Ref], where: list[str]) -> list[Ref]:
+        names = _OPENED[op.name] or [f"branch_{i}" for i, _ in enumerate(op.regions)]
+        returned = []
+        for name, region in zip(names, op.regions, strict=True):
+            block = region.blocks[0]
+            arguments = dict(zip(block.arguments, inputs, strict=False))
+            returned += self.block(block, env | arguments, self.builder.scope(scope, name), where)
+        return returned
+
+
+def _operations(op: Any) -> list[Any]:
+    return [view.operation for region in op.regions for block in region.blocks for view in block.operations]
+
+
+def _lowered_tensor(value: Any) -> Tensor:
+    """Parse a type such as `tensor<2x3xf32>`."""
+    match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([\w<>]+)(?:,.*)?>", str(value.type))
+    if match is None:
+        return Tensor(None, "")
+    sizes, element = match.groups()
+    shape = tuple(-1 if n == "?" else int(n) for n in sizes.split("x") if n)
+    written = re.fullmatch(r"(ui|i|f)(\d+)(\w*)", element)
+    dtype = "".join([_KINDS[written[1]], written[2], "_" * bool(written[3]), written[3].lower()]) if written else ""
+    return Tensor(shape, _ELEMENTS.get(element, dtype))
+
+
+def _loc(location: Any) -> str:
+    """Return the name in a location: `loc("jit(step)/dense/mul"(…))` gives `jit(step)/dense/mul`."""
+    match = re.match(r'loc\("([^"]*)"', str(location))
+    return match.group(1) if match else ""
+
+
+def _parts(path: str) -> list[str]:
+    parts = re.split(r"/(?![^(]*\))", path)
+    return parts[1:] if parts[0].startswith("jit(") else parts
+
+
+def _path(written: str) -> str:
+    """Convert `state.params['dense']['w']` to the path `state/params/dense/w`."""
+    keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)|^(\w+)", written)
+    return "/".join(next(filter(None, key)) for key in keys)
+
+
+def _text(attribute: Any) -> str:
+    return str(attribute).strip('"')
+
+
+# Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes.
+
+_HIDDEN_PARAMS = {
+    "name",
+    "donated_invars",
+    "keep_unused",
+    "ctx_mesh",
+    "compiler_options_kvs",
+    "inline",
+    "debug",
+}
+
+
+def from_traced(traced: Any) -> Any:
+    """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
+    body, walker = body_of(traced.jaxpr), _TracedWalker()
+    invars, add = body.jaxpr.invars, walker.builder.add
+    names = _argument_names(traced, len(invars))
+    inputs = [add([], name, "Parameter", [], [_traced_tensor(var)])[0] for var, name in zip(invars, names, strict=True)]
+    constants = [
+        walker.constant(value, var, "constants", f"const_{i}")
+        for i, (var, value) in enumerate(zip(body.jaxpr.constvars, body.consts, strict=True))
+    ]
+    results = walker.operations(body, constants, inputs, "")
+    names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
+    for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
+        add(["result"], path or "value", "Result", [walker.ref(value, var, "result")], [_traced_tensor(var)])
+    return walker.builder.build()
+
+
+def _argument_names(traced: Any, count: int) -> list[str]:
+    """Return names such as `state/params/dense/kernel`: the name of the argument and the leaf's path in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
+    written = getattr(getattr(traced.jaxpr.jaxpr, "debug_info", None), "arg_names", None) or ()
+    names = []
+    for i, (keys, _) in enumerate(leaves):
+        if keys[0].idx == 1:  # keyword arguments
+            names.append(path_str(keys[1:]))
+            continue
+        root = re.match(r"\w+", (written[i] if i < len(written) else None) or "")
+        names.append("/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", path_str(keys[2:])])))
+    return names if len(names) == count else [f"arg{i}" for i in range(count)]
+
+
+def _traced_tensor(var: Any) -> Tensor:
+    aval = var.aval
+    shape = getattr(aval, "shape", None)
+    sizes = None if shape is None else tuple(n if isinstance(n, int) else -1 for n in shape)
+    return Tensor(sizes, str(getattr(aval, "dtype", "")))
+
+
+class _TracedWalker:
+    """Conversion of operations to nodes. Values are references, or constants that are operands."""
+
+    def __init__(self) -> None:
+        self.builder = GraphBuilder()
+
+    def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
+        """Add the node of a constant."""
+        attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
+        return self.builder.add([scope], name, "Const", [], [_traced_tensor(var)], attrs)[0]
+
+    def ref(self, value: Any, atom: Any, scope: str) -> Ref:
+        """Return the reference of a value; a constant becomes a node."""
+        return value if isinstance(value, str) else self.constant(value, atom, scope)
+
+    def operations(self, body: Subprogram, constants: Sequence[Ref], inputs: Sequence[Ref], scope: str) -> list[Any]:
+        """Add the operations of a program under a scope; return its results."""
+        return evaluate(
+            dataclasses.replace(body, consts=tuple(constants)), inputs, functools.partial(self._operation, scope)
+        )
+
+    def _program(self, body: Subprogram, inputs: Sequence[Ref], scope: str) -> list[Ref]:
+        """Add an inner program under a scope; return references to its results."""
+        constants = [
+            self.constant(value, var, scope) for value, var in zip(body.consts, body.jaxpr.constvars, strict=True)
+        ]
+        return self._refs(self.operations(body, constants, inputs, scope), body.jaxpr.outvars, scope)
+
+    def _refs(self, values: Sequence[Any], atoms: Sequence[Any], scope: str) -> list[Ref]:
+        return [self.ref(value, atom, scope) for value, atom in zip(values, atoms, strict=True)]
+
+    def _operation(self, outer: str, operation: Operation, values: list[Any]) -> list[Ref]:
+        eqn, name = operation.eqn, operation.eqn.primitive.name
+        scope = "/".join(filter(None, [outer, *scopes_of(name_stack(eqn))]))
+        if operation.kind == "operation":
+            constants = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
+            inputs = [value if isinstance(value, str) else None for value in values]
+            outputs = [*map(_traced_tensor, eqn.outvars)]
+            return self.builder.add([scope], name, name, inputs, outputs, {**constants, **_attrs(eqn)})[: len(outputs)]
+        if _is_call(operation):
+            label, inner = str(eqn.params.get("name") or name), operation.bodies[0].operations
+            # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
+            opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.builder.scope(scope, label)
+            return self._program(operation.bodies[0], self._refs(values, eqn.invars, opened), opened)
+        opened = self.builder.scope(scope, operation.kind)
+        build = {"scan": self._scan, "while": self._while, "cond": self._cond}[operation.kind]
+        return build(operation, self._refs(values, eqn.invars, opened), opened)
+
+    def _scan(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
+        (body,), params, add = operation.bodies, operation.eqn.params, self.builder.add
+        consts, carried = counts_of(params)
+        attrs = {"length": str(params["length"]), "reverse": str(params["reverse"])}
+        for i in range(consts, len(inputs)):
+            kind = "carry" if i < consts + carried else "slice"
+            (inputs[i],) = add(
+                [scope], kind, f"Scan{kind.title()}", [inputs[i]], [_traced_tensor(body.jaxpr.invars[i])], attrs
+            )
+        return [
+            result if i < carried else add([scope], "stack", "ScanStack", [result], [_traced_tensor(var)], attrs)[0]
+            for i, (result, var) in enumerate(
+                zip(self._program(body, inputs, scope), operation.eqn.outvars, strict=True)
+            )
+        ]
+
+    def _while(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
+        (condition, body), eqn, add = operation.bodies, operation.eqn, self.builder.add
+        first = eqn.params["cond_nconsts"]
+        start = first + eqn.params["body_nconsts"]
+        carries = [
+            add([scope], "carry", "WhileCarry", [ref], [_traced_tensor(var)])[0]
+            for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
+        ]
+        (predicate,) = self._program(condition, inputs[:first] + carries, self.builder.scope(scope, "cond"))
+        results = self._program(body, inputs[first:start] + carries, self.builder.scope(scope, "body"))
+        control = f"^{predicate.partition(':')[0]}"
+        return [
+            add([scope], "exit", "WhileExit", [ref, control], [_traced_tensor(var)])[0]
+            for ref, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _cond(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
+        branches = [
+            self._program(branch, inputs[1:], self.builder.scope(scope, f"branch_{i}"))
+            for i, branch in enumerate(operation.bodies)
+        ]
+        return [
+            self.builder.add([scope], "merge", "Merge", [inputs[0], *refs], [_traced_tensor(var)])[0]
+            for var, *refs in zip(operation.eqn.outvars, *branches, strict=True)
+        ]
+
+
+def _is_call(operation: Operation) -> bool:
+    return operation.kind in ("call", "shard_map")
+
+
+def _attrs(eqn: Any) -> dict[str, str]:
+    return {
+        key: str(value)
+        for key, value in eqn.params.items()
+        if key not in _HIDDEN_PARAMS
+        and value is not None
+        and not callable(value)
+        and not isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    }
+
+
+# Writing functions as StableHLO or as GraphDefs, which TensorBoard draws.
+
+
+def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`.
+
+    Raises:
+        TypeError: `graph` is neither a graph nor a function, or is a graph and arguments are given.
+    """
+    if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
+        _no_arguments(graph, args, kwargs)
+        data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
+        try:
+            return proto("GraphDef").FromString(data)
+        except decode_error() as error:
+            raise TypeError(f"graph: {len(data)} bytes that are not a serialized GraphDef: {error}") from error
+    staged = _staged(graph, args, kwargs)
+    return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
+
+
+def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
+    """Write a graph to the file `logdir/name` atomically.
+
+    As text, the graph is written as StableHLO, which XLA compiles. As binary, it is written as a GraphDef, which
+    TensorBoard and Netron draw. If the name ends in `.pbtxt` or a GraphDef is given, text means a GraphDef in
+    protobuf's text format.
+
+    Args:
+        graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
+        logdir: The directory; created if it does not exist.
+        name: The name of the file, in `logdir` or below it.
+        as_text: Whether to write text instead of binary.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The name is not inside `logdir`.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import pathlib, tempfile, jax, jax.numpy as jnp, jstep.summary
+        >>> traced = jax.jit(lambda x: 2.0 * x).trace(jnp.ones(3))
+        >>> path = jstep.summary.write_graph(traced, tempfile.mkdtemp(), "double.mlir")
+        >>> print("stablehlo.multiply" in pathlib.Path(path).read_text())
+        True
+
+    Source: TensorFlow's `tf.train.write_graph`.
+    """
+    logdir = location(logdir, "logdir")
+    name = _file_below(name)
+    is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
+    if not as_bool(as_text, "as_text"):
+        data = graph_def(graph).SerializeToString()
+    elif is_graph_def or name.endswith(".pbtxt"):
+        data = str(graph_def(graph)).encode()
+    else:
+        staged = _staged(graph, (), {})
+        data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
+    path = join(logdir, name)
+    if is_url(logdir):
+        above, last = split(path)
+        Objects(above).write(last, data)
+    else:
+        replace_file(path, data)
+    return path
+
+
+def _file_below(name: Any) -> str:
+    checked_text(name, "name", "the name of a file in logdir")
+    parts = name.replace(os.sep, "/").split("/")
+    if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
+        raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
+    return str(name)
+
+
+def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
+        _no_arguments(graph, args, kwargs)
+        return graph
+    if not callable(graph):
+        raise TypeError(
+            "graph: expected a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
+            f"or a function of no arguments, not {type(graph).__name__}"
+        )
+    trace = getattr(graph, "trace", None)
+    try:
+        return trace(*args, **kwargs) if callable(trace) else jax.jit(graph).trace(*args, **kwargs)
+    except TypeError as error:
+        if not args and not kwargs and "argument" in str(error):
+            raise TypeError(
+                f"graph: {getattr(graph, '__name__', graph)!r} cannot be traced without arguments: {error}. "
+                "Give add_graph its arguments (arrays or jax.ShapeDtypeStruct), or jax.jit(f).trace(*args)"
+            ) from error
+        raise
+
+
+def _no_arguments(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args or kwargs:
+        raise TypeError(f"graph: a {type(graph).__name__} is traced already and takes no arguments")

@@ -1,1 +1,0 @@
-"""Export of functions as TensorBoard graphs and as StableHLO."""

@@ -1,1 +1,0 @@
-"""Writing summaries to event files, on a background thread."""
