@@ -191,8 +191,8 @@ from jstep.tools.verify_resume import ResumeReport as ResumeReport
 from jstep.tools.verify_resume import verify_resume as verify_resume
 from jstep.topologies.topology import topology as topology
 from jstep.training.apply import apply_gradients as apply_gradients
+from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
-from jstep.training.scan import scan_steps as scan_steps
 from jstep.training.step import TrainStep as TrainStep
 from jstep.transfer.coord_check import CoordCheck as CoordCheck
 from jstep.transfer.coord_check import coord_check as coord_check

@@ -24,7 +24,7 @@ from jstep.hooks.interruption import raise_if_stop_requested
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
-from jstep.training.call_errors import explain_a_list
+from jstep.training.step import explain_a_list
 
 
 def evaluator(

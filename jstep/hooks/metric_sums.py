@@ -26,7 +26,7 @@ from jstep.hooks.metric_sums_program import (
     Sums,
 )
 from jstep.hooks.values import host, is_number, is_ready, shown
-from jstep.training.constants import Constants
+from jstep.training.step import Constants
 
 NONE = Constants({})
 _CALLS, _VALUES = 25, 128

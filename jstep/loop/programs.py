@@ -26,10 +26,8 @@ from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.state.train_state import keep_roles
 from jstep.timeline.stopwatch import STARTING, Stopwatch
-from jstep.training.call_errors import explain_a_list, is_spent
-from jstep.training.constants import Constants
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
-from jstep.training.step import TrainStep
+from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 
 _logger = logging.getLogger("jstep")
 

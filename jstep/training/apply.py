@@ -1,7 +1,4 @@
-"""One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
-
-This is the only place that increments the global step.
-"""
+"""One update of the state: params + updates, new slots, global_step + 1."""
 
 import functools
 from typing import Any, NamedTuple
@@ -33,6 +30,10 @@ from jstep.optimizers.offloading import Transfers, is_worth_loops, using_transfe
 from jstep.optimizers.updates import apply_in_order, explain_missing_gradients, match_gradients
 from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
+
+# One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
+#
+# This is the only place that increments the global step.
 
 
 def apply_gradients(

@@ -1,24 +1,261 @@
-"""The compiled training step, which donates its state."""
+"""The compiled training step, the constants among its metrics, and errors that say which argument caused them."""
 
 import contextlib
 import dataclasses
 import functools
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, kind
+from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.core.trees import is_traced
 from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import TrainState, keep_roles, require_alive
-from jstep.training.call_errors import explain, is_spent, refuse_shared_buffers
-from jstep.training.constants import Constants, split_constants
+
+# Constant metrics: hyperparameters that are plain numbers and need not be computed.
+#
+# An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
+# result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
+
+
+@jax.tree_util.register_static
+class Constants:
+    """Numbers known without running the program; a pytree without leaves that compares by their values.
+
+    Attributes:
+        values: Name → read-only NumPy array.
+        skipped: The name of the metric that reports whether the update was skipped; None without a guard.
+        arrays: Name → NumPy scalar or read-only array; not to be changed.
+    """
+
+    def __init__(self, values: dict[str, np.ndarray[Any, Any]], skipped: str | None = None) -> None:
+        self.values = values
+        self.skipped = skipped
+        known = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in values.items())
+        self._key = (skipped, *known)
+        # The same objects at each call, because they are compared by identity at every step.
+        self.arrays = {name: value[()] for name, value in values.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def repeated(self, k: int) -> "Constants":
+        """Return the numbers of K steps, stacked."""
+        stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()}
+        return Constants(stacked, self.skipped)
+
+
+def split_constants(metrics: Any, skipped: str | None = None) -> tuple[Any, Constants]:
+    """Split metrics into those that a step computes and those that are plain Python or NumPy numbers.
+
+    Args:
+        metrics: The metrics of a step. Anything but a dict counts as computed.
+        skipped: The name of the metric that reports whether the update was skipped.
+    """
+    if type(metrics) is not dict:
+        return metrics, Constants({}, skipped)
+    plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
+    constants = {name: value for name, value in plain.items() if value is not None}
+    return {name: value for name, value in metrics.items() if name not in constants}, Constants(constants, skipped)
+
+
+def _plain(value: Any) -> np.ndarray[Any, Any] | None:
+    """Convert a plain number to the dtype that JAX would give it; return None for anything else."""
+    if isinstance(value, bool | np.bool_):
+        return np.asarray(value)
+    if isinstance(value, int):
+        fits = -(2**31) <= value < 2**31 or trees.default_int() == np.int64
+        return np.asarray(value, trees.default_int()) if fits else None
+    if isinstance(value, float):
+        return np.asarray(value, trees.default_float())
+    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV":
+        return np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
+    return None
+
+
+# Explanations of JAX errors in calls of a training step, derived from its arguments.
+
+_ON_ONE_MESH = (
+    "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
+    " all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+)
+
+_CAPTURED = (
+    "The state and the batch are on the same devices, so the loss probably closes over an array that is on others, "
+    "such as one sharded over a mesh, or uses another mesh. Pass the array to the step as an argument, or keep it in "
+    "the state (TrainState.create(..., model_state=...), has_model_state=True), and place both on one mesh: "
+    "jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+)
+_OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
+"""What JAX's errors about devices and meshes have in common."""
+
+_A_LIST = (
+    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
+    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
+)
+
+
+def explain_a_list(error: BaseException, args: Sequence[Any]) -> None:
+    """Add a note to an error of a function of the batch if the batch is a list, such as torch's loader gives.
+
+    Args:
+        error: The error that the call raised.
+        args: The arguments that the batch stands for.
+    """
+    if isinstance(error, TypeError | AttributeError) and len(args) == 1 and isinstance(args[0], list):
+        note(error, _A_LIST)
+
+
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
+_PASSED_WITH = {
+    "rng": "rng=key",
+    "averages": "use_averages=True",
+    "model_state": "has_model_state=True",
+}
+"""Arguments of a loss → what `minimize` passes them with."""
+
+
+def _explain_missing_arguments(error: BaseException, state: Any) -> None:
+    """Add a note to the error of a loss that lacks an argument which `minimize` passes only on request."""
+    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    if found is None:
+        return
+    options = {name: option for name, option in _PASSED_WITH.items() if f"'{name}'" in found[1]}
+    if not options and isinstance(state, TrainState) and state.model_state is not None:
+        options["model_state"] = _PASSED_WITH["model_state"]
+    for name, option in options.items():
+        note(error, f"jstep: if this is the loss, minimize(..., {option}) passes {name} to it")
+
+
+def is_spent(state: Any) -> bool:
+    """Return whether a state was donated to an earlier step."""
+    step = getattr(state, "global_step", None)
+    return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
+
+
+def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, donates: bool) -> None:
+    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
+
+    Args:
+        error: The error that JAX or the loss raised.
+        state: The state passed to the step.
+        args: The batch.
+        was_spent: Whether the state was donated before the call; a call that fails while it runs also donates it.
+        donates: Whether the step donates its state.
+
+    Raises:
+        FloatingPointError: JAX debugged a NaN in a step that had donated its state.
+        RuntimeError: A leaf was donated to an earlier step.
+        ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
+    """
+    if not isinstance(error, RuntimeError | ValueError):
+        if type(error).__name__ == "ShardingTypeError" and _is_on_one_device((state, args)):
+            note(error, _CAPTURED)
+        _explain_missing_arguments(error, state)
+        explain_jax(error)
+        return
+    if was_spent or not is_spent(state):
+        require_alive(state, error)
+        if donates:
+            refuse_shared_buffers(state, args, error)
+    elif _is_of_a_nan(error):
+        raise FloatingPointError(
+            "the step produced a NaN or an infinity, and JAX can no longer locate it, because the state passed to the "
+            "step is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
+            "jstep.find_nonfinite(train_step, state, ...)"
+        ) from error
+    if len(_placements((state, args))) > 1:
+        note(error, _ON_ONE_MESH)
+    elif _OF_DEVICES.search(str(error)):
+        note(error, _CAPTURED)
+
+
+def _is_of_a_nan(error: BaseException | None) -> bool:
+    """Return whether JAX raised the error while debugging a NaN."""
+    while error is not None and "FloatingPoint" not in type(error).__name__:
+        error = error.__context__
+    return error is not None
+
+
+def refuse_shared_buffers(
+    state: Any, args: Any, cause: BaseException | None = None, *, by_identity: bool = False
+) -> None:
+    """Reject a state that cannot be donated, because one buffer would be donated twice or used elsewhere.
+
+    For arrays on one device, JAX reports this without their names; for arrays on a mesh, the process crashes.
+
+    Args:
+        state: The state to be donated.
+        args: The other arguments of the step.
+        cause: The error that JAX raised, if any.
+        by_identity: Whether the leaves of the state are known to share no buffers, so that it suffices to look for
+            its arrays among `args`.
+
+    Raises:
+        ValueError: Two leaves share one buffer.
+    """
+    if by_identity:
+        given = {id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)}
+        if not given or given.isdisjoint(map(id, jax.tree.leaves(state))):
+            return
+    seen: dict[Any, str] = {}
+    for path, leaf in trees.leaves_with_paths(state):
+        buffer = _buffer(leaf)
+        if buffer is not None and seen.setdefault(buffer, path) != path:
+            raise ValueError(
+                f"state: {seen[buffer]!r} and {path!r} share one buffer, which a compiled step cannot donate twice; "
+                f"copy one of them: jnp.copy(state.{path.split('/')[0]}…)"
+            ) from cause
+    for path, leaf in trees.leaves_with_paths(args):
+        buffer = _buffer(leaf)
+        if buffer in seen:
+            raise ValueError(
+                f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, which a compiled step "
+                "cannot both donate and read; pass a copy (jnp.copy), or create the step with donate=False"
+            ) from cause
+
+
+def _buffer(leaf: Any) -> Any:
+    """Return an identifier of the memory of an array; None if it has none on this process."""
+    if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
+        return None
+    leaf = trees.key_data(leaf)
+    if not leaf.sharding.addressable_devices:
+        return None
+    part = leaf.addressable_data(0)
+    try:
+        return next(iter(part.devices())), part.unsafe_buffer_pointer()
+    except Exception:  # a backend without buffer pointers
+        return id(leaf)
+
+
+def _is_on_one_device(tree: Any) -> bool:
+    """Return whether no array is on several devices; then none of them can raise an error about shardings."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not trees.is_traced(x)]
+    return all(len(array.sharding.device_set) == 1 for array in arrays)
+
+
+def _placements(tree: Any) -> set[Any]:
+    """Return the meshes, or sets of devices, that arrays are committed to."""
+    return {
+        leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and leaf.committed
+    }
+
+
+# The compiled training step, which donates its state.
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
