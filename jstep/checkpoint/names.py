@@ -1,15 +1,126 @@
-"""Names of checkpoints, the newest checkpoint of a directory, new ones as they are written, and their store."""
+"""Names of checkpoints, and the validation of the arguments of `Saver`."""
 
+import json
+import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jstep.checkpoint import arguments as checked
-from jstep.checkpoint.store import listing
-from jstep.checkpoint.store.directory import Directory
-from jstep.checkpoint.store.protocol import Store
-from jstep.core.checks import as_number
-from jstep.stores.objects import is_url
+import numpy as np
+
+from jstep.checkpoint import listing
+from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.listing import Store
+from jstep.core.checks import as_function, as_int, as_number, as_text, kind, shown
+from jstep.stores.objects import absolute, is_url, location
+
+# Validation of the arguments of `Saver`.
+
+_LONGEST = 180  # file names have at most 255 bytes; the step and temporary suffixes take some of them
+_DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
+
+
+def checked_directory(directory: Any) -> str:
+    """Return an absolute path, or the URL of an object store."""
+    path = absolute(location(directory, "directory"))
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
+        ) from None
+    if "\\" in path and os.sep != "\\":
+        raise ValueError(
+            f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
+        )
+    if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
+        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
+    return path
+
+
+def checked_prefix(prefix: Any, name: str = "prefix") -> str:
+    """Return a valid prefix of checkpoint names."""
+    hint = "the beginning of a file name, such as 'model'"
+    text = as_text(prefix, name, hint)
+    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
+        raise ValueError(f"{name}={text!r}: must be {hint}; pass directories as `directory`")
+    try:
+        length = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={text!r}: must be encodable as UTF-8") from None
+    if length > _LONGEST:
+        raise ValueError(
+            f"{name}={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+        )
+    return text
+
+
+def checked_step(step: Any, name: str = "step") -> int:
+    """Return a step as an int ≥ 0; accepts scalars of any integer type."""
+    try:
+        array = np.asarray(step)
+        if array.ndim or array.dtype == bool:
+            raise TypeError
+        number = operator.index(step if isinstance(step, int) else array.item())
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={shown(step)}: must be an integer scalar, got {kind(step)}") from None
+    if number < 0:
+        raise ValueError(f"{name}={number}: must be ≥ 0")
+    return number
+
+
+def checked_max_to_keep(max_to_keep: Any) -> int | None:
+    """Return an int > 0, or None to keep all checkpoints."""
+    if max_to_keep is None:
+        return None
+    return as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
+
+
+def checked_hours(hours: Any) -> float | None:
+    """Return a finite float > 0, or None."""
+    if hours is None:
+        return None
+    return as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning="None keeps none permanently")
+
+
+def checked_clock(clock: Any) -> Callable[[], float] | None:
+    """Return a function, or None."""
+    return as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
+
+
+def json_copy(value: Any, name: str) -> Any:
+    """Return the value as JSON decodes it: tuples become lists.
+
+    Raises:
+        TypeError: The value is not a JSON value (the message says where), or contains itself.
+    """
+    _check_json(value, name, ())
+    return json.loads(json.dumps(value))
+
+
+def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
+    if id(value) in above:
+        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
+    if len(above) > _DEEPEST:
+        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
+            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{name}[{i}]", (*above, id(value)))
+    elif not isinstance(value, str | int | float | None):
+        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
+        raise TypeError(
+            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
+            "strings, numbers, booleans and None; put arrays into the state"
+        )
+
+
+# Names of checkpoints, the newest checkpoint of a directory, new ones as they are written, and their store.
 
 
 def open_store(directory: str, prefix: str | None = None) -> Store:
@@ -21,7 +132,7 @@ def open_store(directory: str, prefix: str | None = None) -> Store:
     """
     if not is_url(directory):
         return Directory(directory, prefix)
-    from jstep.checkpoint.store.object_store import ObjectStore  # not at the top: it imports JAX
+    from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
 
     return ObjectStore(directory)
 
@@ -38,7 +149,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
         >>> jstep.checkpoint_name("my-model", 1000)
         'my-model-1000'
     """
-    return listing.name(checked.prefix(prefix), checked.step(step))
+    return listing.name(checked_prefix(prefix), checked_step(step))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
@@ -53,8 +164,8 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         >>> print(jstep.latest_checkpoint("/no/such/directory"))
         None
     """
-    prefix = None if prefix is None else checked.prefix(prefix)
-    found = next(open_store(checked.directory(directory)).newest_first(prefix), None)
+    prefix = None if prefix is None else checked_prefix(prefix)
+    found = next(open_store(checked_directory(directory)).newest_first(prefix), None)
     return None if found is None else found[1]
 
 
@@ -105,8 +216,8 @@ def checkpoints_iterator(
 
     Source: `tf.train.checkpoints_iterator`.
     """
-    found = checked.directory(directory)
-    name = checked.prefix(prefix)
+    found = checked_directory(directory)
+    name = checked_prefix(prefix)
     seconds = None if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
     return _steps(open_store(found), name, seconds, interval, _POLL_SECS_OF_URLS if is_url(found) else _POLL_SECS)

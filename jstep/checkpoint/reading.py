@@ -10,11 +10,24 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.format import left_out, place_leaf, slots
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.format.match import PARAMS, Match, Names, check, check_averages, match, match_params
-from jstep.checkpoint.store.listing import misnamed, name
-from jstep.checkpoint.store.protocol import CorruptedError, Store
+from jstep.checkpoint import slots
+from jstep.checkpoint.listing import CorruptedError, Store, misnamed, name
+from jstep.checkpoint.manifest import CheckpointError, Manifest, UnsupportedFormatError
+from jstep.checkpoint.match import (
+    PARAMS,
+    Match,
+    Names,
+    check,
+    check_averages,
+    copy_of,
+    keep_target_leaf,
+    match,
+    match_params,
+    nested_values,
+    place_leaf,
+    stored_sharding,
+)
+from jstep.checkpoint.slots import changed_leaves
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
@@ -140,13 +153,13 @@ class Reader:
 
     def _read_nested(self, path: str, manifest: Manifest, averages: Sequence[str] | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
-        return place_leaf.nested_values(manifest.leaves, arrays, averages)
+        return nested_values(manifest.leaves, arrays, averages)
 
     def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
         """Return the leaves of a target in its order: restored, or kept."""
         with internal_transfers():
             kept = {
-                i: place_leaf.keep_target_leaf(want, manifest.step)
+                i: keep_target_leaf(want, manifest.step)
                 for i, want in enumerate(found.wanted)
                 if want.source is None and want.copy_of is None
             }
@@ -155,7 +168,7 @@ class Reader:
             shardings: dict[str, Any] = {}
             for want in found.wanted:
                 if want.source is not None and want.source.array is not None:
-                    shardings.setdefault(want.source.array, place_leaf.stored_sharding(want))
+                    shardings.setdefault(want.source.array, stored_sharding(want))
             arrays = self._read(path, manifest, shardings)
 
             def value(i: int) -> Any:
@@ -164,12 +177,12 @@ class Reader:
                     return kept.get(i)
                 array: Any = arrays.get(want.source.array or "")
                 shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-                return place_leaf.place_leaf(want, array.copy() if shared else array)
+                return place_leaf(want, array.copy() if shared else array)
 
             values = [value(i) for i in range(len(found.wanted))]
             for i, want in enumerate(found.wanted):
                 if want.copy_of is not None:
-                    values[i] = place_leaf.copy_of(want, values[want.copy_of])
+                    values[i] = copy_of(want, values[want.copy_of])
         self._warn_of_changed(path, found, values)
         return values
 
@@ -177,7 +190,7 @@ class Reader:
         """Warn of leaves that were left out of the checkpoint and have other values in the target."""
         with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
-            changed = left_out.changed((one.left_out, value) for one, value in pairs if one.left_out is not None)
+            changed = changed_leaves((one.left_out, value) for one, value in pairs if one.left_out is not None)
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "

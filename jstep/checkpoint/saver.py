@@ -1,25 +1,430 @@
-"""`Saver`: atomic checkpoints of a training state."""
+"""`Saver`: writing of checkpoints, one at a time in the background, and which of them are kept."""
 
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from jstep.checkpoint import arguments as checked
-from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.format.match import Names
-from jstep.checkpoint.names import open_store
-from jstep.checkpoint.reading import Reader
-from jstep.checkpoint.retention import RetentionManager
-from jstep.checkpoint.writing import Writer
-from jstep.core.checks import as_bool, kind, note, scoped
+import jax
+import numpy as np
+
+from jstep.checkpoint.listing import Commit, Files, Store, name
+from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest
+from jstep.checkpoint.match import Names
+from jstep.checkpoint.names import (
+    checked_clock,
+    checked_directory,
+    checked_hours,
+    checked_max_to_keep,
+    checked_prefix,
+    checked_step,
+    checkpoint_name,
+    json_copy,
+    open_store,
+)
+from jstep.checkpoint.reading import Reader, newest_in_words, short
+from jstep.checkpoint.slots import left_out_indices, named_leaves, started_slots, to_stored
+from jstep.core import trees
+from jstep.core.checks import as_bool, kind, listing, note, scoped
+from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
+from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import TrainState
+
+# Retention of checkpoints: the last few, and one every N hours permanently.
+
+_logger = logging.getLogger("jstep")
+
+
+@dataclasses.dataclass(frozen=True)
+class RetainedSteps:
+    """The retention state, which is written into every manifest.
+
+    Attributes:
+        steps: Steps of the checkpoints that are kept permanently.
+        since: The time up to which hours are accounted for, in seconds: the first save more than
+            `every_n_hours` after it is the next one kept permanently.
+    """
+
+    steps: frozenset[int]
+    since: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form for the manifest."""
+        return {"kept": sorted(self.steps), "since": self.since}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RetainedSteps":
+        """Return what `to_json` wrote."""
+        return cls(frozenset(data["kept"]), data["since"])
+
+
+def evictions(
+    saved_at: Mapping[int, float],
+    new: int,
+    retained: RetainedSteps,
+    max_to_keep: int | None,
+    every_n_hours: float | None,
+) -> tuple[list[int], RetainedSteps]:
+    """Return the checkpoints to delete after `new` was saved, and the new retention state.
+
+    As in TF: a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
+    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves.
+
+    Args:
+        saved_at: Step → time of saving in seconds, of all existing checkpoints including the new one.
+        new: The step just saved. Neither it nor the highest step is evicted.
+        retained: The retention state before this save.
+        max_to_keep: The number of other checkpoints to keep; None for all.
+        every_n_hours: Hours between permanent checkpoints; None to keep none permanently.
+    """
+    for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
+    evictable = sorted(step for step in saved_at if step not in for_good)
+    excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
+    victims: list[int] = []
+    for step in [step for step in evictable if step not in (new, max(saved_at))][: max(excess, 0)]:
+        hours = (saved_at[step] - since) / 3600
+        if every_n_hours is not None and hours > every_n_hours:
+            for_good |= {step}
+            since += 3600 * every_n_hours * math.floor(hours / every_n_hours)
+        else:
+            victims.append(step)
+    return victims, RetainedSteps(frozenset(for_good), since)
+
+
+class RetentionManager:
+    """Manager that completes the manifests of saves, and deletes old checkpoints.
+
+    The retention state is stored in the manifest of the newest checkpoint, whichever Saver wrote it.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, max_to_keep: int | None, every_n_hours: float | None, since: float
+    ) -> None:
+        self._store, self._prefix = store, prefix
+        self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
+        self._since = since
+        self._retained: RetainedSteps | None = None
+        self._warned = False
+        self._times: dict[int, float] = {}
+        self._whole: set[int] = set()
+
+    def commit_of(
+        self,
+        manifest: Manifest,
+        left_out: Callable[[], tuple[LeftOut, ...]],
+        flushes: Iterable[Callable[[], None]] = (),
+    ) -> Commit:
+        """Return the commit of a save.
+
+        Args:
+            manifest: The manifest, which still lacks files, retention and left-out leaves.
+            left_out: Returns the left-out leaves.
+            flushes: Functions to call before the checkpoint exists.
+        """
+
+        def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
+            for flush in flushes:
+                flush()
+            victims, retained = self.decide(manifest)
+            sealed = dataclasses.replace(manifest, retention=retained.to_json(), files=files, left_out=left_out())
+            return sealed, lambda: self.done(manifest, retained, victims)
+
+        return Commit(manifest.saved_at, seal)
+
+    def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
+        """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
+        retained = self.load(leaf.path for leaf in manifest.leaves)
+        if self._max_to_keep is None:
+            return [], retained
+        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
+        self._whole = set(found)  # not checked again at the next save
+        found.pop(manifest.step, None)
+        times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
+        times[manifest.step] = manifest.saved_at
+        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
+        self._warn_of_later(manifest.step, max(times))
+        return [found[step] for step in victims], retained
+
+    def done(self, manifest: Manifest, retained: RetainedSteps, victims: list[str]) -> None:
+        """Record a committed checkpoint, and delete those that it supersedes."""
+        self._retained = retained
+        self._times[manifest.step] = manifest.saved_at
+        self._whole.add(manifest.step)
+        for path in victims:
+            self._store.evict(path)
+
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint by its step, on the first process; the others return when it is deleted.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint of this step.
+        """
+        path = self._store.at(self._prefix, step)
+        if processes.any_process(path is None):
+            raise FileNotFoundError(
+                f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
+            )
+        if jax.process_index() == 0 and path is not None:
+            self._store.evict(path)
+        self._times.pop(step, None)
+        processes.any_process(False)
+
+    def evictable(self) -> list[str]:
+        """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
+        found = dict(self._store.newest_first(self._prefix))
+        for_good = (self._retained or self._retained_in(self._newest_manifest())).steps
+        return [found[step] for step in sorted(found) if step not in for_good]
+
+    def _warn_of_later(self, step: int, highest: int) -> None:
+        if step < highest and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
+                step,
+                name(self._prefix, highest),
+            )
+
+    def load(self, saved: Iterable[str]) -> RetainedSteps:
+        """Return the retention state; the first call reads it from the newest checkpoint.
+
+        A warning is logged then if that checkpoint left out some of the leaves that this Saver saves.
+
+        Args:
+            saved: The paths of these leaves.
+        """
+        if self._retained is None:
+            newest = self._newest_manifest()
+            self._retained = self._retained_in(newest)
+            if newest is not None:
+                self._warn_of_saved_again(newest, saved)
+        return self._retained
+
+    def _warn_of_saved_again(self, newest: Manifest, saved: Iterable[str]) -> None:
+        absent = {leaf.path for leaf in newest.left_out}
+        again = [repr(path) for path in saved if path in absent]
+        if again:
+            _logger.warning(
+                "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them out "
+                "again, pass the same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
+                name(self._prefix, newest.step),
+                listing("saved again", again),
+            )
+
+    def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
+        if self._every_n_hours is None or step in retained.steps:
+            return 0.0
+        if step not in self._times:
+            try:
+                self._times[step] = self._store.manifest(path).saved_at
+            except (CheckpointError, OSError):
+                self._times[step] = retained.since  # too young to keep permanently
+        return self._times[step]
+
+    def _newest_manifest(self) -> Manifest | None:
+        for _, path in self._store.newest_first(self._prefix):
+            with contextlib.suppress(CheckpointError, OSError):
+                return self._store.manifest(path)
+        return None
+
+    def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
+        if newest is None or "kept" not in newest.retention:
+            return RetainedSteps(frozenset(), self._since)
+        return RetainedSteps.from_json(newest.retention)
+
+
+# Writing checkpoints, one at a time in the background, and reporting failures.
+
+
+class Writer:
+    """Writer of the checkpoints of one prefix, which also deletes old ones.
+
+    Attributes:
+        flushes: Functions to call in the background before each checkpoint exists.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        retention: RetentionManager,
+        compress: bool | None,
+        leave_out: VarList,
+    ) -> None:
+        self._leave_out = leave_out
+        self._store, self._prefix, self._retention = store, prefix, retention
+        self._compress = compress
+        self._saving: str | None = None
+        self._failure: Exception | None = None
+        self.flushes: list[Callable[[], None]] = []
+
+    def claim(self, state: Any = None) -> None:
+        """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
+
+        A process that continued alone would wait for the others forever.
+
+        Args:
+            state: The state to save, if known, or its shapes; see `Saver.claim`.
+        """
+        absent = left_out_indices(state, self._leave_out) if state is not None else set()
+        is_first = jax.process_index() == 0
+        problem = f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
+        claim = functools.partial(self._store.claim, self._prefix)
+        processes.on_all_processes(claim if is_first else bool, problem, CheckpointError)
+        if state is not None and is_first:
+            paths = trees.paths_of(state)
+            self._retention.load(path for i, path in enumerate(paths) if i not in absent)
+
+    def wait_on_all_processes(self) -> None:
+        """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.
+
+        Raises:
+            CheckpointError: The last save failed, here or on another process.
+        """
+        problem = "the last checkpoint was not saved; see the error of another process"
+        processes.on_all_processes(self.wait, problem, CheckpointError)
+
+    def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
+        """Start to write a state, and return the path of its checkpoint.
+
+        Raises:
+            CheckpointError: The save failed.
+            OSError: The directory cannot be written.
+            TypeError: A leaf of the state cannot be saved (names it).
+            ValueError: A leaf was donated (names it), or the state has no step.
+        """
+        with internal_transfers():
+            return self._save(state, step, saved_at, extra)
+
+    def _save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
+        absent = left_out_indices(state, self._leave_out)
+        everything = named_leaves(state)
+        named = [one for i, one in enumerate(everything) if i not in absent]
+        step = step_of(state, step)
+        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
+        arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
+        path = self._store.path(checkpoint_name(self._prefix, step))
+        self.claim()
+        self._saving = path
+        try:
+            records = started_slots([everything[i] for i in sorted(absent)])
+            compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
+            commit = self._retention.commit_of(manifest, records, tuple(self.flushes))
+            self._store.save(path, arrays, compress, commit)
+        except Exception as error:
+            self._give_up(error)
+        return path
+
+    def wait(self) -> None:
+        """Wait for the write in progress.
+
+        Raises:
+            CheckpointError: The write failed.
+        """
+        self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._give_up(failure)
+        self._saving = None
+
+    def settle(self) -> None:
+        """Wait until the write in progress has ended. If it failed, the next `wait` raises its error."""
+        try:
+            self._store.wait()
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """Remove what a failed save left behind, and raise the error that explains it."""
+        path, self._saving = self._saving, None
+        if path is not None and jax.process_index() == 0:
+            self._store.abandon(path)
+        raise CheckpointError(
+            f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
+            + newest_in_words(self._store, self._prefix)
+        ) from error
+
+
+def step_of(state: Any, given: Any = None) -> int:
+    """Return the global step of a state: a field, a key, or the common step of the members of a population.
+
+    Args:
+        state: A `TrainState`, or any pytree with a `global_step`.
+        given: The step to use for a population whose members differ; usually None.
+
+    Raises:
+        TypeError: The step is not an integer.
+        ValueError: The state has no step, the step is negative, members of a population differ and `given` is None,
+            or `given` differs from the step of the state.
+    """
+    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
+    if step is None:
+        raise ValueError(
+            "state: it has no global step, which names the checkpoint; "
+            "add one with state.replace(global_step=jstep.create_global_step())"
+        )
+    if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
+        return _of_population(step, given)
+    number = checked_step(step, "state: global_step")
+    if given is not None and checked_step(given) != number:
+        raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
+    return number
+
+
+def _of_population(steps: Any, given: Any) -> int:
+    if given is not None:
+        return checked_step(given)
+    found = np.unique(np.asarray(steps))
+    if len(found) != 1:
+        raise ValueError(
+            f"state: global_step has the shape {np.shape(steps)} and the values {found[:5].tolist()}: the members of "
+            "this population have no step in common; name the checkpoint with save(state, step=…)"
+        )
+    return checked_step(found[0], "state: global_step")
+
+
+_ARRAYS = 64  # number of arrays to sample, of all sizes
+_SAMPLE = 1024  # bytes from the middle of each array
+_WORTH_IT = 0.6
+
+
+def is_worthwhile(arrays: Iterable[Any]) -> bool:
+    """Return whether compression about halves the bytes, by a sample that takes a millisecond or two.
+
+    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
+    """
+    by_size = sorted(arrays, key=lambda array: int(array.nbytes))
+    looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
+    if jax.process_count() > 1 or not all(_is_on_cpu(array) for array in looked_into):
+        return False
+    before = sum(array.nbytes for array in looked_into)
+    after = sum(array.nbytes * _ratio(array) for array in looked_into)
+    return bool(after < _WORTH_IT * before)
+
+
+def _is_on_cpu(array: Any) -> bool:
+    return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.sharding.device_set)
+
+
+def _ratio(array: Any) -> float:
+    part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
+    start = part.size // 2
+    sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
+    return min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
+
+
+# `Saver`: atomic checkpoints of a training state.
 
 
 class Saver:
@@ -96,15 +501,15 @@ class Saver:
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
     ) -> None:
-        self.directory = checked.directory(directory)
-        self.prefix = checked.prefix(prefix)
-        self._clock = checked.clock(clock)
+        self.directory = checked_directory(directory)
+        self.prefix = checked_prefix(prefix)
+        self._clock = checked_clock(clock)
         self._store = open_store(self.directory, self.prefix)
         self._retention = RetentionManager(
             self._store,
             self.prefix,
-            checked.max_to_keep(max_to_keep),
-            checked.hours(keep_checkpoint_every_n_hours),
+            checked_max_to_keep(max_to_keep),
+            checked_hours(keep_checkpoint_every_n_hours),
             since=self._now(),
         )
         self._async_save = as_bool(async_save, "async_save")
@@ -161,7 +566,7 @@ class Saver:
             self._check_open()
             refuse_compile_only(state, "state")
             self._writer.wait_on_all_processes()
-            extra = checked.json_copy(extra, "extra")
+            extra = json_copy(extra, "extra")
             path = self._writer.save(state, step, self._now(), extra)
             if not self._async_save:
                 self.wait()
@@ -290,7 +695,7 @@ class Saver:
         """
         with self._lock:
             self.claim()
-            self._retention.delete(checked.step(step))
+            self._retention.delete(checked_step(step))
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
@@ -393,4 +798,4 @@ class Saver:
 
 
 def _step_or_none(step: Any) -> int | None:
-    return None if step is None else checked.step(step)
+    return None if step is None else checked_step(step)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.listing import has_data, misnamed, missing
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
-from jstep.checkpoint.store.listing import has_data, misnamed, missing
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import absolute, is_url, split
 
@@ -59,7 +59,7 @@ class Checkpoint:
 
     def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
-        from jstep.checkpoint.format.leaves import from_stored, zeros_of
+        from jstep.checkpoint.slots import from_stored, zeros_of
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves if leaf.array is not None}
         try:
@@ -83,7 +83,7 @@ class Checkpoint:
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
     """Return a name for each leaf: its path, followed by a number if several leaves share the path."""
-    from jstep.checkpoint.format.leaves import unique
+    from jstep.checkpoint.slots import unique
 
     return unique(leaf.path for leaf in checkpoint.manifest.leaves)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.format.manifest import LeftOut
+from jstep.checkpoint.manifest import LeftOut
 from jstep.cli import cards
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable
@@ -42,10 +42,10 @@ def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     """Return the records that saved leaves would have if they had been left out."""
     if not paths & set(names_of(one)):
         return {}
-    from jstep.checkpoint.format.left_out import started  # imports JAX, which is not needed above
+    from jstep.checkpoint.slots import started_slots  # imports JAX, which is not needed above
 
     pairs = zip(names_of(one), one.leaves(), strict=True)
-    return {name: started([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
+    return {name: started_slots([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
 
 
 _SHOWN = 40

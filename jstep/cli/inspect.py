@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.cli import weights
 from jstep.cli.checkpoints import Checkpoint, at, below, names_of
 from jstep.cli.command import OK, TROUBLE, Command, as_json, cell, complain, printable, table, time_text

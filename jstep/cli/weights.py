@@ -5,8 +5,8 @@ import math
 import os
 from typing import Any
 
-from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.cli.checkpoints import at, below
 from jstep.cli.command import OK, as_json, cell, printable, table
 from jstep.core.checks import size

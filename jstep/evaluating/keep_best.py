@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_int, kind, shown

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.checkpoint.format import left_out
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
@@ -45,7 +45,7 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
     if run.latest is None or run.latest < options.last_step:
         saver.claim(state)  # fails now, not at the first save
     else:
-        left_out.left_out_indices(state, saver.leave_out)
+        left_out_indices(state, saver.leave_out)
     may_write()
     run.start = run.given if run.latest is None else run.latest
     run.first = run.start or 0

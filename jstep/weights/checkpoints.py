@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.leaves import from_stored, stored_kind, unique, zeros_of
-from jstep.checkpoint.format.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.listing import Store
+from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
-from jstep.checkpoint.store.protocol import Store
+from jstep.checkpoint.slots import from_stored, stored_kind, unique, zeros_of
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers

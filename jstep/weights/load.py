@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.store.listing import has_data
+from jstep.checkpoint.listing import has_data
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
 from jstep.core.meshes import internal_transfers

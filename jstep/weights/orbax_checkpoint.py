@@ -10,9 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jstep.checkpoint.format.leaves import unique
-from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.format.slots import GLOBAL_STEP
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.slots import GLOBAL_STEP, unique
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.weights.checkpoints import Array, Checkpoint

@@ -4,8 +4,8 @@ import json
 import os
 import re
 
-from jstep.checkpoint.format.manifest import NAME as MANIFEST
-from jstep.checkpoint.store.listing import OF_ORBAX, TEMPORARY, listed
+from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, listed
+from jstep.checkpoint.manifest import NAME as MANIFEST
 
 METADATA = "_METADATA"
 _ARRAYS = "manifest.ocdbt"

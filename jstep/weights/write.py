@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.store import claim as owner
+from jstep.checkpoint.directory import is_alive, this_process
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.find import INDEX
 from jstep.weights.header import LARGEST, METADATA, confirm
@@ -85,7 +85,7 @@ class Files:
     def __init__(self, path: str, shards: int) -> None:
         self._folder, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
-        mine = owner.this_process()
+        mine = this_process()
         self._token = f"{_place(mine)}-{mine['pid']}-{mine['started']}-{secrets.token_hex(4)}"
         self.names = [self._base]
         if shards > 1:
@@ -183,10 +183,10 @@ class Files:
         return [name for name, match in found if match and self._is_own(match["name"]) and self._is_orphan(match)]
 
     def _is_orphan(self, match: re.Match[str]) -> bool:
-        mine = owner.this_process()
+        mine = this_process()
         alive = None  # on another host, in another container, or before this host was started again
         if match["place"] == _place(mine) and match["started"] is not None:
-            alive = owner.is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
+            alive = is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
         if alive is not None:
             return not alive
         try:

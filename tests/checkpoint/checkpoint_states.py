@@ -11,7 +11,7 @@ import numpy as np
 from file_operations import before, disk_is_full, held
 
 import jstep
-from jstep.checkpoint.store.listing import UNUSED
+from jstep.checkpoint.listing import UNUSED
 
 
 def state_at(step, value=0.0):

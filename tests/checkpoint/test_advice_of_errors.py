@@ -7,10 +7,10 @@ import os
 import pytest
 from checkpoint_states import edit_manifest, flip, save_all, state_at
 
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import VERIFIED, Reader
 from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.store.directory import Directory
 from jstep.cli.main import main
 
 

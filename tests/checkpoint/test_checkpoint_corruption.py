@@ -11,8 +11,8 @@ import pytest
 from checkpoint_states import NO_SLOTS, files_of, flip, read_files_of, save_all, state_at
 
 import jstep
-from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint import manifest as _manifest
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 

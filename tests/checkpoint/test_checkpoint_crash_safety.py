@@ -16,7 +16,7 @@ import pytest
 from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 

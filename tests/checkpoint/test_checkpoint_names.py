@@ -12,7 +12,7 @@ from checkpoint_states import assert_same, edit_manifest, files_of, flip, listin
 from file_operations import before
 
 import jstep
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.saver import Saver
 

@@ -12,7 +12,7 @@ from checkpoint_states import files_of, listing, save_all, state_at
 from file_operations import before, failing, held
 
 import jstep
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

@@ -5,11 +5,11 @@ import os
 import pytest
 from checkpoint_states import save_all, state_at
 
+from jstep.checkpoint import listing
+from jstep.checkpoint.directory import Directory
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import Reader
 from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.store import listing
-from jstep.checkpoint.store.directory import Directory
 
 
 @pytest.fixture

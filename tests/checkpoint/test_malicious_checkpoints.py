@@ -13,7 +13,7 @@ from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_
 from file_operations import before
 
 import jstep
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.cli.main import main

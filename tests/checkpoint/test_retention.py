@@ -8,7 +8,7 @@ from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.checkpoint import retention as _retention
+from jstep.checkpoint import saver as _retention
 from jstep.checkpoint.saver import Saver
 
 

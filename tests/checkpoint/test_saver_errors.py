@@ -13,7 +13,7 @@ from checkpoint_states import failing_saves, held_saves, listing, save_all, stat
 from file_operations import before
 
 from jstep import checkpoint
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 

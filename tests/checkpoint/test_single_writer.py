@@ -11,7 +11,7 @@ from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 from file_operations import before, failing
 
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
 

@@ -103,7 +103,7 @@ def test_a_step_that_raises_closes_the_hooks():
 
 def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
     """A save fails in the background while another error propagates."""
-    from jstep.checkpoint.format.manifest import CheckpointError
+    from jstep.checkpoint.manifest import CheckpointError
 
     def close(self):
         raise CheckpointError("the disk is full")

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
 
 import jstep
-from jstep.checkpoint.format.manifest import CheckpointError
-from jstep.checkpoint.store.listing import UNUSED
+from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

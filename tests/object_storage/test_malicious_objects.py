@@ -7,7 +7,7 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint.format import manifest
+from jstep.checkpoint import manifest
 
 
 def edit_index(store, change):

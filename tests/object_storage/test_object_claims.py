@@ -8,8 +8,8 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint.store import claim as owner
-from jstep.checkpoint.store import object_claim, object_save
+from jstep.checkpoint import directory as owner
+from jstep.checkpoint import object_save
 from jstep.stores.objects import Directory
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -37,7 +37,7 @@ def test_an_unreferenced_saver_releases_its_claim(store):
 
 
 def claim_of_another_host(store, monkeypatch, beat):
-    monkeypatch.setattr(object_claim, "SILENT", 0.2)
+    monkeypatch.setattr(object_save, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
     store.put("bkt", "run/~claims/model", text % 0)
     if beat:
@@ -78,7 +78,7 @@ def test_a_writer_that_lost_its_claim_does_not_commit(store):
 
 
 def test_claims_are_renewed_periodically(store, monkeypatch):
-    monkeypatch.setattr(object_claim, "BEAT", 0.01)
+    monkeypatch.setattr(object_save, "BEAT", 0.01)
     with jstep.Saver(store.run) as saver:
         saver.claim()
         first = store.data("run/~claims/model")

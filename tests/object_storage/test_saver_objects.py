@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
 
 import jstep
-from jstep.checkpoint.store import packs
+from jstep.checkpoint import packs
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

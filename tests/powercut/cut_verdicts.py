@@ -20,7 +20,7 @@ from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
 from disk_states import State, write
 
 import jstep
-from jstep.checkpoint.format.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprint_log
 from jstep.summary.read import read_scalars
 from jstep.timeline import lines as timeline_lines

@@ -11,14 +11,12 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.format import manifest as _manifest
-from jstep.checkpoint.format.manifest import CheckpointError, Manifest
-from jstep.checkpoint.store import checksums, listing, packs, unpack
-from jstep.checkpoint.store.listing import Checkpoints
-from jstep.checkpoint.store.object_claim import ObjectClaim
-from jstep.checkpoint.store.object_save import OUTCOME, ObjectSave
-from jstep.checkpoint.store.packs import own_blocks
-from jstep.checkpoint.store.protocol import Commit, CorruptedError
+from jstep.checkpoint import listing, packs
+from jstep.checkpoint import manifest as _manifest
+from jstep.checkpoint.listing import Checkpoints, Commit, CorruptedError
+from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.checkpoint.object_save import OUTCOME, ObjectClaim, ObjectSave
+from jstep.checkpoint.packs import own_blocks
 from jstep.distributed import processes
 from jstep.stores.objects import Directory, at_once, parts_of_url
 
@@ -95,8 +93,8 @@ class ObjectStore:
         """See `Store.find_corruption`. Reads every byte."""
         above = f"{self._name(path)}/"
         if manifest.is_packed:
-            return unpack.find_corruption(self._objects, above, manifest, share)
-        return checksums.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
+            return packs.find_corruption(self._objects, above, manifest, share)
+        return listing.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
@@ -104,11 +102,11 @@ class ObjectStore:
             return {}
         above = f"{self._name(path)}/"
         if not manifest.is_packed:
-            from jstep.checkpoint.store import tensors  # not at the top: importing tensorstore is slow
+            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-            return tensors.read_copy(self._objects, above, manifest, shardings)
+            return orbax_arrays.read_copy(self._objects, above, manifest, shardings)
         try:
-            return unpack.read(self._objects, above, manifest, shardings)
+            return packs.read(self._objects, above, manifest, shardings)
         except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:

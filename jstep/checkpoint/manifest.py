@@ -121,7 +121,7 @@ class Manifest:
         saved_at: The time of the save, in seconds since 1970.
         leaves: The leaves of the state, in its order.
         extra: The user's values.
-        retention: The state of `jstep.checkpoint.retention`.
+        retention: The state of `jstep.checkpoint.saver`.
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
         data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was

@@ -1,1 +1,0 @@
-"""The checkpoint format: manifest, leaves, and how leaves are stored and matched."""

@@ -1,0 +1,453 @@
+"""Arrays of checkpoints in object stores: blocks, packed into a few large objects with an index."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint.listing import CorruptedError, is_below
+from jstep.checkpoint.manifest import Manifest
+from jstep.checkpoint.slots import stored_kind
+from jstep.core.meshes import internal_transfers
+from jstep.core.placement import ShardBounds, lengths, local_parts, place
+from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, TruncatedError, at_once
+
+# Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
+#
+# A block is a box of one array in C order, the unit that a process writes. Larger shards are split, so that no block is
+# larger than an object.
+#
+#     data.<attempt>/pack.<process>.<number>     concatenated blocks
+#     data.<attempt>/part.<process>.json         the index: every block with its position and its checksum
+#
+# A checkpoint of 300 small leaves is two objects. A CRC-32 covers the bytes of each block, and one in the manifest
+# covers the index.
+
+Box = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A box of an array, on the host.
+
+    Attributes:
+        array: The array's name.
+        start: The index of the first element, one number per axis.
+        data: Its values.
+    """
+
+    array: str
+    start: tuple[int, ...]
+    data: np.ndarray[Any, Any]
+
+
+def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
+    """Return the blocks that this process writes: first replicas of shards, and on process 0 also NumPy arrays.
+
+    The values are on the host when this returns; on the CPU they alias the arrays, whose memory is then not reused.
+    """
+    shards: list[tuple[str, Box, Any]] = []
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    with internal_transfers():
+                        shard.data.copy_to_host_async()
+                    shards.append((name, shard.index, shard.data))
+        elif jax.process_index() == 0:
+            shards.append((name, (slice(None),) * array.ndim, array))
+    blocks = []
+    for name, index, data in shards:
+        with internal_transfers():
+            host = np.asarray(jax.device_get(data))
+        start = tuple(0 if part.start is None else part.start for part in index)
+        for box in boxes(host.shape, host.dtype.itemsize, most):
+            begin = tuple(a + part.start for a, part in zip(start, box, strict=True))
+            blocks.append(Block(name, begin, host[box]))
+    return blocks
+
+
+def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
+    """Yield boxes of a shape in C order, each a run of at most `most` bytes (or one element)."""
+    whole = tuple(slice(0, size) for size in shape)
+    if math.prod(shape) * itemsize <= most:
+        yield whole
+        return
+    axis = next(i for i, size in enumerate(shape) if size > 1)
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    step = max(1, most // row)
+    for start in range(0, shape[axis], step):
+        part = slice(start, min(start + step, shape[axis]))
+        if row <= most:
+            yield (*whole[:axis], part, *whole[axis + 1 :])
+        else:  # one row at a time, split further
+            for rest in boxes(shape[axis + 1 :], itemsize, most):
+                yield (*whole[:axis], part, *rest)
+
+
+def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+    """Return the common elements of a part and a block, as indices into the part and the block; None if disjoint."""
+    inside, outside = [], []
+    for (lower, upper), begin, size in zip(part, start, shape, strict=True):
+        first, last = max(lower, begin), min(upper, begin + size)
+        if first >= last:
+            return None
+        inside.append(slice(first - lower, last - lower))
+        outside.append(slice(first - begin, last - begin))
+    return tuple(inside), tuple(outside)
+
+
+PACK = 32 * 2**20
+"""Maximum bytes of an object: a slow connection uploads this in half a minute, and drivers cannot write in parts."""
+_AT_ONCE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The position of a block in an object.
+
+    Attributes:
+        array: The array's name.
+        dtype: The dtype of the array.
+        start: The index of the block's first element in the array.
+        shape: The shape of the block.
+        pack: The object that holds the block, relative to the attempt.
+        offset: The offset in the object.
+        nbytes: The number of bytes in the object.
+        crc32: The checksum of these bytes.
+        zipped: Whether they are compressed (zlib).
+    """
+
+    array: str
+    dtype: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    pack: str
+    offset: int
+    nbytes: int
+    crc32: str
+    zipped: bool = False
+
+    def to_json(self) -> list[Any]:
+        """Return the record for the index."""
+        place = [self.pack, self.offset, self.nbytes, self.crc32, int(self.zipped)]
+        return [self.array, self.dtype, list(self.start), list(self.shape), *place]
+
+    @classmethod
+    def from_json(cls, record: Sequence[Any]) -> "Stored":
+        """Return the block that `to_json` wrote."""
+        array, dtype, start, shape, pack, offset, nbytes, crc32, zipped = record
+        counts = [*start, *shape, offset, nbytes]
+        if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"a block of {array!r:.50} has an invalid position")
+        return cls(
+            str(array), str(dtype), tuple(start), tuple(shape), str(pack), offset, nbytes, str(crc32), bool(zipped)
+        )
+
+
+def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
+    """Write packs, several concurrently, and return the index, which is to be written once all of them exist.
+
+    Raises:
+        OSError: An object could not be written; no other write is in progress any more.
+    """
+    stored: list[Stored] = []
+    packs: dict[str, dict[str, Any]] = {}
+
+    def started() -> Iterator[tuple[tuple[str, int], Pending]]:
+        for number, group in enumerate(_groups(blocks, compress)):
+            name = f"pack.{process}.{number}"
+            data = b"".join(body for _, body in group)
+            offset = 0
+            for block, body in group:
+                at = (name, offset, len(body), f"{zlib.crc32(body):08x}", compress)
+                stored.append(Stored(block.array, str(block.data.dtype), block.start, block.data.shape, *at))
+                offset += len(body)
+            yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
+
+    for (name, nbytes), pending in at_once(started(), _AT_ONCE):
+        packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
+    return json.dumps({"packs": packs, "blocks": [block.to_json() for block in stored]}).encode()
+
+
+def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Block, bytes]]]:
+    """Yield lists of blocks with their bytes, one list per object."""
+    group: list[tuple[Block, bytes]] = []
+    size = 0
+    for block in blocks:
+        body = block.data.tobytes()
+        body = zlib.compress(body, 1) if compress else body
+        if group and size + len(body) > PACK:
+            yield group
+            group, size = [], 0
+        group.append((block, body))
+        size += len(body)
+    if group:
+        yield group
+
+
+def read_index(data: bytes) -> tuple[dict[str, dict[str, Any]], list[Stored]]:
+    """Return the packs and the blocks of an index.
+
+    Raises:
+        ValueError: It is not an index.
+    """
+    try:
+        loaded = json.loads(data)
+        return dict(loaded["packs"]), [Stored.from_json(record) for record in loaded["blocks"]]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is not an index: {type(error).__name__}: {error}") from None
+
+
+def decoded(block: Stored, body: bytes, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Decode the values of a block.
+
+    Raises:
+        ValueError: The bytes are corrupted.
+    """
+    if len(body) != block.nbytes or f"{zlib.crc32(body):08x}" != block.crc32:
+        raise ValueError(f"the checksum of bytes [{block.offset}, {block.offset + block.nbytes}) differs")
+    expected = math.prod(block.shape) * dtype.itemsize
+    if block.zipped:
+        try:
+            body = zlib.decompressobj().decompress(body, expected + 1)
+        except zlib.error as error:
+            raise ValueError(f"{block.array!r} cannot be decompressed: {error}") from None
+    if len(body) != expected:
+        raise ValueError(f"{len(body)} bytes of {block.array!r} instead of {expected}")
+    return np.frombuffer(body, dtype).reshape(block.shape)
+
+
+def runs(blocks: Iterable[Stored]) -> Iterator[list[Stored]]:
+    """Yield runs of adjacent blocks in one object, to be read together: about `PACK` bytes each at most."""
+    run: list[Stored] = []
+    for pack, group in itertools.groupby(sorted(blocks, key=lambda b: (b.pack, b.offset)), key=lambda b: b.pack):
+        del pack
+        for block in group:
+            end = run[-1].offset + run[-1].nbytes if run else -1
+            if run and (run[-1].pack != block.pack or block.offset != end or end - run[0].offset > PACK):
+                yield run
+                run = []
+            run.append(block)
+        if run:
+            yield run
+            run = []
+
+
+# Reading of a checkpoint whose arrays are packed: below the URL where it was written, or in a copy on a disk.
+#
+# Arrays are assembled from blocks onto any sharding; each process reads what it needs.
+
+_READ_AT_ONCE = 8
+"""Concurrent reads: 256 MB at most."""
+
+
+class ReadableObjects(Protocol):
+    """Objects by key: those below a URL (`jstep.stores.objects.Objects`), or files."""
+
+    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Any:
+        """Start to read an object, or a range of its bytes. The result has `url` and `give_up()`."""
+
+    def read_result(self, pending: Any) -> ReadResult:
+        """Return the result of a read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRead:
+    """A range of a file to read.
+
+    Attributes:
+        url: The path of the file.
+        start: The first byte.
+        stop: The end of the range; None for the end of the file.
+    """
+
+    url: str
+    start: int
+    stop: int | None
+
+    def give_up(self) -> None:
+        """Do nothing: the file is read when its result is requested."""
+
+
+class LocalObjects:
+    """The files of a copied checkpoint, read like the objects below a URL."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> LocalRead:
+        """See `jstep.stores.objects.Objects.start_read`."""
+        return LocalRead(os.path.join(self._folder, key), start, stop)
+
+    def read_result(self, pending: LocalRead) -> ReadResult:
+        """See `jstep.stores.objects.Objects.read_result`."""
+        if not is_below(os.path.realpath(self._folder), os.path.relpath(pending.url, self._folder)):
+            raise ValueError(f"{pending.url}: a link out of the checkpoint")
+        try:
+            with open(pending.url, "rb") as file:
+                file.seek(pending.start)
+                return ReadResult(file.read(-1 if pending.stop is None else pending.stop - pending.start), b"")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ReadResult(None, ABSENT)
+
+
+def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arrays by name. Each process reads the blocks that it needs and verifies their checksums.
+
+    Args:
+        objects: The objects.
+        above: What the keys of the checkpoint begin with: its name and a slash, or nothing.
+        manifest: The manifest of the checkpoint.
+        shardings: Name → sharding of the array; None for a NumPy array.
+
+    Raises:
+        CorruptedError: The checkpoint is corrupted.
+    """
+    return _arrays(objects, f"{above}{manifest.data}", manifest, _blocks(objects, above, manifest), shardings)
+
+
+def find_corruption(
+    objects: ReadableObjects, above: str, manifest: Manifest, share: tuple[int, int] = (0, 1)
+) -> list[str]:
+    """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
+    try:
+        blocks = _blocks(objects, above, manifest)
+        mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
+        blocks = [block for block in blocks if block.pack in mine]
+        dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
+        folder = f"{above}{manifest.data}"
+        _read(objects, folder, blocks, lambda block, body: decoded(block, body, dtypes[block.dtype]))
+    except CorruptedError as error:
+        return error.problems
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
+def _blocks(objects: ReadableObjects, above: str, manifest: Manifest) -> Sequence[Stored]:
+    """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
+    parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
+    reading = [(record, objects.start_read(f"{above}{key}")) for key, record in parts.items()]
+    blocks: list[Stored] = []
+    problems = []
+    for record, pending in reading:
+        try:
+            data = objects.read_result(pending).data
+            if data is None:
+                raise ValueError("missing")
+            if record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
+                raise ValueError("its checksum differs")
+            found = read_index(data)[1]
+            if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
+                raise ValueError("it names an object that is not in the manifest")
+            blocks += found
+        except ValueError as error:
+            text = str(error)
+            problems.append(text if pending.url in text else f"{pending.url}: {text}")
+    if problems:
+        raise CorruptedError(problems)
+    return blocks
+
+
+def _check(
+    manifest: Manifest, blocks: Sequence[Stored], names: Sequence[str]
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape and dtype of arrays, after comparing them with the blocks before any block is read.
+
+    Raises:
+        CorruptedError: They do not match, or blocks are missing.
+    """
+    wanted = set(names)
+    kinds = {leaf.array: stored_kind(leaf) for leaf in manifest.leaves if leaf.array in wanted}
+    there = dict.fromkeys(wanted, 0)
+    problems = []
+    for block in blocks:
+        if block.array not in wanted:
+            continue
+        shape, dtype = kinds[block.array]
+        inside = len(block.start) == len(shape) and all(
+            begin + size <= whole for begin, size, whole in zip(block.start, block.shape, shape, strict=True)
+        )
+        if block.dtype != dtype or not inside:
+            problems.append(
+                f"{block.array!r} is {dtype} of shape {shape}, but the stored block is {block.dtype}, "
+                f"{block.shape} at {block.start}"
+            )
+        there[block.array] += math.prod(block.shape)
+    for name in names:
+        if there[name] != math.prod(kinds[name][0]) and not problems:
+            problems.append(f"{name!r}: {there[name]} of {math.prod(kinds[name][0])} elements are stored")
+    if problems:
+        raise CorruptedError(problems)
+    return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
+
+
+def _arrays(
+    objects: ReadableObjects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
+
+    Raises:
+        CorruptedError: An object is missing or corrupted.
+        OSError: The store cannot be read.
+    """
+    kinds = _check(manifest, blocks, list(shardings))
+    parts = {
+        name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
+        for name, sharding in shardings.items()
+    }
+    needed = [
+        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
+    ]
+
+    def fill(block: Stored, body: bytes) -> None:
+        values = decoded(block, body, kinds[block.array][1])
+        for part, filled in parts[block.array].items():
+            if (both := overlap(part, block.start, block.shape)) is not None:
+                filled[both[0]] = values[both[1]]
+
+    _read(objects, folder, needed, fill)
+    out: dict[str, Any] = {}
+    for name, sharding in shardings.items():
+        mine = parts.pop(name)
+        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
+    return out
+
+
+def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
+    """Read blocks, and call `use(block, bytes)` with each.
+
+    Raises:
+        CorruptedError: An object is missing, or `use` raised ValueError.
+        OSError: The store cannot be read.
+    """
+    problems: dict[str, None] = {}
+
+    def started() -> Iterator[tuple[list[Stored], Any]]:
+        for run in runs(blocks):
+            last = run[-1].offset + run[-1].nbytes
+            yield run, objects.start_read(f"{folder}/{run[0].pack}", run[0].offset, last)
+
+    for run, pending in at_once(started(), _READ_AT_ONCE):
+        try:
+            found = objects.read_result(pending)
+            if found.data is None:
+                raise ValueError("missing")
+            for block in run:
+                at = block.offset - run[0].offset
+                use(block, found.data[at : at + block.nbytes])
+        except (ValueError, TruncatedError) as error:
+            text = str(error)
+            problems[text if pending.url in text else f"{pending.url}: {text}"] = None
+
+    if problems:
+        raise CorruptedError(list(problems))

@@ -1,1 +1,0 @@
-"""Storage of checkpoints, in a local directory or below a URL of an object store."""
