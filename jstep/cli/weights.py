@@ -11,9 +11,7 @@ from jstep.cli.checkpoints import at, below
 from jstep.cli.command import OK, as_json, cell, printable, table
 from jstep.core.checks import size
 from jstep.stores.objects import is_url
-from jstep.weights.find import INDEX, SUFFIX, Weights, find_weights
-from jstep.weights.header import name_of
-from jstep.weights.orbax_folder import folder_of
+from jstep.weights.files import INDEX, SUFFIX, Weights, find_weights, folder_of, name_of
 
 
 def are_at(path: str) -> bool:

@@ -20,8 +20,7 @@ from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import target_sharding
 from jstep.distributed import processes
-from jstep.weights.fit import Fit, Rule, Wanted, fit, rules
-from jstep.weights.place import from_host, from_parts
+from jstep.weights.fit import Fit, Rule, Wanted, fit, from_host, from_parts, rules
 
 PARAMS = "params"
 _AT_ONCE = 2**30

@@ -21,11 +21,18 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import has_value
 from jstep.weights.checkpoints import Checkpoint, open_jstep_checkpoint
-from jstep.weights.find import INDEX, SUFFIX, find_weights, local
-from jstep.weights.fit import Fit, Names, Wanted, fit, transformed, with_transform_problems
-from jstep.weights.header import Tensor, confirm
-from jstep.weights.orbax_folder import folder_of
-from jstep.weights.place import from_host, placed, read_whole
+from jstep.weights.files import INDEX, SUFFIX, Tensor, confirm, find_weights, folder_of, local
+from jstep.weights.fit import (
+    Fit,
+    Names,
+    Wanted,
+    fit,
+    from_host,
+    placed,
+    read_whole,
+    transformed,
+    with_transform_problems,
+)
 
 _logger = logging.getLogger("jstep")
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same, write_arrays
 
 import jstep
-from jstep.weights import place
+from jstep.weights import fit
 
 ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 LONG_ROWS = np.arange(8 * 2**14, dtype=np.float32).reshape(8, 2**14)
@@ -83,7 +83,7 @@ def test_every_byte_is_read_once(tmp_path, reads, kind, spec, rows):
 def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
     """Bytes outside the part are not read."""
     path = write_arrays(tmp_path / "model.safetensors", a=ROWS)
-    (tensor,) = jstep.weights.find.find_weights(path).tensors.values()
+    (tensor,) = jstep.weights.files.find_weights(path).tensors.values()
     for part, runs in (
         (((8, 16), (0, 32)), 1),
         (((0, 64), (4, 8)), 64),
@@ -92,7 +92,7 @@ def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
     ):
         reads.clear()
         with open(path, "rb", buffering=0) as file:
-            (loaded,) = place.read_parts(file, tensor, [part])
+            (loaded,) = fit.read_parts(file, tensor, [part])
         expected = ROWS[tuple(slice(*one) for one in part)]
         assert same(loaded, expected)
         assert sum(size for _, _, size in reads) == expected.nbytes
@@ -103,13 +103,13 @@ def test_a_part_reads_only_its_rows_and_columns(reads, tmp_path):
 def test_parts_of_arrays_of_any_shape(tmp_path, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     path = write_arrays(tmp_path / "model.safetensors", before=ROWS, a=array)
-    (tensor,) = (t for t in jstep.weights.find.find_weights(path).tensors.values() if t.name == "a")
+    (tensor,) = (t for t in jstep.weights.files.find_weights(path).tensors.values() if t.name == "a")
     rng = np.random.default_rng(0)
     for _ in range(30):
         part = tuple(tuple(sorted(rng.integers(0, size + 1, 2))) for size in shape)
         part = tuple((int(begin), int(end)) for begin, end in part)
         with open(path, "rb", buffering=0) as file:
-            (loaded,) = place.read_parts(file, tensor, [part])
+            (loaded,) = fit.read_parts(file, tensor, [part])
         assert same(loaded, array[tuple(slice(*one) for one in part)])
 
 
