@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jstep.timeline.lines import fields_with
+from jstep.hooks.timeline import fields_with
 
 _MOST = 40
 

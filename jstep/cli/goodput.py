@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from jstep.cli.command import OK, Command, as_json
-from jstep.timeline.goodput import goodput
+from jstep.hooks.timeline import goodput
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

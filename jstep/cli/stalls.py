@@ -4,9 +4,9 @@ import argparse
 import time
 
 from jstep.cli.command import DIFFERENT, OK, Command, as_json, complain, printable, table
+from jstep.hooks.stall_files import read_stalls, silent, waited_for
 from jstep.stores.files import is_directory
 from jstep.stores.objects import absolute, location
-from jstep.timeline.stalls import read_stalls, silent, waited_for
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

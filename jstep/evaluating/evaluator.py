@@ -20,7 +20,7 @@ from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
 from jstep.hooks.evaluation import CheckedEvaluation
-from jstep.hooks.interruption import raise_if_stop_requested
+from jstep.hooks.stock import raise_if_stop_requested
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state

@@ -16,7 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.evaluating.metric_callbacks import checked_metric, is_better, score
 from jstep.hooks.hook import RunInfo
-from jstep.hooks.state_contents import StateContents, listed
+from jstep.hooks.nan_loss import StateContents, listed
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location

@@ -10,8 +10,8 @@ import jax
 
 from jstep.core.checks import as_bool, as_int, as_number, as_text, one_of
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.hook_state import key_of
-from jstep.hooks.values import is_number, read
+from jstep.hooks.hook import key_of
+from jstep.hooks.metric_sums_program import is_number, read
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.train_state import TrainState
 

@@ -15,7 +15,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import kind, note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.hooks.values import host, is_number, is_numeric
+from jstep.hooks.metric_sums_program import host, is_number, is_numeric
 
 _METHODS = ("merge", "compute")
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"

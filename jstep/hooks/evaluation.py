@@ -13,17 +13,12 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
-from jstep.hooks.cadence import cadence
-from jstep.hooks.callbacks import Callbacks, EvaluationCallback
-from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.hook_results import StopWith
-from jstep.hooks.hook_state import key_of
-from jstep.hooks.interruption import EvaluationAbandoned, interruptible
-from jstep.hooks.run_hook import OwnRun, RunHook
-from jstep.hooks.summaries import check_writer, scalar
-from jstep.hooks.values import numbers_of, read, text
+from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
+from jstep.hooks.metric_sums_program import numbers_of, read, text
+from jstep.hooks.run_hook import OwnRun, RunHook, cadence, check_writer, scalar
+from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible
+from jstep.hooks.timeline import STEPPING
 from jstep.state.train_state import TrainState
-from jstep.timeline.stopwatch import STEPPING
 
 _logger = logging.getLogger("jstep")
 

@@ -1,14 +1,24 @@
-"""The `Hook` protocol and the information about a run that stock hooks receive."""
+"""The `Hook` protocol, what hooks may return, and their state in checkpoints."""
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from jstep.core import tagged_json, trees
+from jstep.core.checks import kind, note
 from jstep.core.meshes import internal_transfers
+from jstep.core.slot_roles import roles_in
+from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.timeline.stopwatch import Stopwatch
+
+# The `Hook` protocol and the information about a run that stock hooks receive.
 
 NEVER = 2**63
 """A step that is never reached."""
@@ -194,3 +204,322 @@ def _how_to_advance(found: int, step: int, first: int | None) -> str:
         f", and advances it by {by}. If it runs several updates, {inside}. If it is {by} steps in one call "
         f"(scan_steps), pass the single step and steps_per_call={by} to train"
     )
+
+
+# Return values of hooks: None, a bool, or a state to continue with.
+
+
+@dataclasses.dataclass(frozen=True)
+class StopWith:
+    """Combined result of several callbacks: stop after this step, and replace the state."""
+
+    state: TrainState
+
+
+def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tuple[bool, TrainState]:
+    """Check and interpret the return value of a hook.
+
+    Args:
+        result: The return value.
+        state: The state that the hook received.
+        step: The step of that state.
+        by: The hook and its method, for errors.
+
+    Returns:
+        Whether to stop after this step, and the state to continue with.
+
+    Raises:
+        RuntimeError: The returned state was donated to a step.
+        TypeError: The value is not None, a bool or a state.
+        ValueError: The returned state differs from the one that the hook received in step, structure, shape or dtype.
+    """
+    if result is None:
+        return False, state
+    if isinstance(result, bool | np.bool_):
+        return bool(result), state
+    if isinstance(result, TrainState):
+        return False, check_returned_state(result, state, step, by)
+    if isinstance(result, StopWith):
+        return True, check_returned_state(result.state, state, step, by)
+    raise TypeError(
+        f"{by} returned {kind(result)}: must be None, True (stop after this step), or a TrainState to continue with"
+        + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
+    )
+
+
+def check_returned_state(given: TrainState, state: TrainState, step: int, by: str) -> TrainState:
+    """Check a state that replaces another, and place its leaves like those of the other.
+
+    Raises:
+        RuntimeError: The state was donated to a step.
+        ValueError: The state differs in step, structure, shape or dtype.
+    """
+    if given is state:
+        return state
+    # A hook may make its state by hand; the roles of the slots are those of the run in any case.
+    given = TrainState(given.params, given.slots, given.global_step, roles=roles_in(state))
+    new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
+    if trees.structure(given) != trees.structure(state):
+        raise ValueError(f"{by} returned a state of another structure{_difference(new, old)}")
+    leaves: list[Any] = []
+    with internal_transfers():
+        for (path, leaf), (_, was) in zip(new, old, strict=True):
+            leaves.append(_placed_like(leaf, was, path, by))
+        if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
+            raise ValueError(
+                f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; only the "
+                "run counts steps"
+            )
+        leaves = _without_aliases(leaves)
+    return jax.tree.unflatten(trees.structure(state), leaves)
+
+
+def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
+    """Return the leaf as an array with the placement of the leaf that it replaces."""
+    if leaf is was:
+        return leaf
+    if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
+        want = f"{was.dtype} of shape {was.shape}"
+        got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else kind(leaf)
+        raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise RuntimeError(
+            f"{by} returned a state whose {path!r} was donated to a step and deleted. Return the state that the "
+            "step returned, or create the step with minimize(..., donate=False)"
+        )
+    if isinstance(leaf, jax.Array) and not leaf.weak_type and leaf.sharding == was.sharding:
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
+    return jax.device_put(leaf, was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return bool(getattr(leaf, "committed", True))
+
+
+def _without_aliases(leaves: list[Any]) -> list[Any]:
+    """Copy leaves that occur more than once: an array cannot be donated twice."""
+    seen: set[int] = set()
+    distinct = []
+    for leaf in leaves:
+        distinct.append(leaf.copy() if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return distinct
+
+
+def _difference(new: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> str:
+    """Describe missing and additional paths."""
+    here, there = {path for path, _ in new}, {path for path, _ in old}
+    both = (("without", there - here), ("with", here - there))
+    words = [f"{what} {', '.join(map(repr, sorted(paths)[:5]))}" for what, paths in both if paths]
+    return f": {'; '.join(words)}" if words else ": the same paths, in other containers"
+
+
+# Checkpointing of hook state, keyed by `key` or class, not by position.
+#
+# A hook, or a callback of an evaluation, is identified by its `key` if it has one, whatever its class, else by its
+# class and its attribute `watches` (`EarlyStopping(loss)`). Hooks of one class that watch the same have the same key:
+# they are matched by their settings, and by order if these are equal too.
+
+_logger = logging.getLogger("jstep")
+
+_TAGGED = "is_tagged"
+"""The key that marks records whose state is tagged JSON."""
+
+
+class _Owner(NamedTuple):
+    """The identity of a hook with state.
+
+    Attributes:
+        key: Its key, or its class and what it watches.
+        made_by: The module and name of its class; None if the key was given.
+    """
+
+    key: str
+    made_by: str | None
+
+
+def own_key(hook: Any) -> str | None:
+    """The `key` of a hook, or None; an attribute `key` that is not a string is ignored."""
+    key = getattr(hook, "key", None)
+    return key if isinstance(key, str) and key else None
+
+
+def key_of(hook: Any) -> str:
+    """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
+    return own_key(hook) or _class_names(hook)[0]
+
+
+def _class_names(hook: Any) -> tuple[str, str]:
+    """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
+    named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
+    # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
+    is_public = getattr(sys.modules["jstep"], named.__qualname__, None) is named
+    made_by = f"{'jstep' if is_public else named.__module__}.{named.__qualname__}"
+    watches = getattr(hook, "watches", None)
+    return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
+
+
+def _owner(hook: Any) -> _Owner:
+    key, (described, made_by) = own_key(hook), _class_names(hook)
+    return _Owner(described, made_by) if key is None else _Owner(key, None)
+
+
+def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
+    for hook in objects:
+        if _has(hook, "get_state") and _has(hook, "set_state"):
+            yield _owner(hook), hook
+
+
+def _has(hook: Any, method: str) -> bool:
+    return callable(getattr(hook, method, None))
+
+
+def check_owners(objects: Iterable[Any], where: str = "hooks") -> None:
+    """Refuse states that could not be restored.
+
+    Raises:
+        TypeError: An object has `get_state` without `set_state`.
+        ValueError: Two objects with state were given the same `key`.
+    """
+    objects = tuple(objects)
+    for hook in objects:
+        if _has(hook, "get_state") and not _has(hook, "set_state"):
+            raise TypeError(
+                f"{where}: {key_of(hook)} has get_state() without set_state(value), so its state would be saved and "
+                "never restored; add set_state, or rename get_state if no state has to be kept"
+            )
+    seen: dict[str, Any] = {}
+    for owner, hook in _stateful(objects):
+        if owner.made_by is not None:
+            continue
+        if owner.key in seen:
+            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
+            raise ValueError(
+                f"{where}: key={owner.key!r}: must be the key of one, got it for {both}; give each a different key"
+            )
+        seen[owner.key] = hook
+
+
+def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
+    """Return the states of all objects as a JSON-serializable list, copied.
+
+    Raises:
+        TypeError: A state cannot be kept; names the object, the path in its state and the type.
+    """
+    return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
+
+
+def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
+    try:
+        value = hook.get_state()
+    except Exception as error:
+        note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
+        raise
+    try:
+        state = tagged_json.as_json(tagged_json.copied(value))
+    except tagged_json.UnsupportedError as error:
+        raise TypeError(
+            f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
+            f"{error.what}, and a state may hold only {tagged_json.SUPPORTED}. Convert that value in get_state, and "
+            "back in set_state"
+        ) from None
+    made_by, is_given = _class_names(hook)[1], owner.made_by is None
+    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
+    settings = _settings(hook)
+    return record | {"settings": settings} if settings else record
+
+
+def _state_in(record: Mapping[str, Any], where: str) -> Any:
+    """The state in a record; jstep 0.3 and earlier wrote plain JSON."""
+    if not record.get(_TAGGED):
+        return record["state"]
+    try:
+        return tagged_json.decode(record["state"])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
+            "jstep, or was changed"
+        ) from None
+
+
+def _settings(hook: Any) -> dict[str, Any]:
+    """The settings of a stock object, by which objects with the same key are matched."""
+    settings = getattr(hook, "identifying_settings", None)
+    return settings if isinstance(settings, dict) else {}
+
+
+def set_states(objects: Iterable[Any], saved: Any, where: str = "hooks") -> bool:
+    """Restore the state of each object; return whether one of them ends the run.
+
+    A state that cannot be restored is logged: its hook is missing, or the run has another number of hooks with the same
+    key.
+
+    Raises:
+        ValueError: The checkpoint's state of an object cannot be decoded.
+    """
+    if saved is None:
+        return False
+    if not (isinstance(saved, list) and all(map(_is_record, saved))):
+        what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
+        _logger.warning("%s: their states in the checkpoint were written by %s: all start fresh", where, what)
+        return False
+    here: dict[_Owner, list[Any]] = {}
+    for owner, hook in _stateful(objects):
+        here.setdefault(owner, []).append(hook)
+    there: dict[_Owner, list[Any]] = {}
+    for record in saved:
+        owner = _Owner(record["key"], None if record["is_given"] else record["class"])
+        there.setdefault(owner, []).append(record)
+    stop = False
+    for owner, records in there.items():
+        same_key = here.get(owner, [])
+        if len(same_key) != len(records):
+            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key))
+            continue
+        for hook, record in _matched(same_key, records, where):
+            made_by = _class_names(hook)[1]
+            if record["class"] != made_by:
+                _logger.info(
+                    "%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, record["class"], made_by
+                )
+            stop = bool(hook.set_state(_state_in(record, where))) or stop
+    return stop
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or not {"key", "class", "is_given", "state"} <= record.keys():
+        return False
+    return isinstance(record["key"], str) and isinstance(record["class"], str)
+
+
+def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any]) -> str:
+    if same_key:
+        return (
+            f"the checkpoint has the states of {len(records)} {owner.key}, but the run has {len(same_key)}: they "
+            "cannot be matched, and all of them start fresh; give each a different `key`"
+        )
+    return f"the checkpoint has the state of {owner.key}, which is not among them any more"
+
+
+def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """Pair each object with its record: by settings, and by order if these are equal."""
+    if len(same_key) == 1:
+        yield same_key[0], records[0]
+        return
+    left = list(records)
+    for hook in same_key:
+        settings = _settings(hook)
+        found = next((record for record in left if record.get("settings", {}) == settings), None)
+        if found is None:
+            _logger.warning(
+                "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh",
+                where,
+                len(records),
+                key_of(hook),
+                settings,
+            )
+            continue
+        left.remove(found)
+        yield hook, found

@@ -24,8 +24,11 @@ from jstep.hooks.metric_sums_program import (
     WATCHED,
     Columns,
     Sums,
+    host,
+    is_number,
+    is_ready,
+    shown,
 )
-from jstep.hooks.values import host, is_number, is_ready, shown
 from jstep.training.step import Constants
 
 NONE = Constants({})

@@ -1,21 +1,225 @@
-"""Sums of metrics over steps, accumulated on the device in one small array: the compiled part.
-
-For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
-is stored in two floats, so that a mean is as accurate as one of float64.
-"""
+"""Metrics of a step on their way to the host: their values, transfers, and sums on the device."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.hooks.values import is_number, is_numeric
+from jstep.core.meshes import internal_transfers
+from jstep.hooks.hook import Metrics
 from jstep.optimizers import hyperparameters
 from jstep.training.looped import TracedStep
+
+# Read and format metrics without blocking the loop.
+
+
+def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The scalar metrics: `loss` first, then learning rates, then the others by name."""
+    return {name: metrics[name] for name in shown(metrics, leave_out) if is_number(metrics[name])}
+
+
+def shown(names: Collection[str], leave_out: Collection[str]) -> list[str]:
+    """Sort names of metrics for display, without those in `leave_out`; the loss and learning rates are always kept."""
+    return sorted([name for name in names if name not in leave_out or _rank(name)[0] < 2], key=_rank)
+
+
+def _rank(name: str) -> tuple[int, str]:
+    return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of one without axes, or the type of such an array."""
+    return is_numeric(value) and getattr(value, "ndim", 0) == 0
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of these with any shape, or its type."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not hasattr(value, "ndim"):
+        return isinstance(value, int | float)
+    if getattr(dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
+        return True
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+
+
+def names_of_arrays(metrics: Metrics) -> list[str]:
+    """The names of metrics that are arrays of numbers, not scalars."""
+    arrays = jax.Array | np.ndarray
+    return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
+
+
+def start_transfer(values: Mapping[str, Any]) -> None:
+    """Start the transfer of values to the host, without waiting."""
+    for array in _arrays(values):
+        array.copy_to_host_async()
+
+
+def is_ready(values: Mapping[str, Any]) -> bool:
+    """Whether reading the values would not wait."""
+    return all(value.is_ready() for value in _arrays(values))
+
+
+def _arrays(values: Mapping[str, Any]) -> list[Any]:
+    return [value for value in values.values() if isinstance(value, jax.Array)]
+
+
+def read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait for the values and return them as Python numbers."""
+    with internal_transfers():
+        return {name: host(value).item() for name, value in values.items()}
+
+
+def host(value: Any) -> np.ndarray[Any, Any]:
+    """Copy a value to the host; of an array replicated over several processes, this process's copy."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+        value = value.addressable_data(0)
+    return np.asarray(value)
+
+
+def text(values: Mapping[str, Any]) -> str:
+    """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
+    numbers = values if all(type(value) in (float, int, bool) for value in values.values()) else read(values)
+    return "  ".join([f"{name} {_short(number)}" for name, number in numbers.items()])
+
+
+def _short(number: Any) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
+
+
+LeaveOut = Callable[[], Collection[str]]
+
+
+def nothing() -> Collection[str]:
+    """Return no names, the default of `leave_out`."""
+    return ()
+
+
+class NewResults:
+    """Evaluation results that are new since the last call of `take`.
+
+    Args:
+        evaluations: Hooks with an attribute `newest`: a step and its results by name, or None.
+    """
+
+    def __init__(self, evaluations: Sequence[Any] = ()) -> None:
+        self._evaluations = evaluations
+        self._taken: dict[int, int] = {}
+
+    def take(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the new results of each hook, with their step."""
+        found = []
+        for i, evaluation in enumerate(self._evaluations):
+            newest = evaluation.newest
+            if newest is not None and self._taken.get(i) != newest[0]:
+                self._taken[i] = newest[0]
+                found.append((newest[0], numbers_of(newest[1])))
+        return found
+
+    def all(self) -> dict[str, Any]:
+        """Return the newest results of each hook."""
+        found: dict[str, Any] = {}
+        for evaluation in self._evaluations:
+            if evaluation.newest is not None:
+                found |= numbers_of(evaluation.newest[1])
+        return found
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among some results."""
+    return {name: value for name, value in results.items() if is_number(value)}
+
+
+# Asynchronous device-to-host transfer of metrics, delivered in the order of steps.
+
+Deliver = Callable[[int, dict[str, Any]], None]
+
+
+class PendingValues(Protocol):
+    """Numbers that are being transferred to the host."""
+
+    def start(self) -> None:
+        """Start the transfer, without waiting."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `read` would not wait."""
+        ...
+
+    def read(self) -> dict[str, Any]:
+        """Wait for the numbers and return them."""
+        ...
+
+
+class PendingScalars:
+    """The numbers among the metrics of one step."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def start(self) -> None:
+        """Start the transfer, without waiting."""
+        start_transfer(self._values)
+
+    def is_ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return is_ready(self._values)
+
+    def read(self) -> dict[str, Any]:
+        """Wait for the numbers and return them."""
+        return read(self._values)
+
+
+class _Entry(NamedTuple):
+    step: int
+    values: PendingValues
+    deliver: Deliver
+    owner: Any
+
+
+class TransferQueue:
+    """A queue of metrics to report. All hooks of a run share one, so that rows are delivered in order.
+
+    Attributes:
+        failed_owner: The hook whose `deliver` raised last; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Entry] = deque()
+        self.failed_owner: Any = None
+
+    def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
+        """Queue the values of a step and start their transfer; `deliver(step, numbers)` receives them."""
+        values.start()
+        self._queue.append(_Entry(step, values, deliver, owner))
+
+    def deliver_ready(self) -> None:
+        """Deliver values that are ready, up to the first entry that is not."""
+        while self._queue and self._queue[0].values.is_ready():
+            self._next()
+
+    def deliver_all(self) -> None:
+        """Deliver all values; wait for the device."""
+        while self._queue:
+            self._next()
+
+    def _next(self) -> None:
+        entry = self._queue.popleft()
+        try:
+            entry.deliver(entry.step, entry.values.read())
+        except BaseException:
+            self.failed_owner = entry.owner
+            raise
+
+
+# Sums of metrics over steps, accumulated on the device in one small array: the compiled part.
+#
+# For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
+# is stored in two floats, so that a mean is as accurate as one of float64.
 
 LOSS, GRAD_NORM = "loss", "grad_norm"
 SEEN, BAD, VALUE, GRADIENT, SKIPS = range(5)

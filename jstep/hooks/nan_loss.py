@@ -1,20 +1,173 @@
-"""Stop training on a NaN or infinite loss."""
+"""Stopping at a loss that is not finite, and what of the state is not finite."""
 
 import logging
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.checkpoint.names import checkpoint_name
+from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.cadence import Cadence
+from jstep.core.placement import compute_on, on_devices, placements_of
 from jstep.hooks.hook import Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import BadStep, Interval
-from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.state_contents import NAN, StateContents, listed
+from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS, host
+from jstep.hooks.run_hook import Cadence, RunHook
 from jstep.state.global_step import global_step
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import MODEL_STATE, TrainState
+
+# Find NaN and infinity in a state.
+
+FINITE, INFINITE, NAN = range(3)
+"""The contents of an array: only finite numbers; infinity but no NaN; NaN."""
+_SLOTS = "slots/"
+
+
+class StateContents:
+    """The contents of each parameter and slot of a state, computed where it is.
+
+    Creating the object does not wait for accelerators. Arrays on a CPU are read at once: a program for each shape would
+    take longer to compile than most of them take to read.
+
+    The model_state is not included: it is the user's, and may hold anything.
+
+    Args:
+        state: The state; one without `params` and `slots` has no contents.
+        params_only: Whether to leave out the slots.
+        read_cpus: Whether to read arrays on a CPU without a compiled program.
+    """
+
+    def __init__(self, state: Any, *, params_only: bool = False, read_cpus: bool = True) -> None:
+        slots = None if params_only else getattr(state, "slots", None)
+        slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
+        named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
+        named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
+        here = {path for path, leaf in named if not isinstance(leaf, jax.Array) or (read_cpus and _is_on_cpu(leaf))}
+        elsewhere = [(path, leaf) for path, leaf in named if path not in here]
+        placements = placements_of([leaf for _, leaf in elsewhere])
+        self._found: dict[str, Any] = dict.fromkeys(path for path, _ in named)
+        with internal_transfers():
+            self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
+            for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
+                self._found |= {elsewhere[i][0]: compute_on(mesh, _contents, elsewhere[i][1]) for i in numbers}
+        for path, _ in elsewhere:
+            self._found[path].copy_to_host_async()
+
+    def contents(self) -> dict[str, int]:
+        """Wait for the contents of each leaf and return them by path."""
+        with internal_transfers():
+            return {path: int(host(one)) for path, one in self._found.items()}
+
+    def with_nan(self) -> list[str]:
+        """Wait, and return the paths of the leaves that contain NaN."""
+        return [path for path, contents in self.contents().items() if contents == NAN]
+
+    def worse_since(self, before: "StateContents") -> tuple[dict[str, int], list[str]]:
+        """Wait, and compare with an earlier state.
+
+        Returns:
+            The leaves that contain NaN, and the parameters that contain infinity, and did not before; and the slots
+            that contain infinity but no NaN, and did not before. The latter may be valid, such as a bound.
+        """
+        then = before.contents()
+        worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
+        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(_SLOTS)]
+        return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
+
+
+def listed(paths: list[str]) -> str:
+    """Format paths as the first one and the number of others."""
+    others = len(paths) - 1
+    return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
+
+
+def _is_on_cpu(leaf: jax.Array) -> bool:
+    """Whether an array is on CPUs of this process."""
+    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+
+
+def _contents_on_host(leaf: Any) -> int:
+    parts = [leaf]
+    if isinstance(leaf, jax.Array):
+        parts = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    nonfinite = [part for part in parts if not np.isfinite(part).all()]
+    if not nonfinite:
+        return FINITE
+    return NAN if any(np.isnan(part).any() for part in nonfinite) else INFINITE
+
+
+def _contents(leaf: Any) -> jax.Array:
+    leaf = on_devices(leaf)
+    worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
+    return worst.max()
+
+
+# Warn of checkpoints whose parameters are not finite.
 
 _logger = logging.getLogger("jstep")
+
+
+class NonfiniteParametersHook(RunHook):
+    """A hook of runs that save without a `NanLossHook`: it warns, once, of parameters that are not finite.
+
+    It checks the parameters that were restored, and those of each checkpoint before it is saved, because a finite loss
+    can have a gradient that is not finite, which only a later loss would show. Infinities that a run begins with, such
+    as those of a mask, do not count.
+    """
+
+    def __init__(self) -> None:
+        self._at_start: StateContents | None = None
+        self._has_warned = False
+
+    def begin(self, state: TrainState) -> None:
+        """Start to check the parameters that the run begins with."""
+        super().begin(state)
+        self.run.pending.append((self, self._look_at_start))
+        self._at_start = StateContents(state, params_only=True)
+
+    def _look_at_start(self, *, wait: bool = False) -> bool:
+        """Warn of restored parameters, now that the device is busy with the first step."""
+        if self._at_start is None or self.run.saver is None or self.run.restored is None:
+            return True
+        if bad := self._at_start.with_nan():
+            self._has_warned = True
+            _logger.warning(
+                "The restored %s has parameters that are NaN: %s. Delete all checkpoints with NaN (python -m jstep "
+                "inspect shows them); the run then resumes from the newest of the others.",
+                checkpoint_name(self.run.saver.prefix, self.run.restored),
+                listed(bad),
+            )
+        return True
+
+    def before_save(self, step: int) -> None:
+        """Warn of the parameters that are about to be saved; waits for the device, as the save does."""
+        if self._at_start is None:
+            return
+        # Also after the warning: all processes must run the same programs, and only some may have seen the numbers.
+        bad, _ = StateContents(self.run.state, params_only=True).worse_since(self._at_start)
+        if bad and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "Parameters that are not finite are saved at step %d: %s. jstep.NanLossHook() among the hooks stops a "
+                "run before such a checkpoint, and jstep.skip_nonfinite skips such updates.",
+                step,
+                listed([*bad]),
+            )
+
+    def close(self) -> None:
+        """Release the run."""
+        super().close()
+        self._at_start = None
+
+
+# Stop training on a NaN or infinite loss.
 
 
 class NanLossDuringTrainingError(RuntimeError):

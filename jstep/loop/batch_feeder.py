@@ -13,10 +13,10 @@ import numpy as np
 from jstep.core.trees import arguments_of, flatten
 from jstep.data.loaders import LivePosition, Source
 from jstep.data.prefetch import Reader, copied, placement
+from jstep.hooks.timeline import Stopwatch
 from jstep.loop.read_ahead import AHEAD, NeverAhead, ReadAhead
 from jstep.loop.signals import StopWaiting
 from jstep.state.sharding import as_shardings
-from jstep.timeline.stopwatch import Stopwatch
 
 
 class Plan(NamedTuple):

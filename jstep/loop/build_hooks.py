@@ -7,16 +7,13 @@ from typing import Any
 
 import jax
 
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.counters import StepCounterHook
 from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
-from jstep.hooks.logging_hook import LoggingHook
-from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.nonfinite_parameters import NonfiniteParametersHook
-from jstep.hooks.progress import ProgressHook
+from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
+from jstep.hooks.report import LoggingHook, ProgressHook, SummarySaverHook
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.step_counter import StepCounterHook
-from jstep.hooks.summary_saver import SummarySaverHook
+from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.timeline_recorder import TimelineRecorder

@@ -23,7 +23,7 @@ from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash,
 from jstep.data.batches import definition_of
 from jstep.data.prefetch import ReplayedBatches
 from jstep.data.sequence import BatchSequence, StateBatches
-from jstep.hooks.hook_state import key_of
+from jstep.hooks.hook import key_of
 from jstep.loop.background_compiler import shapes_of
 from jstep.loop.options import Options
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step

@@ -8,7 +8,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import kind, shown
 from jstep.core.placement import refuse_compile_only
-from jstep.hooks.step_counter import StepCounterHook
+from jstep.hooks.counters import StepCounterHook
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, require_state
 

@@ -6,16 +6,14 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jstep.core.checks import note
-from jstep.hooks.cadence import Due, next_end
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
-from jstep.hooks.hook import NEVER, Hook, check_step, name_of
-from jstep.hooks.hook_results import check_hook_result
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, name_of
+from jstep.hooks.run_hook import Due, RunHook, next_end
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.loop.run import Run
 from jstep.loop.run_saver_hook import RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries
-from jstep.timeline.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
 
 FIRST_CALL = "first call"
 """What the device's seconds per step of the first call of each stage are recorded as."""

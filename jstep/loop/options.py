@@ -13,7 +13,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.prefetch import placement
 from jstep.data.sequence import StateBatches
-from jstep.hooks.cadence import cadence_or_never
+from jstep.hooks.run_hook import cadence_or_never
 from jstep.loop.auto_steps import AUTO
 from jstep.loop.checks import list_of_hooks
 from jstep.loop.compile_cache import cache_directory

@@ -14,9 +14,10 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.hooks.dispatched_steps import DispatchedSteps
+from jstep.hooks.counters import DispatchedSteps
 from jstep.hooks.metric_sums import MetricSums, kinds_of
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
+from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.auto_steps import AUTO, AutoSteps
 from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
 from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
@@ -25,7 +26,6 @@ from jstep.loop.compilations import compilations_here, seconds_here
 from jstep.loop.redundant_rows import warn_of_redundant_rows
 from jstep.loop.stages import TrainSteps, name_of_step
 from jstep.state.train_state import keep_roles
-from jstep.timeline.stopwatch import STARTING, Stopwatch
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 

@@ -13,9 +13,8 @@ from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
-from jstep.hooks.metric_sums_program import is_bad
-from jstep.hooks.state_contents import StateContents, listed
-from jstep.hooks.values import host
+from jstep.hooks.metric_sums_program import host, is_bad
+from jstep.hooks.nan_loss import StateContents, listed
 from jstep.loop.run import ENDING, Run
 from jstep.loop.run_saver_hook import RunSaverHook
 

@@ -15,7 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
-from jstep.hooks.values import read
+from jstep.hooks.metric_sums_program import read
 from jstep.loop.checks import check_alive
 from jstep.loop.options import Options
 from jstep.loop.run import Run

@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from jstep.hooks.async_transfer import TransferQueue
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import Stopwatch
 from jstep.loop.batch_feeder import BatchFeeder, FetchCounter
 from jstep.loop.options import Options
 from jstep.loop.programs import Programs
@@ -16,7 +17,6 @@ from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.loop.start_times import StartTimes
 from jstep.state.train_state import TrainState
-from jstep.timeline.stopwatch import Stopwatch
 
 STARTING, RUNNING, ENDING = "starting", "running", "ending"
 """The phases of a run: before its first call, while it takes steps, and after its last call."""

@@ -9,12 +9,12 @@ import jax
 
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import POSITION, POSITIONS, gather_positions
-from jstep.hooks import hook_state
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.hook import get_states
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import SAVING
 from jstep.loop.past import PAST
 from jstep.loop.run import Run
 from jstep.state.train_state import TrainState
-from jstep.timeline.stopwatch import SAVING
 
 HOOKS, STOPPED, HELD = "hooks", "stopped", "held"
 """Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
@@ -99,7 +99,7 @@ class RunSaverHook(CheckpointSaverHook):
         return _as_text(self._remembered()) == self._memory.hooks and is_same
 
     def _remembered(self) -> dict[str, Any]:
-        states, by = hook_state.get_states(self._hooks), self._stopped_by()
+        states, by = get_states(self._hooks), self._stopped_by()
         return ({HOOKS: states} if states else {}) | ({STOPPED: by} if by is not None else {})
 
     def _stopped_by(self) -> str | None:

@@ -28,10 +28,12 @@ from jstep.core.meshes import Thread, in_background
 from jstep.data.prefetch import serve
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_hook import RunHook
+from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import SAVING, STALL, STARTING, STEPPING, WAITING
 from jstep.loop.background_compiler import BackgroundCompiler
 from jstep.loop.compilations import unfinished_here
 from jstep.loop.hook_runner import FIRST_CALL, thing_of
@@ -42,9 +44,6 @@ from jstep.loop.start_times import FirstBatch
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location
-from jstep.timeline.lines import STALL
-from jstep.timeline.stalls import CALL, WITH_OTHERS, StallFiles, silent
-from jstep.timeline.stopwatch import SAVING, STARTING, STEPPING, WAITING
 from jstep.training.step import traced
 
 EXIT_CODE = 75

@@ -8,7 +8,7 @@ from typing import Any
 from jstep.data.loaders import Source, saved_position, source_of
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
-from jstep.hooks import hook_state
+from jstep.hooks.hook import check_owners, get_states, set_states
 from jstep.loop.batch_feeder import BatchFeeder, copied_batches
 from jstep.loop.build_hooks import build_hooks
 from jstep.loop.cards import Cards
@@ -38,12 +38,12 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save
     source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
-    hook_state.check_owners(run.hooks)
+    check_owners(run.hooks)
     runner.begin()
     if run.restored is not None:
         _remember(run, runner)
     elif run.saver is not None:
-        hook_state.get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
+        get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
     if runner.is_done or run.first >= run.options.last_step:
         _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
         return
@@ -54,7 +54,7 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
 
 def _remember(run: Run, runner: HookRunner) -> None:
     """Restore the states of the hooks, and repeat what a signal interrupted."""
-    if hook_state.set_states(run.hooks, run.extra.get(HOOKS)):
+    if set_states(run.hooks, run.extra.get(HOOKS)):
         runner.is_done = True
     for hook in run.savers:
         if isinstance(hook, RunSaverHook):

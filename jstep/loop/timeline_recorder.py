@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.checkpoint.saver import Saver
+from jstep.hooks.timeline import START, TIMES, VERSION, Stopwatch, Timeline, seconds_before_training
 from jstep.loop.run import Run
 from jstep.stores.objects import location
-from jstep.timeline.lines import START, TIMES, VERSION
-from jstep.timeline.stopwatch import Stopwatch, seconds_before_training
-from jstep.timeline.timeline import Timeline
 
 _logger = logging.getLogger("jstep")
 

@@ -14,7 +14,8 @@ from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.data.loaders import check_batches
 from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step
-from jstep.hooks.log_handler import log_to_stderr
+from jstep.hooks.report import log_to_stderr
+from jstep.hooks.timeline import HOOKS, SAVING
 from jstep.loop.checks import check
 from jstep.loop.compile_cache import persistent_cache
 from jstep.loop.end_messages import report_early_end
@@ -30,7 +31,6 @@ from jstep.loop.start import begin
 from jstep.loop.start_times import StartTimes
 from jstep.loop.timeline_recorder import TimelineRecorder, new_watch
 from jstep.state.train_state import TrainState
-from jstep.timeline.stopwatch import HOOKS, SAVING
 
 
 def train(

@@ -3,10 +3,9 @@
 from typing import Any
 
 from jstep.hooks.audit import AuditHook
-from jstep.hooks.cadence import cadence_of
 from jstep.hooks.hook import Hook
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.stop_at_step import StopAtStepHook
+from jstep.hooks.run_hook import RunHook, cadence_of
+from jstep.hooks.stock import StopAtStepHook
 
 _MAX_LISTED = 64
 """Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""

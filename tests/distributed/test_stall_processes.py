@@ -11,7 +11,7 @@ from processes import start, wait_for
 import jstep
 from jstep.cli.main import main
 from jstep.distributed import processes as agreement
-from jstep.timeline.stalls import read_stalls
+from jstep.hooks.stall_files import read_stalls
 
 TRAIN = """
 mode, late = sys.argv[5], int(sys.argv[6])

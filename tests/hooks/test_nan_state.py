@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.hooks.state_contents import FINITE, INFINITE, NAN, StateContents
+from jstep.hooks.nan_loss import FINITE, INFINITE, NAN, StateContents
 
 BAD = 6  # the update BAD − 1 → BAD has a finite loss whose gradient is not
 DATA = [0.0 if n == BAD - 1 else 1.0 for n in range(40)]

@@ -12,8 +12,8 @@ from hook_fakes import Writer, state_at
 
 import jstep
 from jstep.core import devices
-from jstep.hooks import utilization
-from jstep.hooks.dispatched_steps import DispatchedSteps
+from jstep.hooks import counters
+from jstep.hooks.counters import DispatchedSteps
 
 SIDE = 16
 PEAK = 1e12
@@ -195,7 +195,7 @@ def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
 
 
 def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):
-    monkeypatch.setattr("jstep.hooks.dispatched_steps.body_of", lambda traced: 1 / 0)
+    monkeypatch.setattr("jstep.hooks.counters.body_of", lambda traced: 1 / 0)
     hook = counter(peak_flops=PEAK)
     assert train(hook).global_step == 8
     assert hook.mfu is None
@@ -209,7 +209,7 @@ def test_outside_of_train_there_is_no_utilization():
         hook.after_step(step, state_at(step), {})
     assert hook.steps_per_sec is not None
     assert hook.mfu is None
-    assert utilization.shown_share(hook.utilization_at(8)) == []
+    assert counters.shown_share(hook.utilization_at(8)) == []
 
 
 @pytest.mark.parametrize("name", ["peak_flops", "flops_per_step"])

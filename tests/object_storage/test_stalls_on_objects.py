@@ -9,7 +9,7 @@ import pytest
 
 import jstep
 from jstep.cli.main import main
-from jstep.timeline.stalls import StallFiles, read_stalls
+from jstep.hooks.stall_files import StallFiles, read_stalls
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

@@ -1,7 +1,6 @@
 """The timeline of a run below a URL that does not respond: it does not delay the run."""
 
-from jstep.timeline.lines import TIMES
-from jstep.timeline.timeline import Timeline
+from jstep.hooks.timeline import TIMES, Timeline
 
 
 def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):

@@ -21,9 +21,9 @@ from disk_states import State, write
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.hooks import timeline as timeline_lines
 from jstep.state import fingerprint_log
 from jstep.summary.read import read_scalars
-from jstep.timeline import lines as timeline_lines
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"

@@ -10,7 +10,7 @@ import pytest
 
 import jstep
 from jstep.cli.main import main
-from jstep.timeline.stalls import StallFiles, read_stalls, silent, waited_for
+from jstep.hooks.stall_files import StallFiles, read_stalls, silent, waited_for
 
 
 def fields_of(what="waiting for batch 7", kind="batch", **more):

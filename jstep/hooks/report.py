@@ -1,0 +1,504 @@
+"""Hooks that report: log lines, the progress line, summaries."""
+
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jstep.core.checks import as_function, as_int, as_number, kind, note, scoped, shown
+from jstep.core.meshes import internal_transfers
+from jstep.hooks.counters import StepCounterHook, shown_share
+from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.metric_sums_program import (
+    LeaveOut,
+    NewResults,
+    PendingValues,
+    is_ready,
+    names_of_arrays,
+    nothing,
+    scalars,
+    start_transfer,
+    text,
+)
+from jstep.hooks.run_hook import (
+    UNSET,
+    Cadence,
+    ReportingHook,
+    RunHook,
+    Selection,
+    cadence,
+    check_writer,
+    histograms_of,
+    made_in,
+    of_metrics,
+    scalars_summary,
+)
+from jstep.optimizers.hyperparameters import held_values
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+
+# Rate-limited logging.
+
+_logger = logging.getLogger("jstep")
+_counts: Counter[tuple[str, int]] = Counter()
+_lock = threading.Lock()
+
+
+def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
+    """Log `msg % args` at the first call from this line of code, and at every n-th call after it.
+
+    Args:
+        level: A level of `logging`, such as `logging.INFO` or `"INFO"`.
+        msg: The message, with %-placeholders.
+        n: The interval in calls, ≥ 1.
+        *args: Arguments of the message. Device arrays are waited for only when the message is logged.
+
+    Example:
+        >>> import logging, jstep
+        >>> for step in range(1000):
+        ...     jstep.log_every_n(logging.DEBUG, "at step %d", 100, step)
+
+    Source: `tf.logging.log_every_n`.
+    """
+    n = as_int(n, "n", 1)
+    number = as_level(level)
+    frame = sys._getframe(1)
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    with _lock:
+        count = _counts[place]
+        _counts[place] += 1
+    if count % n == 0:
+        _logger.log(number, msg, *args, stacklevel=2)
+
+
+def as_level(level: Any) -> int:
+    """Return the number of a `logging` level, given its number or name.
+
+    Raises:
+        ValueError: There is no such level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
+    return number
+
+
+# Log metrics.
+
+
+class LoggingHook(ReportingHook):
+    """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
+
+    If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
+    0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging
+    never blocks: if the values of a line are not ready, the line is printed later. The last step is always logged. On
+    several processes, only the first one logs.
+
+    Args:
+        every_n_steps: Interval in steps.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        counter: The `StepCounterHook` whose rate to log; None for that of `train`.
+        leave_out: A function without arguments that returns names to omit, such as hyperparameters that never change.
+        level: The level of the log lines.
+        mean: Whether to log means over the steps since the last line, in place of the values of the step.
+        clock: Returns seconds; replaced in tests.
+
+    Source: `tf.train.LoggingTensorHook`.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = UNSET,
+        every_n_secs: float | None = None,
+        counter: StepCounterHook | None = None,
+        leave_out: LeaveOut = nothing,
+        level: int | str = logging.INFO,
+        mean: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(
+            cadence(
+                steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
+            ),
+            mean,
+            self._log,
+        )
+        if counter is not None and not hasattr(counter, "steps_per_sec"):
+            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
+        self._given_counter, self._counter = counter, counter
+        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
+        self._level = as_level(level)
+        self._results = NewResults()
+
+    def use_run(self, run: RunInfo) -> None:
+        """Use the counter of the run by default, and its evaluations."""
+        super().use_run(run)
+        self._counter = self._given_counter or run.counter
+        self._results = NewResults(run.evaluations)
+
+    def _hold(self, step: int, metrics: Metrics) -> None:
+        deliver = functools.partial(self._log, evaluated=self._results.take())
+        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), deliver, self)
+
+    def _log(self, step: int, values: dict[str, Any], evaluated: Sequence[tuple[int, dict[str, Any]]] = ()) -> None:
+        if jax.process_index() == 0:
+            words = [text(values), *(_of_step(at, results, step) for at, results in evaluated)]
+            _logger.log(self._level, "step %d  %s%s", step, "  ".join(filter(None, words)), self._speed(step))
+
+    def _speed(self, step: int) -> str:
+        counter, share = self._counter, None
+        if isinstance(counter, StepCounterHook):
+            counter.look()
+            (steps, examples), share = counter.rates_at(step), counter.utilization_at(step)
+        else:
+            steps, examples = getattr(counter, "steps_per_sec", None), getattr(counter, "examples_per_sec", None)
+        if steps is None:
+            return ""
+        figures = (
+            [f"{steps:.4g} steps/s"] if examples is None else [f"{examples:.4g} examples/s", f"{steps:.4g} steps/s"]
+        )
+        return f"  ({', '.join([*figures, *shown_share(share)])})"
+
+
+def _of_step(at: int, results: dict[str, Any], step: int) -> str:
+    """Format results of an evaluation, each with the step of the evaluation if that is not the step of the line."""
+    note = "" if at == step else f" (step {at})"
+    return "  ".join(text({name: value}) + note for name, value in results.items())
+
+
+# Send metrics to an external logger.
+
+
+class MetricsHook(ReportingHook):
+    """A hook that passes scalar metrics to a function, such as a logger of W&B or MLflow, or a writer of JSON lines.
+
+    Rows are passed in the order of steps when their values have arrived from the device, so that the loop never waits.
+    Rows of earlier steps are passed before the results of an evaluation and before a checkpoint is saved, and all rows
+    before `train` returns or raises. The last step is always passed. On several processes, only the first one writes.
+    Metrics that are arrays are omitted, and named once in the log.
+
+    Args:
+        write: `write(step, values)`, where values is a dict of floats. If it raises, the run stops with that exception
+            and a note that names the step.
+        every_n_steps: Interval in steps; due at its multiples.
+        mean: Whether to pass means over the steps since the last row, in place of the values of the step. They are
+            accumulated on the device. A value that is not finite is ignored if the update of its step was skipped. The
+            last row of an interrupted run and the first one after the restart cover the two parts of the interval.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> rows = []
+        >>> hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=2)
+        >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
+        >>> rows
+        [(2, 1.0), (3, 1.0)]
+
+        To Weights & Biases, MLflow, a CSV file, JSON lines:
+
+        >>> import csv, io, json
+        >>> to_wandb = lambda step, values: wandb.log(values, step=step)
+        >>> to_mlflow = lambda step, values: mlflow.log_metrics(values, step=step)
+        >>> file = io.StringIO()
+        >>> table = csv.writer(file)
+        >>> to_csv = lambda step, values: table.writerow([step, values["loss"]])
+        >>> to_json = lambda step, values: print(json.dumps({"step": step, **values}), file=file, flush=True)
+        >>> hooks = [jstep.MetricsHook(to_csv), jstep.MetricsHook(to_json, every_n_steps=10, mean=True)]
+
+        Results of evaluations can be sent in the same way, with `EvaluationHook(evaluate, callbacks=[…])`:
+
+        >>> then = [lambda step, state, results: wandb.log(results, step=step)]
+    """
+
+    def __init__(
+        self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
+    ) -> None:
+        self._write = as_function(write, "write", "(step, values)")
+        self._named: set[str] = set()
+        super().__init__(
+            Cadence(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), at_last=True), mean, self._give
+        )
+
+    def begin(self, state: TrainState) -> bool | None:
+        """Reset the hook for a new run."""
+        self._named = set()
+        return super().begin(state)
+
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
+        """The numbers to pass on; metrics that are arrays are logged once per run."""
+        names = sorted({*names_of_arrays(metrics)} - self._named)
+        self._named.update(names)
+        if names and jax.process_index() == 0:
+            _logger.info(
+                "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Also return their means or "
+                "norms, or handle them in a custom hook (jstep.every).",
+                ", ".join(map(repr, names)),
+            )
+        return super()._numbers(metrics, leave_out)
+
+    def _give(self, step: int, values: dict[str, Any]) -> None:
+        if jax.process_index() != 0:
+            return
+        try:
+            self._write(step, {name: float(value) for name, value in values.items()})
+        except Exception as error:
+            note(error, f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
+            raise
+
+
+# Show log lines on standard error if logging is not configured.
+
+
+@scoped
+def log_to_stderr() -> Iterator[None]:
+    """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
+
+    A handler of the root logger alone does not count as configured: some libraries add one for warnings.
+    """
+    if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
+        yield
+        return
+    handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
+    _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _logger.propagate = propagate
+        _logger.removeHandler(handler)
+        _logger.setLevel(level)
+
+
+class _LineHandler(logging.StreamHandler[Any]):
+    """Handler that writes lines above a progress bar, which is drawn again below them.
+
+    Handlers of the root logger that do not write to the terminal still receive the records.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+        else:
+            tqdm.tqdm.write(self.format(record), file=self.stream)
+        root = logging.getLogger()
+        for handler in root.handlers:
+            to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
+            if not to_terminal and record.levelno >= max(root.level, handler.level):
+                handler.handle(record)
+
+
+# A progress bar: step, rate, loss and the remaining time.
+
+
+class ProgressHook(RunHook):
+    """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
+
+    If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
+
+    Args:
+        last_step: The step at which the run ends, or None.
+        every_n_secs: Interval between updates of the line, in seconds.
+        file: The file to write to; standard error by default.
+        clock: Returns seconds; replaced in tests.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+
+    def __init__(
+        self, *, last_step: int | None, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
+    ) -> None:
+        try:
+            import tqdm
+        except ImportError as error:
+            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
+        self._tqdm, self._file = tqdm.tqdm, file
+        self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
+        self.cadence = Cadence(
+            secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
+        )
+        self._bar: Any = None
+        self._held: dict[str, Any] = {}
+        self._names: frozenset[str] = frozenset({"loss"})
+        self._results, self._counter = NewResults(), None
+
+    def use_run(self, run: RunInfo) -> None:
+        """Use the counter and the evaluations of the run."""
+        super().use_run(run)
+        self._results, self._counter = NewResults(run.evaluations), run.counter
+
+    def begin(self, state: TrainState) -> None:
+        """Draw the line at the first step of the run."""
+        super().begin(state)
+        self._held = {}
+        self._names = frozenset({"loss", *held_values(state.slots)})
+        unknown = _is_of_no_size(self._file or sys.stderr)
+        size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
+        with internal_transfers():
+            start = global_step(state)
+        self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
+
+        self.run.pending.append((self, self._restart_clock))
+
+    def _restart_clock(self, *, wait: bool = False) -> bool:
+        """Restart the clock after the first call, so that the remaining time does not include compilation."""
+        self._bar.unpause()
+        return True
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
+        if self.run.is_over:
+            return self._draw_last(step)
+        if self._held and is_ready(self._held):
+            self._show(self._held)
+        self._held = self._numbers()
+        start_transfer(self._held)
+        self._bar.update(step - self._bar.n)
+        return None
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Draw the last line."""
+        self._draw_last(step)
+
+    def _draw_last(self, step: int) -> None:
+        self._show(self._numbers())
+        self._bar.update(step - self._bar.n)
+        self._bar.refresh()
+
+    def _numbers(self) -> dict[str, Any]:
+        return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
+
+    def _show(self, numbers: dict[str, Any]) -> None:
+        words = text({**numbers, **self._results.all()})
+        examples = getattr(self._counter, "examples_per_sec", None)
+        rate = [f"{examples:.4g} examples/s"] if examples else []
+        share = shown_share(getattr(self._counter, "utilization", None))
+        self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
+
+    def close(self) -> None:
+        """End the line and close the bar."""
+        super().close()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _is_of_no_size(file: Any) -> bool:
+    """Whether a terminal does not report its size, for which tqdm would show an empty line."""
+    try:
+        return os.get_terminal_size(file.fileno()).columns == 0
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+# Write summaries of metrics.
+
+
+class SummarySaverHook(ReportingHook):
+    """A hook that writes summaries: scalar metrics, summaries among the metrics, optionally histograms of the state.
+
+    Args:
+        summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in
+            its `logdir`; the hook then replaces the stock one, so that no number is written twice.
+        save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
+        save_secs: Interval in seconds. If both are given, whichever comes first.
+        histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
+            (`"slots/m/*"`); a string or several.
+        leave_out: A function without arguments that returns names of metrics to omit, such as hyperparameters that
+            never change.
+        mean: Whether to write means over the steps since the last summary, in place of the values of the step. They are
+            written a little later, when they have arrived from the device. Summaries among the metrics are always those
+            of the step.
+        clock: Returns seconds; replaced in tests.
+
+    Attributes:
+        takes_writer: Whether the hook was created without a writer.
+
+    Raises:
+        ValueError: A glob matches nothing (at the first step).
+
+    Source: `tf.train.SummarySaverHook`.
+    """
+
+    def __init__(
+        self,
+        summary_writer: Any = None,
+        *,
+        save_steps: int | None = UNSET,
+        save_secs: float | None = None,
+        histograms: Selection = (),
+        leave_out: LeaveOut = nothing,
+        mean: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(
+            # The state is sharded over all processes, so all of them compute histograms.
+            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
+            mean,
+            self._write_means,
+        )
+        self._writer, self._constants = check_writer(summary_writer), nothing
+        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
+        self.takes_writer = summary_writer is None
+        self._histograms = _globs(histograms)
+
+    def use_run(self, run: RunInfo) -> None:
+        """Use the writer of `train` by default."""
+        super().use_run(run)
+        if self.takes_writer:
+            self._writer, self._constants = run.writer, run.constant_metrics
+
+    def begin(self, state: TrainState) -> bool | None:
+        """Start to count seconds.
+
+        Raises:
+            ValueError: There is no writer.
+        """
+        self._check_writer()
+        return super().begin(state)
+
+    def _check_writer(self) -> None:
+        if self._writer is None:
+            raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Pass the values to the writer, which waits for them."""
+        self._check_writer()  # the caller may not have called `begin`
+        leave_out = {*self._leave_out(), *self._constants()}
+        if self._mean:
+            self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
+        for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
+            self._writer.add_summary(summary, step)
+        if self._histograms:
+            self._writer.add_summary(histograms_of(state, self._histograms), step)
+        self.run.transfers.deliver_ready()
+
+    def _write_means(self, step: int, values: dict[str, Any]) -> None:
+        if values:
+            self._writer.add_summary(scalars_summary(values), step)
+
+
+def _globs(histograms: Any) -> tuple[str, ...]:
+    try:
+        globs = (histograms,) if isinstance(histograms, str) else tuple(histograms)
+    except TypeError:
+        globs = (histograms,)
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(
+                f"histograms={shown(histograms)}: must be globs of paths, such as 'params/*', got {kind(glob)}"
+            )
+    return globs

@@ -1,0 +1,427 @@
+"""Hooks that save, profile, stop, and call functions of the user."""
+
+import contextlib
+import contextvars
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jstep.checkpoint.saver import Saver
+from jstep.core.checks import as_function, as_int, kind, setting, shown
+from jstep.core.meshes import internal_transfers
+from jstep.hooks.hook import (
+    NEVER,
+    Clock,
+    Hook,
+    Metrics,
+    StopWith,
+    check_hook_result,
+    check_owners,
+    check_step,
+    get_states,
+    key_of,
+    name_of,
+    set_states,
+)
+from jstep.hooks.run_hook import RunHook, cadence_or_never, positive
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+from jstep.stores.objects import is_url, location
+
+# Save checkpoints periodically.
+
+
+class CheckpointSaverHook(RunHook):
+    """A hook that saves checkpoints at intervals of seconds or steps, and at the end.
+
+    Args:
+        saver: A `Saver`, or a directory.
+        save_secs: Interval in seconds of the host's clock.
+        save_steps: Interval in steps; due at its multiples.
+        extra: A function of no arguments whose JSON-serializable result is saved with each checkpoint, such as the
+            position of a loader.
+        before_save: Functions of the step, called before every save. One that raises or returns True prevents the
+            save.
+        clock: Returns seconds; replaced in tests.
+
+    Attributes:
+        prefix: The prefix of the checkpoints' names.
+
+    Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
+    """
+
+    def __init__(
+        self,
+        saver: Saver | str | os.PathLike[str],
+        *,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        extra: Callable[[], Any] | None = None,
+        before_save: tuple[Callable[[int], bool | None], ...] = (),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.cadence = cadence_or_never(
+            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
+        )
+        self._extra = as_function(extra, "extra", "() -> values", optional=True)
+        self._before_save = _functions(before_save)
+        self._directory = None if isinstance(saver, Saver) else saver
+        self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
+        self.prefix = self._saver.prefix
+        self._saved: tuple[int, Callable[[], TrainState | None]] | None = None
+
+    def begin(self, state: TrainState) -> None:
+        """Start to count seconds."""
+        super().begin(state)
+        self._saved = None
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Save."""
+        self.save(step, state)
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Save the last state, and wait until it is on disk."""
+        self.save(step, state, wait=True)
+
+    def close(self) -> None:
+        """Wait for pending writes, and close the `Saver` if the hook created it."""
+        super().close()
+        if self._directory is not None and self._saver is not None:
+            saver, self._saver = self._saver, None
+            saver.close()
+
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step holds this state, such as the restored one."""
+        self._saved = step, _weakly(state)
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether a checkpoint of this step holds this state, not changed by a hook since."""
+        return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Save, unless this state is saved already.
+
+        Args:
+            step: The current step of the loop.
+            state: The state at that step.
+            wait: Whether to wait until the checkpoint is on disk.
+
+        Returns:
+            Whether there is a checkpoint of this step; False if a function in `before_save` prevented it.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
+            ValueError: The state is at another step.
+        """
+        if not self.has_saved(step, state):
+            checks = (self.run.before_save, *self._before_save)
+            prevented = [bool(check(step)) for check in checks]  # a list: each must be called
+            if any(prevented):
+                return False
+            check_step(step, state)
+            if self._saver is None:  # closed at the end of an earlier run
+                self._saver = Saver(self._directory or "")
+            extra = self._extra() if self._extra else None
+            with internal_transfers():
+                self._saver.save(state, extra=extra)
+            self.is_saved(step, state)
+        if wait and self._saver is not None:
+            self._saver.wait()
+        return True
+
+
+def _weakly(state: Any) -> Callable[[], Any]:
+    """A weak reference to the state, or the state itself if it cannot be weakly referenced."""
+    try:
+        return weakref.ref(state)
+    except TypeError:  # a NamedTuple with a global step
+        return lambda: state
+
+
+def _functions(before_save: Any) -> tuple[Any, ...]:
+    if callable(before_save) or not isinstance(before_save, tuple | list):
+        raise TypeError(f"before_save: must be a tuple of functions of the step, got {kind(before_save)}")
+    return tuple(as_function(check, f"before_save[{i}]", "of the step") for i, check in enumerate(before_save))
+
+
+# Profile some steps.
+
+
+class ProfilerHook(RunHook):
+    """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
+
+    Args:
+        logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
+        start_step: The first traced step, ≥ 0. Skip the first steps of a run, which compile.
+        stop_step: The step at which the trace ends, > start_step.
+
+    Source: `tf.train.ProfilerHook`.
+    """
+
+    def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
+        if not isinstance(logdir, str | os.PathLike):
+            raise TypeError(f"logdir={shown(logdir)}: must be a string or a path, got {kind(logdir)}")
+        start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
+        if not 0 <= start_step < stop_step:
+            raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
+        self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
+        if is_url(self._logdir):
+            raise ValueError(
+                f"logdir={self._logdir!r}: must be on a file system, because JAX's profiler writes to it; give a "
+                "local directory and copy it when the run has ended"
+            )
+        self._running = False
+
+    def begin(self, state: TrainState) -> None:
+        """Start the trace at once if the run begins within the steps."""
+        self._running = False
+        with internal_transfers():
+            begins_within = self._start <= global_step(state) < self._stop
+        if begins_within:
+            self._begin_trace()
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Start or end the trace."""
+        if self._running and step >= self._stop:
+            self._end_trace(state)
+        elif not self._running and self._start <= step < self._stop:
+            self._begin_trace()
+
+    def end(self, step: int, state: TrainState) -> None:
+        """End a trace that is still running at the end of the run."""
+        if self._running:
+            self._end_trace(state)
+
+    def close(self) -> None:
+        """End a trace that is still running after an error."""
+        super().close()
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def _begin_trace(self) -> None:
+        jax.profiler.start_trace(self._logdir)
+        self._running = True
+
+    def _end_trace(self, state: TrainState) -> None:
+        jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
+        self.close()
+
+    def next_due(self, step: int) -> int:
+        """The next of start_step and stop_step."""
+        return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
+
+
+# Stop a run at a step.
+
+
+class StopAtStepHook(Hook):
+    """A hook that stops the run at a step, given relative to the start of the run or as a global step.
+
+    Args:
+        num_steps: The number of steps after the start of the run.
+        last_step: The global step. Exactly one of the two must be given.
+
+    Source: `tf.train.StopAtStepHook`.
+    """
+
+    def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
+        self._num_steps = positive("num_steps", num_steps)
+        self._last_step: int | None = positive("last_step", last_step)
+
+    def begin(self, state: TrainState) -> bool:
+        """Count num_steps from here; return True if the state is already at last_step."""
+        with internal_transfers():
+            step = global_step(state)
+        if self._num_steps is not None:
+            self._last_step = step + self._num_steps
+        return step >= (self._last_step or 0)
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
+        """Return True at the step or past it."""
+        return self._last_step is not None and step >= self._last_step
+
+    def next_due(self, step: int) -> int:
+        """The step to stop at, or the next step if the run has reached it."""
+        return max(step + 1, self._last_step or 0)
+
+
+# Wrap a function as a hook.
+
+
+def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
+    """Return a hook that calls a function at the multiples of n steps.
+
+    Args:
+        n: Interval in steps, ≥ 1.
+        fn: `fn(step, state, metrics)`. Its result has the meaning of `Hook.after_step`'s: None continues the run, True
+            stops it after this step, and a `TrainState` replaces the state. A run that it stopped and that is started
+            again calls it only after another step; see `Hook.after_step` for a hook that keeps the run stopped.
+
+    Returns:
+        A hook for `train`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.1)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> tell = jstep.every(2, lambda step, state, metrics: print("after update", step))
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[tell])
+        after update 2
+        after update 4
+    """
+    return _Every(as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)"))
+
+
+class _Every(Hook):
+    def __init__(self, n: int, fn: Callable[..., Any]) -> None:
+        self._n, self._fn = n, fn
+        self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """When due, calls the function and returns its result."""
+        if step % self._n == 0:
+            return self._fn(step, state, metrics)
+        return None
+
+    def next_due(self, step: int) -> int:
+        """The next multiple."""
+        return (step // self._n + 1) * self._n
+
+    def __repr__(self) -> str:
+        return f"<jstep.{self.name}>"
+
+
+# Interrupt an evaluation between two batches when a signal stops the run.
+
+_stop_requested: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "stop_requested", default=None
+)
+
+
+class EvaluationAbandoned(BaseException):
+    """Raised between two batches of an evaluation when the run stops; the evaluation hook catches it.
+
+    It is not an Exception, so that user code around the evaluator, such as a retry, does not catch it.
+    """
+
+
+def interruptible(stop_requested: Callable[[], bool]) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    """Make evaluators that are called inside interruptible.
+
+    Args:
+        stop_requested: Returns whether the run is stopping; must be called equally often on all processes.
+    """
+    return setting(_stop_requested, stop_requested)
+
+
+def raise_if_stop_requested() -> None:
+    """Raise if the run is stopping; called between batches. Outside of `interruptible` it does nothing.
+
+    Raises:
+        EvaluationAbandoned: The run is stopping.
+    """
+    stop_requested = _stop_requested.get()
+    if stop_requested is not None and stop_requested():
+        raise EvaluationAbandoned
+
+
+# Callbacks on the results of an evaluation.
+
+EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
+
+
+class Callbacks:
+    """Functions `(step, state, results)`, called in order.
+
+    Args:
+        functions: The functions.
+        argument: The name of the argument, for errors.
+
+    Attributes:
+        stopped_by: The key of the callback that stopped the run, or None.
+
+    Raises:
+        TypeError: The argument is not a sequence of functions.
+    """
+
+    def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
+        self._functions = _checked(functions, argument)
+        self._argument, self._where = argument, f"EvaluationHook({argument}=…)"
+        self.stopped_by: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    @property
+    def why(self) -> str | None:
+        """The `why` of a callback that ends the run before any step, or None."""
+        return next((one.why for one in self._functions if isinstance(getattr(one, "why", None), str)), None)
+
+    def begin(self, state: TrainState) -> bool:
+        """Call `begin` of the callbacks; return whether one of them ends the run before any step.
+
+        Raises:
+            TypeError: A callback has `get_state` without `set_state`.
+            ValueError: Two callbacks have the same `key`.
+        """
+        check_owners(self._functions, self._where)
+        self.stopped_by = None
+        return any(self.each("begin", state))
+
+    def get_state(self) -> Any:
+        """Return the states of the callbacks."""
+        return get_states(self._functions, self._where)
+
+    def set_state(self, value: Any) -> bool:
+        """Restore the states; return whether one of the callbacks ends the run."""
+        return set_states(self._functions, value, self._where)
+
+    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
+        """Call the callbacks and combine their results: one may stop the run while another replaces the state.
+
+        Args:
+            step: The step.
+            state: The evaluated state.
+            results: The results of the evaluation.
+            on_cadence: Whether the evaluation was due; if not, callbacks with a true `on_cadence_only` are skipped.
+        """
+        given, stop = state, False
+        for function in self._functions:
+            if not on_cadence and getattr(function, "on_cadence_only", False):
+                continue
+            result = function(step, given, results)
+            stop_now, given = check_hook_result(result, given, step, f"{self._argument}: {name_of(function)}")
+            if stop_now and self.stopped_by is None:
+                self.stopped_by = key_of(function)
+            stop = stop or stop_now
+        if stop and given is not state:
+            return StopWith(given)
+        if given is not state:
+            return given
+        return True if stop else None
+
+    def each(self, method: str, *args: Any) -> list[bool]:
+        """Call a method of all callbacks that have it."""
+        return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
+
+
+def _checked(functions: Any, argument: str) -> tuple[Any, ...]:
+    what = f"{argument}: must be a sequence of functions (step, state, results)"
+    if callable(functions):
+        raise TypeError(f"{what}, got {kind(functions)}; give a list: {argument}=[…]")
+    try:
+        given = tuple(functions)
+    except TypeError:
+        raise TypeError(f"{what}, got {kind(functions)}") from None
+    for i, function in enumerate(given):
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function (step, state, results)")
+    return given

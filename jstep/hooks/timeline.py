@@ -1,0 +1,564 @@
+"""Where the time of a run goes: the stopwatch, the timeline it writes, and goodput."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jstep.core.checks import as_text, columns, html_table, scoped, shown
+from jstep.stores.files import LocalLines, ObjectLines, is_directory, names_in, opened
+from jstep.stores.objects import Directory, absolute, is_url, join, location
+
+# A stopwatch that divides elapsed time into parts without gaps, and the time before it started.
+
+STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
+SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
+PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
+"""The parts that the time of one start is divided into."""
+
+_VISITS = 64
+"""The number of visits, or of calls of one thing, whose durations are kept."""
+_SWITCHES = 256
+"""The number of switches that are kept."""
+
+
+class Stopwatch:
+    """A stopwatch that assigns elapsed time to parts; one thread switches parts, any thread reads them.
+
+    A switch reads the clock once and appends to a queue without a lock. It costs a fraction of a microsecond, and an
+    exception between any two instructions, such as from a signal, leaves the times consistent. `seconds` empties the
+    queue.
+
+    Args:
+        before: Seconds that had elapsed before the stopwatch was created; they belong to the first part.
+        clock: A function that returns the time in seconds.
+
+    Attributes:
+        clock: The clock.
+        mark: Appends a switch, `(part, time)`. Only the loop's path to a batch uses it, to switch without a call.
+        current: The current part.
+        waiting: The part for the time spent waiting for a batch; `starting` until the first step has returned.
+        lasted: The seconds of the latest visits of each `part`, and of other things that `record` names.
+
+    Example:
+        >>> from jstep.hooks.timeline import Stopwatch
+        >>> times = iter([0.0, 2.0, 5.0, 6.0])
+        >>> watch = Stopwatch(clock=lambda: next(times))
+        >>> with watch.part("saving"):
+        ...     pass
+        >>> {part: seconds for part, seconds in watch.seconds().items() if seconds}
+        {'starting': 3.0, 'saving': 3.0}
+    """
+
+    def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._since = clock() - before
+        self._folded = STARTING
+        self._totals = dict.fromkeys(PARTS, 0.0)
+        self._marks: deque[tuple[str, float]] = deque()
+        self.mark = self._marks.append
+        self._lock = threading.Lock()
+        self.current = self.waiting = STARTING
+        self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
+        self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
+
+    def switch(self, part: str) -> float:
+        """Switch to another part, and return the time of the clock."""
+        now = self.clock()
+        self.mark((part, now))
+        self.current = part
+        return now
+
+    @scoped
+    def part(self, part: str) -> Iterator[None]:
+        """Assign the time inside the context to a part; contexts can be nested."""
+        before = self.current
+        began = self.switch(part)
+        try:
+            yield
+        finally:
+            self.lasted[part].append(self.switch(before) - began)
+
+    def record(self, thing: Hashable, began: float, share: float = 1.0) -> None:
+        """Keep the duration of one call of a thing, from a time of the clock until now, or a share of it."""
+        self.lasted[thing].append(share * (self.clock() - began))
+
+    def reassign(self, part: str, seconds: float) -> None:
+        """Reassign the last `seconds` seconds to a part."""
+        now = self.clock()
+        self._marks.extend(((part, now - seconds), (self.current, now)))
+
+    def started(self) -> None:
+        """End the part `starting`, when the first step has returned."""
+        self.waiting = WAITING
+        self.switch(STEPPING)
+
+    def visits(self, part: str, after: str | None = None) -> list[float]:
+        """Return the seconds of the latest visits of a part, or of those that follow another part."""
+        self.seconds()
+        with self._lock:
+            marks = list(self._latest)
+        each = zip(marks, marks[1:], marks[2:], strict=False)
+        return [then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)][
+            -_VISITS:
+        ]
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part so far."""
+        with self._lock:
+            now = self.clock()
+            totals, current, since, queue = self._totals, self._folded, self._since, self._marks
+            marks = [queue.popleft() for _ in range(len(queue))]
+            for part, at in marks:
+                totals[current] += at - since
+                current, since = part, at
+            totals[current] += now - since
+            self._folded, self._since = current, now
+            self._latest.extend(marks[-_SWITCHES:])
+            return dict(totals)
+
+    def stop(self) -> None:
+        """Keep the latest switches alone, when the times are no longer read."""
+        self._marks = deque(maxlen=0)
+        self.mark = self._latest.append
+
+
+_trained: set[int] = set()
+"""Ids of processes that have trained; a forked process inherits the set without its own id."""
+
+
+def seconds_before_training() -> float:
+    """Return the seconds since the start of this process on the first call, and 0 on later ones.
+
+    It is also 0 on systems other than Linux, where the start is unknown and the time begins with the call of `train`.
+    """
+    if os.getpid() in _trained:
+        return 0.0
+    _trained.add(os.getpid())
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+# Reading the lines of a timeline, from a file or from the objects of all starts.
+
+NAME = "timeline.jsonl"
+OBJECTS = "timeline."
+"""The beginning of object names; they end like `NAME`."""
+VERSION = 1
+START, TIMES = "start", "parts"
+"""The kinds of lines that contain times."""
+STALL = "stall"
+"""The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
+
+_logger = logging.getLogger("jstep")
+
+
+def read(path: Any, prefix: str = "model") -> list[list[dict[str, Any]]]:
+    """Return the lines with times of each start of a run, in the order of its starts.
+
+    A torn last line is skipped silently; other corrupted lines are skipped with a warning.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, a timeline in it, or a URL of one of these.
+        prefix: The prefix of the run's checkpoints.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: The timeline has no start with this prefix, or was written by a newer version of jstep.
+        OSError: The timeline cannot be read.
+    """
+    where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
+    starts: dict[str, list[dict[str, Any]]] = {}
+    others: dict[str, None] = {}
+    known: set[str] = set()
+    places = _places(where)
+    for place in places:
+        with opened(place) as file:
+            data = file.read()
+        for number, raw in enumerate(data.splitlines(keepends=True), 1):
+            line = _line(raw)
+            if line is None:
+                if raw.strip() and raw.endswith(b"\n"):
+                    text = shown(raw.decode(errors="replace").strip(), 60)
+                    _logger.warning("%s: line %d is not a line of a timeline and is skipped: %s", place, number, text)
+                continue
+            if line["prefix"] != prefix:
+                others.setdefault(line["prefix"])
+                continue
+            if line["kind"] == START:
+                _check_version(line.get("version"), place, number)
+                known.add(line["start"])
+            if line["kind"] in (START, TIMES):
+                starts.setdefault(line["start"], []).append(line)
+    if not known:
+        raise ValueError(
+            f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
+            f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
+        )
+    found = [lines for start, lines in starts.items() if start in known]
+    return sorted(found, key=lambda lines: lines[0]["time"]) if len(places) > 1 else found
+
+
+def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
+    """Return the fields of each line that has one of these words, of all runs, in the order of their starts.
+
+    The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
+
+    Args:
+        where: A directory or URL.
+        words: Keys or values of the lines.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        OSError: The directory or a timeline cannot be read.
+    """
+    marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
+    found: list[dict[str, Any]] = []
+    began: dict[str, float] = {}
+    places = _places(where)
+    for place in places:
+        with opened(place) as file:
+            for raw in file:
+                is_wanted = any(mark in raw for mark in marks)
+                if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
+                    continue
+                if line.get("kind") == START and is_seconds(line.get("time")):
+                    began.setdefault(str(line.get("start")), line["time"])
+                if is_wanted:
+                    found.append(line)
+    return sorted(found, key=lambda line: began.get(str(line.get("start")), 0.0)) if len(places) > 1 else found
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _places(where: str) -> list[str]:
+    missing = f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
+    if where.endswith(".jsonl"):
+        return [where]
+    if is_url(where):
+        names = sorted(Directory(where).listing(OBJECTS))
+    elif is_directory(where):
+        names = names_in(where)
+    else:
+        raise FileNotFoundError(f"{where}: no such directory")
+    # A run that was copied between a disk and a bucket, and resumed there, has the file and objects.
+    places = [join(where, name) for name in names if _is_timeline(name)]
+    if not places:
+        raise FileNotFoundError(missing)
+    return places
+
+
+def _is_timeline(name: str) -> bool:
+    return name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name
+
+
+def _check_version(version: Any, place: str, number: int) -> None:
+    if type(version) is not int or version > VERSION:
+        raise ValueError(
+            f"{place}: line {number} has version={shown(version)}: expected at most {VERSION}; it was written by a "
+            "newer jstep, which can read it"
+        )
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    found = _parsed(raw)
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("kind", "start", "prefix")):
+        return None
+    newer = found["kind"] == START and found.get("version") != VERSION  # reported by _check_version
+    return found if newer or found["kind"] not in (START, TIMES) or _has_times(found) else None
+
+
+def _has_times(found: dict[str, Any]) -> bool:
+    step, seconds = found.get("step"), found.get("seconds")
+    if not is_seconds(found.get("time")) or not isinstance(seconds, dict):
+        return False
+    if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
+        return False
+    return all(name in PARTS and is_seconds(value) for name, value in seconds.items())
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether a value is a number of seconds."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+# Writing the timeline of a run, one line per write.
+
+
+class Timeline:
+    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
+
+    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
+    removed. Below a URL, each start has an object, in which the newest times replace the previous ones. It is uploaded
+    every ten seconds and before each checkpoint.
+
+    Args:
+        where: The directory or URL, as returned by `jstep.stores.objects.location`.
+        prefix: The prefix of the run's checkpoints.
+
+    Raises:
+        OSError: The timeline cannot be created or written.
+    """
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self._start, self._prefix = secrets.token_hex(4), prefix
+        self._lock = threading.Lock()
+        self._failing = False
+        self._replaceable = 0
+        self._is_object = is_url(where)
+        if self._is_object:
+            now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
+            path = join(where, f"{OBJECTS}{now}-{self._start}.jsonl")
+            self._lines: LocalLines | ObjectLines = ObjectLines(path, resume=False)
+        else:
+            self._lines = LocalLines(join(where, NAME))
+
+    def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
+        """Write a line.
+
+        Args:
+            kind: The kind of the line.
+            to_disk: Whether to upload it at once, below a URL.
+            **fields: Other fields, with JSON values.
+        """
+        line = {"kind": kind, "start": self._start, "prefix": self._prefix, **fields}
+        text = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with self._lock:
+            try:
+                replaced, self._replaceable = self._replaceable, 0
+                self._lines.write(text, instead_of=replaced)
+                self._replaceable = len(text) if kind == TIMES and not to_disk else 0
+                if self._is_object:
+                    self._lines.sync(to_disk=to_disk)
+            except OSError as error:
+                self._warn(error)
+            else:
+                self._failing = False
+
+    def flush(self) -> None:
+        """Flush the lines to the disk, if it is a file: `write` uploads objects."""
+        if self._is_object:
+            return
+        with self._lock:
+            try:
+                self._lines.sync(to_disk=True)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failing:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+        self._failing = True
+
+    def close(self) -> None:
+        """Close the timeline."""
+        with self._lock:
+            try:
+                self._lines.close()
+            except OSError as error:
+                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
+
+
+# Breakdown of the wall time of a run, over all its starts.
+
+_COPIED = tuple(part for part in PARTS if part != STEPPING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
+
+    Attributes:
+        productive: Time of the steps that led to the final state.
+        rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
+            hooks, evaluations and saves are counted in their own parts.
+        starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
+            step returned: imports, devices, restore, compilation, first batch. Also later compilations that the loop
+            waited for, because of a new stage or batch size.
+        waiting: Time that the loop waited for batches.
+        saving: Time that the loop waited for checkpoints.
+        evaluating: Time of `EvaluationHook`s, including their callbacks.
+        hooks: Time of all other hooks, including the device time that they waited for and the repeated updates of
+            `AuditHook`.
+        down: Time from the last line of one start to the next start.
+        starts: Number of starts of the run.
+        steps: Number of steps that led to the final state.
+        stalled: Part → its seconds in which process 0 hung, as `StallHook` reported. They are a share of the seconds of
+            that part.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000))
+        goodput 70.0 %: 1000 steps in 100 s, 2 starts
+          productive  70.000 s   70.0 %
+          starting    20.000 s   20.0 %
+          down        10.000 s   10.0 %
+    """
+
+    productive: float = 0.0
+    rewound: float = 0.0
+    starting: float = 0.0
+    waiting: float = 0.0
+    saving: float = 0.0
+    evaluating: float = 0.0
+    hooks: float = 0.0
+    down: float = 0.0
+    starts: int = 0
+    steps: int = 0
+    stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name → seconds of the parts, which sum to `total`."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("starts", "steps", "stalled")
+        }
+
+    @property
+    def total(self) -> float:
+        """The total number of seconds."""
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float:
+        """The goodput, productive / total; 0 if no time has elapsed."""
+        return self.productive / self.total if self.total > 0 else 0.0
+
+    @property
+    def _title(self) -> str:
+        starts = "start" if self.starts == 1 else "starts"
+        return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
+
+    @property
+    def _rows(self) -> list[tuple[str, str, str]]:
+        parts = [((name, seconds), ("  stalled", self.stalled.get(name))) for name, seconds in self.parts.items()]
+        rows = [row for part in parts for row in part if row[1]]
+        return [(name, f"{seconds:.3f} s", _percent(seconds / self.total)) for name, seconds in rows if seconds]
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self._rows)
+
+    def __str__(self) -> str:
+        rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
+        return "\n".join([self._title, *(f"  {line}" for line in columns(rows))])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
+    """Account for all wall time of a run, over all its starts.
+
+    `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
+    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written every second and before
+    each checkpoint. If a start was killed, up to its last second (ten seconds below a URL) counts as `down`. The run
+    may still be in progress.
+
+    Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, or its URL.
+        prefix: The prefix of the run's checkpoints; several runs may share a directory.
+
+    Returns:
+        The seconds of each part.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: The timeline has no run with this prefix, or was written by a newer version of jstep.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> run = tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 9, 9, checkpoint_dir=run)
+        >>> found = jstep.goodput(run)
+        >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
+        (9, 1, True, True)
+    """
+    found = _accounted(read(path, prefix))
+    stalled: dict[str, float] = {}
+    for line in fields_with(absolute(location(path, "path")), STALL):
+        seconds, part = line.get("stalled", 0.0), line.get("part")
+        if line.get("kind") == STALL and line.get("prefix") == prefix and part in PARTS and is_seconds(seconds):
+            name = "productive" if part == STEPPING else str(part)
+            stalled[name] = stalled.get(name, 0.0) + seconds
+    return dataclasses.replace(found, stalled=stalled)
+
+
+def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
+    seconds = dict.fromkeys((*_COPIED, "productive", "rewound", "down"), 0.0)
+    ended: float | None = None
+    for lines in all_starts:
+        last = lines[-1]
+        own = _seconds(last)
+        began = last["time"] - sum(own.values())
+        if ended is not None:
+            seconds["down"] += max(0.0, began - ended)
+            # If the process was already running before the previous start ended, that time is counted once.
+            own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
+        ended = last["time"] if ended is None else max(ended, last["time"])
+        for part in _COPIED:
+            seconds[part] += own[part]
+    steps, limit = 0, math.inf
+    for lines in reversed(all_starts):
+        kept, of_them = _kept(lines, limit)
+        seconds["productive"] += kept
+        seconds["rewound"] += max(0.0, _seconds(lines[-1])[STEPPING] - kept)
+        steps += of_them
+        if (where := lines[-1]["step"]) is not None:
+            limit = min(limit, where[0])
+    return Goodput(**seconds, stalled={}, starts=len(all_starts), steps=steps)
+
+
+def _seconds(line: Mapping[str, Any]) -> dict[str, float]:
+    return {part: float(line["seconds"].get(part, 0.0)) for part in PARTS}
+
+
+def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]:
+    """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
+    known = [(one["step"], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
+    if not known:
+        return 0.0, 0
+    (first, last), all_of_it = known[-1]
+    if limit >= last:
+        return all_of_it, last - first
+    if limit <= first:
+        return 0.0, 0
+    # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
+    saved = [_seconds(one)[STEPPING] for one in lines if one.get("checkpoint") == limit]
+    if saved:
+        return saved[-1], int(limit) - first
+    below = (first, 0.0)
+    for (_, step), seconds in known:
+        if step >= limit:  # the first such line, because later ones include time of the next step
+            break
+        below = (step, seconds)
+    share = (limit - below[0]) / (step - below[0])
+    return below[1] + share * (seconds - below[1]), int(limit) - first
