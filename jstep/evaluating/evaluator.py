@@ -1,8 +1,11 @@
-"""Exact evaluation of metrics over a data set."""
+"""The evaluator, and the hook that calls it."""
 
 import contextlib
 import functools
+import json
+import logging
 import operator
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, note
+from jstep.core.checks import as_bool, as_function, as_text, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
@@ -19,12 +22,266 @@ from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, 
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
-from jstep.hooks.evaluation import CheckedEvaluation
-from jstep.hooks.stock import raise_if_stop_requested
+from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
+from jstep.hooks.metric_sums_program import numbers_of, read, text
+from jstep.hooks.run_hook import OwnRun, RunHook, cadence, check_writer, scalar
+from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
+from jstep.hooks.timeline import STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
 from jstep.training.step import explain_a_list
+
+# Periodic evaluation with callbacks.
+
+_logger = logging.getLogger("jstep")
+
+
+class CheckedEvaluation:
+    """An `evaluate(state)` that finds before the first step what cannot work.
+
+    Args:
+        evaluate: `evaluate(state) -> {name: number}`.
+        check: `check(state)` raises the error that `evaluate(state)` would raise, without computing anything.
+    """
+
+    def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], check: Callable[[TrainState], None]) -> None:
+        self._evaluate, self.check = evaluate, check
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Evaluate the state."""
+        return self._evaluate(state)
+
+
+class EvaluationHook(RunHook):
+    """A hook that evaluates the state periodically and at the end, logs and writes the results, and runs callbacks.
+
+    The states of callbacks (`get_state`, `set_state`) are saved with each checkpoint, under the key of this hook: after
+    a restart, the patience of `EarlyStopping` continues to count, and a run that stopped early stays stopped.
+
+    At the end of a run, the state is evaluated even if no evaluation is due at that step. Such an evaluation is logged
+    and passed to `KeepBest` and to custom callbacks, but not to callbacks with a true attribute `on_cadence_only`, such
+    as `EarlyStopping` and `ReduceOnPlateau`. A run in two parts thus makes the same decisions as a single run.
+
+    What a `jstep.evaluator` cannot evaluate is an error before the first step: its metric function is evaluated for the
+    shapes of the first batch, and its averages and model state are looked up.
+
+    If a signal arrives during an evaluation by `jstep.evaluator`, the evaluation is abandoned between two batches, the
+    run saves and exits, and the evaluation is repeated when the run is restarted.
+
+    Args:
+        evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
+        every_n_steps: Interval in steps; due at its multiples.
+        every_n_secs: Interval in seconds. If both are given, whichever comes first.
+        callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
+            `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
+            to continue with, which later callbacks see. All of them are called.
+        then: An alias of `callbacks`; give only one of the two.
+        summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`.
+            None for the one that `train` opens in its `logdir`, if any.
+        prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
+        key: The name under which checkpoints store the state of the hook; None for its class and prefix.
+        clock: Returns seconds; replaced in tests.
+
+    Attributes:
+        key: The argument `key`.
+        results: Step → result of `evaluate`, for this run.
+        newest: The last evaluated step and its results by their logged names, or None.
+
+    Raises:
+        TypeError: Both `callbacks` and `then` are given.
+        ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
+            same prefix, or two callbacks the same `key`.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> def evaluate(state):
+        ...     return {"w": float(state.params["w"])}
+        >>> stop = jstep.EarlyStopping("w", patience=2, mode="max", min_delta=0.2)
+        >>> hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[stop])
+        >>> state = jstep.train(train_step, state, lambda n: jnp.ones(()), 10, hooks=[hook])
+        >>> hook.results
+        {1: {'w': 0.5}, 2: {'w': 0.75}, 3: {'w': 0.875}, 4: {'w': 0.9375}}
+
+    Source: `ValidationMonitor` of `tf.contrib.learn`.
+    """
+
+    key: str | None = None
+
+    def __init__(
+        self,
+        evaluate: Callable[[TrainState], Mapping[str, Any]],
+        *,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        then: Sequence[EvaluationCallback] = (),
+        callbacks: Sequence[EvaluationCallback] | None = None,
+        summary_writer: Any = None,
+        prefix: str = "eval",
+        key: str | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._evaluate = as_function(evaluate, "evaluate", "of the state")
+        self._writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
+        self._takes_writer = summary_writer is None
+        self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
+        if callbacks is None:
+            self._callbacks = Callbacks(then, "then")
+        elif isinstance(then, tuple) and not then:
+            self._callbacks = Callbacks(callbacks, "callbacks")
+        else:
+            raise TypeError("then and callbacks are two names of one argument: give one of them")
+        # The state is sharded over all processes, so all of them evaluate it.
+        self.cadence = cadence(
+            steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, together=True
+        )
+        self.results: dict[int, Mapping[str, Any]] = {}
+        self.newest: tuple[int, dict[str, Any]] | None = None
+        self._reported_step: int | None = None
+        self._owed: int | None = None
+
+    @property
+    def watches(self) -> str:
+        """The prefix, which identifies the hook among others of its class."""
+        return self.prefix
+
+    @property
+    def why(self) -> str | None:
+        """The `why` of the callback that ends the run before any step, or None."""
+        return self._callbacks.why
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The callback that stopped the run, or None."""
+        return self._callbacks.stopped_by
+
+    def use_run(self, run: RunInfo) -> None:
+        """Use the writer of `train` by default, and pass the run to callbacks; refuse two hooks with one prefix."""
+        if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
+            raise ValueError(
+                f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
+                "results would be logged and written under the same names; give each hook a different prefix"
+            )
+        super().use_run(run)
+        if self._takes_writer:
+            self._writer = run.writer
+        if not isinstance(run, OwnRun):
+            self._callbacks.each("use_run", run)
+
+    def begin(self, state: TrainState) -> bool:
+        """Reset the clock and begin the callbacks; if one of them returns True, no step is run.
+
+        Raises:
+            Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
+        """
+        self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
+        super().begin(state)
+        if isinstance(self._evaluate, CheckedEvaluation):
+            self._evaluate.check(state)
+        return self._callbacks.begin(state)
+
+    def get_state(self) -> Any:
+        """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
+        return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state()}
+
+    def set_state(self, value: Any) -> bool:
+        """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
+        fields = value if isinstance(value, dict) else {}
+        steps = [fields.get("step", ""), fields.get("owed", "")]
+        if not all(step is None or type(step) is int for step in steps):
+            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
+            return False
+        self._reported_step, self._owed = steps
+        return self._callbacks.set_state(fields.get("then"))
+
+    def evaluate_owed(self, step: int, state: TrainState) -> Any:
+        """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""
+        if self._owed != step:
+            self._owed = None
+            return None
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
+        return True if self._owed == step else result  # interrupted again
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
+        """Evaluate; return the combined result of the callbacks."""
+        return self._evaluate_at(step, state, on_cadence=True)
+
+    def end(self, step: int, state: TrainState) -> "TrainState | None":
+        """Evaluate the last state, unless it was evaluated already."""
+        if step in self.results:
+            return None
+        result = self._evaluate_at(step, state, self._is_on_cadence(step))
+        result = result.state if isinstance(result, StopWith) else result
+        return result if isinstance(result, TrainState) else None
+
+    def before_save(self, step: int) -> bool | None:
+        """Call `before_save` of the callbacks; return whether one of them prevents the save."""
+        return any(self._callbacks.each("before_save", step))
+
+    def close(self) -> None:
+        """Close the callbacks."""
+        super().close()
+        self._callbacks.each("close")
+
+    def _is_on_cadence(self, step: int) -> bool:
+        """Whether an evaluation is due at this step, or was due when it was interrupted."""
+        return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
+
+    def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+        # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
+        self._owed = step if on_cadence else None
+        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+            jax.block_until_ready(state)
+        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
+        try:
+            with interruptible(self.run.stop_requested):
+                values = self._evaluate(state)
+        except EvaluationAbandoned:
+            if jax.process_index() == 0:
+                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, key_of(self))
+            return None
+        if not isinstance(values, Mapping):
+            raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
+        if (path := trees.donated_leaf(state)) is not None:
+            raise RuntimeError(
+                f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
+                "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
+            )
+        self._owed = None
+        if self._callbacks and not processes.is_single_process():
+            values = {**values, **_of_process_0(values)}
+        self.results[step] = values
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        self.newest = (step, numbers_of(named))
+        if jax.process_index() == 0:
+            _logger.info("step %d  %s", step, text(named))
+        if self._writer is not None:
+            with internal_transfers():
+                for name, value in named.items():
+                    self._writer.add_summary(scalar(name, value), step)
+        # A finished run that is started again repeats its last evaluation, which callbacks must not see twice.
+        if self._reported_step == step:
+            return None
+        self._reported_step = step
+        if not on_cadence:
+            self.run.before_off_cadence()
+        result = self._callbacks(step, state, values, on_cadence=on_cadence)
+        if self.run.saver is not None and len(self.results) == 1:
+            self.get_state()  # raises now, not at the first save, if a state cannot be saved
+        return result
+
+
+def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of process 0, so that all processes make the same decisions."""
+    numbers = {name: repr(float(value)) for name, value in read(numbers_of(values)).items()}
+    shared = processes.broadcast_bytes(json.dumps(numbers).encode())
+    return {name: float(value) for name, value in json.loads(shared).items()}
+
+
+# Exact evaluation of metrics over a data set.
 
 
 def evaluator(

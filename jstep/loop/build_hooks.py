@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.counters import StepCounterHook
-from jstep.hooks.evaluation import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, ProgressHook, SummarySaverHook

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jstep.core.checks import note
-from jstep.hooks.evaluation import EvaluationHook
+from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, name_of
 from jstep.hooks.run_hook import Due, RunHook, next_end
 from jstep.hooks.stock import CheckpointSaverHook

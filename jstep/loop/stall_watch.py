@@ -28,7 +28,7 @@ from jstep.core.meshes import Thread, in_background
 from jstep.data.prefetch import serve
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
-from jstep.hooks.evaluation import EvaluationHook
+from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
