@@ -58,8 +58,8 @@ from jstep.hooks.stock import StopAtStepHook as StopAtStepHook
 from jstep.hooks.stock import every as every
 from jstep.hooks.timeline import Goodput as Goodput
 from jstep.hooks.timeline import goodput as goodput
-from jstep.loop.signals import Preempted as Preempted
-from jstep.loop.stall_watch import StallHook as StallHook
+from jstep.loop.feeder import Preempted as Preempted
+from jstep.loop.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adam as adam

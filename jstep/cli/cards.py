@@ -45,7 +45,7 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
         pairs = list(zip(of_a, of_b, strict=True))
     if not pairs:
         return None
-    from jstep.loop.card_difference import card_difference  # imports JAX, which is not needed without cards
+    from jstep.loop.card import card_difference  # imports JAX, which is not needed without cards
 
     return [
         f"{one}: {line}" if len(pairs) > 1 else line

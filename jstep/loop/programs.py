@@ -2,34 +2,232 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import mesh_of, using_mesh
-from jstep.hooks.counters import DispatchedSteps
+from jstep.core.checks import kind, shown
+from jstep.core.meshes import in_background, mesh_of, using_mesh
+from jstep.core.placement import refuse_compile_only
+from jstep.core.programs import shards_arrays
+from jstep.distributed import processes
+from jstep.hooks.counters import DispatchedSteps, StepCounterHook
 from jstep.hooks.metric_sums import MetricSums, kinds_of
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.timeline import STARTING, Stopwatch
-from jstep.loop.auto_steps import AUTO, AutoSteps
-from jstep.loop.background_compiler import BackgroundCompiler, shapes_of, stacked_shapes
-from jstep.loop.batch_feeder import Call, CopiedBatches, Plan, make_calls
-from jstep.loop.checks import check_result
-from jstep.loop.compilations import compilations_here, seconds_here
-from jstep.loop.redundant_rows import warn_of_redundant_rows
-from jstep.loop.stages import TrainSteps, name_of_step
-from jstep.state.train_state import keep_roles
+from jstep.loop.compiler import BackgroundCompiler, compilations_here, seconds_here, shapes_of, stacked_shapes
+from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
+from jstep.state.global_step import get_global_step
+from jstep.state.sharding import mesh_without_batch
+from jstep.state.train_state import TrainState, keep_roles, require_state
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 
+# Checks of the arguments of `train`, before anything is opened.
+
+_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
+
+
+def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
+    """Return the hooks as a list; refuse anything but a sequence of hooks."""
+    if hasattr(hooks, "after_step"):
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
+    try:
+        found = list(hooks)
+    except TypeError:
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {type(hooks).__name__}") from None
+    for i, hook in enumerate(found):
+        if isinstance(hook, type):
+            raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
+        for method in _METHODS:
+            if hasattr(hook, method) and not callable(getattr(hook, method)):
+                raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
+        if not any(hasattr(hook, method) for method in _METHODS):
+            way = ""
+            if callable(hook):
+                name = getattr(hook, "__name__", "fn")
+                way = f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps"
+            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
+    return found
+
+
+def check(state: Any, last_step: int) -> None:
+    """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
+
+    Raises:
+        RuntimeError: The state has no global step.
+    """
+    refuse_compile_only(require_state(state), "state")
+    if np.ndim(state.global_step):
+        raise ValueError(
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
+            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, "
+            "jax.eval_shape(create, seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), "
+            "and in jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
+            "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
+        )
+    step = get_global_step(state)
+    if step is None:
+        # Raises the error of StepCounterHook, which every run has.
+        StepCounterHook().begin(state)
+        return
+    last = np.iinfo(step.dtype).max
+    if last_step > last:
+        raise ValueError(
+            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can hold; under "
+            "jax_enable_x64 steps are int64"
+        )
+
+
+def check_alive(state: TrainState) -> None:
+    """Refuse a state that was donated to an earlier step."""
+    path = trees.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
+            "the step returned, or make a new one."
+        )
+
+
+def check_result(result: Any) -> tuple[TrainState, Any]:
+    """Return the result of a step; refuse anything but a state and metrics."""
+    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
+    what = f"{expected}it returned"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
+    state, metrics = result
+    if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
+        raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
+    odd = next((name for name in metrics if not isinstance(name, str)), None)
+    if odd is not None:
+        raise TypeError(f"{expected}the name of a metric must be a string, got {shown(odd)}")
+    return state, metrics
+
+
+# `steps_per_call="auto"`: choose the most steps of a call from the times of the first calls.
+
 _logger = logging.getLogger("jstep")
+
+AUTO = "auto"
+LONGEST_CALL, MOST = 5e-3, 64
+"""The seconds that a call may take, and the most steps that it may have."""
+_UNTIMED, _TIMED = 2, 5
+"""The number of calls that compile and warm up, and of those that are timed."""
+
+
+def most_steps(seconds: float) -> int:
+    """The most steps of a call, a power of two, for steps that take some seconds each."""
+    most = 1
+    while most < MOST and 2 * most * seconds <= LONGEST_CALL:
+        most *= 2
+    return most
+
+
+class AutoSteps:
+    """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
+
+    It waits for the device during the calls that it times, so that their times are those of the device. Processes of
+    one run switch at the same call; for that, they wait for the compilation.
+
+    Args:
+        compile: `compile(most)` compiles the program of up to that many steps.
+        switch: `switch(most)` makes later calls of up to that many steps.
+        clock: Returns seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        compile: Callable[[int], object],
+        switch: Callable[[int], object],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._compile, self._switch, self._clock = compile, switch, clock
+        self._calls = 0
+        self._seconds: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the number of steps is chosen."""
+        return len(self._seconds) == _TIMED
+
+    def before(self, state: Any) -> float:
+        """Called before a call of one step; return the time, for `after`."""
+        if self._calls >= _UNTIMED:
+            jax.block_until_ready(state)
+        return self._clock()
+
+    def after(self, began: float, state: Any) -> None:
+        """Called after it, with the state that it returned."""
+        self._calls += 1
+        if self._calls <= _UNTIMED:
+            return
+        jax.block_until_ready(state)
+        self._seconds.append(self._clock() - began)
+        if self.is_over:
+            self._choose(min(self._seconds))
+
+    def _choose(self, seconds: float) -> None:
+        if not processes.is_single_process():
+            (slowest,) = processes.max_over_processes(np.array([round(seconds * 1e6)], np.int32))
+            seconds = float(slowest) / 1e6
+        most = most_steps(seconds)
+        steps = "1 step" if most == 1 else f"up to {most} steps"
+        _logger.info('steps_per_call="auto": %s a call, as a step takes %.3g ms', steps, 1e3 * seconds)
+        if most == 1:
+            return
+        if processes.is_single_process():
+            in_background(functools.partial(self._prepare, most), name="jstep-compile")
+        else:
+            self._prepare(most)
+
+    def _prepare(self, most: int) -> None:
+        try:
+            self._compile(most)
+        except Exception as error:
+            _logger.warning("the program of %d steps could not be compiled: %s: %s", most, type(error).__name__, error)
+        else:
+            self._switch(most)
+
+
+# A warning for runs in which each device computes the whole batch.
+
+
+def warn_of_redundant_rows(trace: Callable[[], Any], state: Any, args: tuple[Any, ...]) -> None:
+    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
+
+    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
+    nothing itself. Any other layout may be intended, and gives no warning.
+
+    Args:
+        trace: Returns the trace of the step that ran, or None.
+        state: The state that the step returned; anything but a TrainState is ignored.
+        args: The batch as the step received it.
+    """
+    params = jax.tree.leaves(getattr(state, "params", None))
+    mesh = mesh_without_batch(params, args)
+    if mesh is None or jax.process_index() != 0:
+        return
+    if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
+        return
+    traced = trace()
+    if traced is None or shards_arrays(traced.jaxpr):
+        return
+    _logger.warning(
+        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
+        "batch; give train batch_sharding=jax.NamedSharding(mesh, jax.P(%r)), or place the batches on the mesh",
+        mesh.size,
+        mesh.axis_names[0],
+    )
+
 
 _SLOW = "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop"
 

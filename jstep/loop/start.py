@@ -1,28 +1,420 @@
-"""The start of a run: restore the state while the first batch is made and the first program is compiled."""
+"""The start of a run: restoring, hooks, compiling ahead, and the first batch."""
 
 import contextlib
 import functools
+import importlib.util
 import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.slots import left_out_indices
+from jstep.core import trees
+from jstep.core.checks import note
+from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source, saved_position, source_of
+from jstep.data.prefetch import copied, placement
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
-from jstep.hooks.hook import check_owners, get_states, set_states
-from jstep.loop.batch_feeder import BatchFeeder, copied_batches
-from jstep.loop.build_hooks import build_hooks
-from jstep.loop.cards import Cards
-from jstep.loop.compile_ahead import compile_ahead, compile_first_program
-from jstep.loop.end_messages import reason_done
-from jstep.loop.hook_runner import HookRunner
-from jstep.loop.restore import restore
-from jstep.loop.run import RUNNING, Run
-from jstep.loop.run_saver_hook import HOOKS, STOPPED, RunSaverHook
-from jstep.loop.stages import StageBoundaries
-from jstep.loop.start_times import FirstBatch
-from jstep.loop.timeline_recorder import TimelineRecorder
+from jstep.evaluating.evaluator import EvaluationHook
+from jstep.hooks.counters import StepCounterHook
+from jstep.hooks.hook import Hook, check_owners, get_states, name_of, set_states
+from jstep.hooks.metric_sums_program import read
+from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
+from jstep.hooks.report import LoggingHook, ProgressHook, SummarySaverHook
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
+from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
+from jstep.loop.journal import Cards, TimelineRecorder
+from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
+from jstep.loop.run import RUNNING, Options, Run
+from jstep.loop.runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
+from jstep.optimizers.hyperparameters import held_values
+from jstep.state.global_step import global_step
+from jstep.state.sharding import as_shardings
+from jstep.state.train_state import TrainState
+
+# Restore the newest checkpoint, or start from the given state.
 
 _logger = logging.getLogger("jstep")
+
+
+def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
+    """Open the checkpoints, call `may_write` once the run may write, and read the small parts of the newest one.
+
+    Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
+    """
+    options, state = run.options, run.state
+    if options.checkpoint_dir is None:
+        may_write()
+        _check_concrete(state, "and no checkpoint_dir to restore from")
+        run.begin_at(_step_of(state))
+        return
+    saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+    run.closing.push(functools.partial(_leave, run, saver))
+    run.saver, run.given = saver, _step_if_known(state)
+    run.held = _held(state) if run.given is not None else {}
+    if run.latest is None or run.latest < options.last_step:
+        saver.claim(state)  # fails now, not at the first save
+    else:
+        left_out_indices(state, saver.leave_out)
+    may_write()
+    run.start = run.given if run.latest is None else run.latest
+    run.first = run.start or 0
+    if run.latest is not None:
+        try:
+            run.extra = _extra(saver, run.latest)
+        except Exception:  # `restore` reports what is wrong
+            run.start = None
+
+
+def _opened(options: Options) -> tuple[Saver, int | None]:
+    """Open the checkpoints of a run, and find the newest one."""
+    given = options.checkpoint_dir
+    assert given is not None
+    saver = given if isinstance(given, Saver) else Saver(given, prefix=options.checkpoint_prefix)
+    return saver, saver.latest_step()
+
+
+def restore(run: Run) -> None:
+    """Restore the newest checkpoint, or start from the given state."""
+    run.is_begun = True
+    saver = run.saver
+    if saver is None:
+        return
+    try:
+        with internal_transfers():
+            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
+            run.state = saver.restore(run.state)
+    except FileNotFoundError:
+        _check_concrete(run.state, "and there is no checkpoint to restore")
+        run.begin_at(_step_of(run.state))
+        return
+    restored = _step_of(run.state)
+    if restored != run.start:
+        run.extra = _extra(saver, restored)
+    run.restored = restored
+    run.begin_at(restored)
+    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
+    before = run.extra.get(HELD)
+    _warn_if_different(run.given, run.held, restored, before, checkpoint_name(saver.prefix, restored))
+    run.held = (before or {}) if run.given else run.held
+
+
+def _extra(saver: Saver, step: int) -> dict[str, Any]:
+    extra = saver.extra(step)
+    return extra if isinstance(extra, dict) else {}
+
+
+def _check_concrete(state: TrainState, why: str) -> None:
+    """Refuse a state that a run cannot start from: an abstract one, or one that was donated."""
+    for path, leaf in trees.leaves_with_paths(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
+                "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
+            )
+    check_alive(state)
+
+
+def _step_if_known(state: TrainState) -> int | None:
+    """The step of the given state; None if it is abstract or was donated."""
+    step = state.global_step
+    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
+        return None
+    return _step_of(state)
+
+
+def _held(state: TrainState) -> dict[str, float]:
+    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read(values).items()}
+
+
+def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+    """Warn if the given state differs from the checkpoint, which wins."""
+    if given and given != restored:
+        _logger.warning(
+            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
+            "continue from the state passed, give another checkpoint_dir.",
+            given,
+            name,
+        )
+    if given or not isinstance(before, dict):
+        return
+    for hyperparameter, value in held.items():
+        if before.get(hyperparameter, value) != value:
+            _logger.warning(
+                "state: held %r starts at %g, which was %g when this run started; the value in %s is used. Set "
+                "another value by jstep.set_hyperparameter, in a hook.",
+                hyperparameter,
+                value,
+                before[hyperparameter],
+                name,
+            )
+
+
+def _step_of(state: TrainState) -> int:
+    with internal_transfers():
+        return global_step(state)
+
+
+def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
+    leave = saver.wait if saver is run.options.checkpoint_dir else saver.close
+    try:
+        if not run.signals.at_once:
+            leave()
+        elif leave == saver.close:
+            saver.close(wait=False)
+    except Exception as failure:
+        if error is None:
+            raise
+        note(error, f"Additionally, {failure}")
+
+
+# Assemble user-supplied and stock hooks.
+
+_NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "close", "use_writer")
+"""Methods that `train` called on every hook in jstep 0.2 and earlier."""
+
+
+def build_hooks(run: Run, recorder: TimelineRecorder) -> None:
+    """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks.
+
+    Args:
+        run: The run.
+        recorder: The recorder of its times.
+    """
+    options = run.options
+    run.writer = _open_writer(run)
+    # Hooks that save come last: the checkpoint of a step includes the other hooks' changes to the state.
+    own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
+    _warn_of_methods_not_called(own)
+    run.evaluations = tuple(hook for hook in own if isinstance(hook, EvaluationHook))
+    run.counter = _first(own, StepCounterHook)
+    run.hooks = list(own)
+    if run.counter is None:
+        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        run.hooks.append(run.counter)
+    reporting = _reporting(run)
+    run.hooks += reporting
+    run.logs_lines = any(isinstance(hook, LoggingHook) for hook in reporting)
+    summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
+    if run.writer is not None and options.save_summaries_steps is not None and not summed:
+        steps, constants = options.save_summaries_steps, run.constant_metrics
+        run.hooks.append(SummarySaverHook(run.writer, save_steps=steps, leave_out=constants))
+    if (run.saver is not None or _first(own, CheckpointSaverHook)) and not _first(own, NanLossHook):
+        run.hooks.append(NonfiniteParametersHook())
+    if run.saver is not None:
+        # A run that resumes from a checkpoint does not write earlier summaries and times again.
+        before = [recorder.before_save] if run.writer is None else [run.writer.drain, recorder.before_save]
+        run.flushes += [recorder.flush] if run.writer is None else [run.writer.settle, recorder.flush]
+        run.hooks.append(RunSaverHook(run, before))
+    for hook in run.hooks:
+        if isinstance(hook, RunHook):
+            run.closing.callback(hook.close)
+            hook.use_run(run)
+    if run.saver is not None:
+        for flush in run.flushes:
+            run.closing.enter_context(run.saver.flushing(flush))
+
+
+def _first(hooks: list[Any], kind: type) -> Any:
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def _warn_of_methods_not_called(hooks: list[Any]) -> None:
+    """Warn about hooks written for jstep 0.2, some of whose methods are not called."""
+    for hook in hooks:
+        names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
+        if names and not isinstance(hook, RunHook):
+            _logger.warning(
+                "hooks: %s has %s, which train does not call (jstep 0.2 did); see jstep.Hook for what it calls. "
+                "Use `end`, or close what the hook opened around train: with contextlib.closing(hook)",
+                name_of(hook),
+                ", ".join(names),
+            )
+
+
+def _reporting(run: Run) -> list[Hook]:
+    """The hook that reports progress: a progress line, log lines, or none."""
+    options = run.options
+    if options.progress is False or jax.process_index() != 0:
+        return []
+    terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+    if options.progress or terminal:
+        return [ProgressHook(last_step=options.end)]
+    if options.log_steps is None:
+        return []
+    return [LoggingHook(every_n_steps=options.log_steps, counter=run.counter, leave_out=run.constant_metrics)]
+
+
+def _open_writer(run: Run) -> Any:
+    if run.logdir is None:
+        return None
+    from jstep.summary.writer import SummaryWriter
+
+    writer = run.closing.enter_context(SummaryWriter(run.logdir))
+    # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
+    writer.add_session_log("START", run.first + 1)
+    return writer
+
+
+# Compile the programs of a run ahead of time: trace them before it begins, compile them before they are due.
+
+_HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
+
+
+def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None:
+    """Trace the stages of a run whose first batch can be indexed, and compile later ones in the background.
+
+    Args:
+        run: The run.
+        boundaries: The steps at which another program follows.
+        source: The batches.
+
+    Raises:
+        ValueError: A stage does not fit the state or its batch; names its first step.
+    """
+    first, *later = boundaries.segments(run.first, run.options.last_step)
+    if not later:
+        return
+    programs, shapes = run.programs, shapes_of(run.state)
+    seen: set[Any] = set()
+    jobs = []
+    for segment in (first, *later):
+        stage, args = programs.stages[segment.stage], None
+        if not is_compiled(stage.single):
+            continue
+        if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
+            args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
+            if args is None:  # the batches end earlier
+                break
+            key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)), segment.stop - segment.first)
+            if key in seen:
+                continue
+            seen.add(key)
+            if segment is not first:
+                _check(stage.single, shapes, args, segment)
+        elif not segment.is_edge:
+            continue
+        if segment is not first:
+            jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
+    programs.ahead_compiler = BackgroundCompiler(jobs, run.is_stopping)
+    run.closing.callback(programs.ahead_compiler.close)
+
+
+def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any] | None) -> None:
+    """Compile a run's first program in the background, while the state is restored, if it is compiled at all.
+
+    Args:
+        run: The run.
+        first: The first batch, being made in a thread.
+        shapes: Returns the shapes of the first batch without making it; None if they are not known.
+    """
+    programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
+    stage = programs.stage_of(start)
+    if not is_compiled(stage.single):
+        first.forget()
+        return
+
+    def is_over() -> bool:
+        return compiler.is_closed
+
+    def make(state: Any, _: tuple[Any, ...]) -> bool:
+        try:
+            if shapes is not None and batch_sharding is None:
+                batch = interruptible(shapes, is_over)
+            else:
+                batch = first.peek(is_over)
+            if batch is None:
+                return False
+            args = _shapes_as_args(batch, batch_sharding)
+            del batch
+        finally:
+            first.forget()
+        with run.times.compiling():
+            return programs.compile(start, args)
+
+    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.is_stopping, is_quiet=True)
+    programs.first_compiler = compiler
+    run.closing.callback(compiler.close)
+    compiler.begin(programs.state_shapes)
+
+
+def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
+    assert source.at is not None
+    try:
+        batch = copied(source.at(step), fresh=True)
+    except IndexError:
+        return None
+    try:
+        return _shapes_as_args(batch, batch_sharding)
+    except ValueError as error:
+        note(error, f"This is batch {step}, whose shapes are checked before the first step{_HINT}.")
+        raise
+
+
+def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
+    """The shapes and shardings of the arguments that a batch becomes."""
+    placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
+    args: tuple[Any, ...] = shapes_of(trees.arguments_of(placed))
+    return args
+
+
+def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
+    """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
+    name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
+    try:
+        new = trace_step(step, state, args).out_info[0]
+    except Exception as error:
+        which = ", its first one, with the state and the batch of that step"
+        if not segment.is_edge:
+            which = f" with batch {segment.first}, whose shapes differ from those of the batch before"
+        raise ValueError(
+            f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
+            f"{'' if segment.is_edge else _HINT}"
+        ) from error
+    different = first_difference(state, new)
+    if different is not None:
+        raise ValueError(
+            f"{name}: all training steps of a run share one structure of the state, but {different}; freeze "
+            "parameters with var_list, and give all stages optimizers with the same slots"
+        )
+
+
+def _compile(
+    programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
+) -> bool:
+    return programs.compile(segment.first, latest if args is None else args)
+
+
+def first_difference(state: Any, new: Any) -> str | None:
+    """Describe the first difference of two states in structure, shapes or dtypes; None if they agree."""
+    before = dict(trees.leaves_with_paths(state))
+    after = dict(trees.leaves_with_paths(new))
+    for path in [*before, *(path for path in after if path not in before)]:
+        if path not in after:
+            return f"this one returns a state without {path!r}"
+        if path not in before:
+            return f"this one returns a state with {path!r}, which the state does not have"
+        one, other = before[path], after[path]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return (
+                f"this one returns {path!r} as {other.dtype}{list(other.shape)}, but it is {one.dtype}"
+                f"{list(one.shape)} in the state"
+            )
+    return None
+
+
+# The start of a run: restore the state while the first batch is made and the first program is compiled.
+
 _PROBLEM = "the batches cannot be opened"
 
 
@@ -54,7 +446,7 @@ def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
 
 def _remember(run: Run, runner: HookRunner) -> None:
     """Restore the states of the hooks, and repeat what a signal interrupted."""
-    if set_states(run.hooks, run.extra.get(HOOKS)):
+    if set_states(run.hooks, run.extra.get(HOOK_STATES)):
         runner.is_done = True
     for hook in run.savers:
         if isinstance(hook, RunSaverHook):

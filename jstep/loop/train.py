@@ -16,20 +16,14 @@ from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING
-from jstep.loop.checks import check
-from jstep.loop.compile_cache import persistent_cache
-from jstep.loop.end_messages import report_early_end
-from jstep.loop.options import Options
-from jstep.loop.rescue import exit_on_signal, leave_at_once, rescue
-from jstep.loop.restore import open_checkpoints
-from jstep.loop.run import ENDING, Run, new_run
-from jstep.loop.run_steps import take_steps
-from jstep.loop.signals import StopWaiting
-from jstep.loop.stages import stages_of
-from jstep.loop.stall_watch import StallWatch
-from jstep.loop.start import begin
-from jstep.loop.start_times import StartTimes
-from jstep.loop.timeline_recorder import TimelineRecorder, new_watch
+from jstep.loop.compiler import StartTimes, persistent_cache
+from jstep.loop.feeder import StopWaiting, stages_of, take_steps
+from jstep.loop.journal import TimelineRecorder, new_watch
+from jstep.loop.programs import check
+from jstep.loop.run import ENDING, Options, Run, new_run
+from jstep.loop.runner import exit_on_signal, leave_at_once, report_early_end, rescue
+from jstep.loop.stalls import StallWatch
+from jstep.loop.start import begin, open_checkpoints
 from jstep.state.train_state import TrainState
 
 

@@ -17,8 +17,8 @@ from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.hook import name_of
-from jstep.loop.checks import list_of_hooks
-from jstep.loop.stages import name_of_step, stages_of
+from jstep.loop.feeder import name_of_step, stages_of
+from jstep.loop.programs import list_of_hooks
 from jstep.tools import table as _table
 from jstep.tools.due_steps import steps_of
 

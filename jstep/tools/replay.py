@@ -13,12 +13,9 @@ from jstep.core.checks import as_int, shown
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source, saved_position, source_of
 from jstep.hooks.hook import check_step
-from jstep.loop.batch_feeder import Call, copied_batches, make_calls
-from jstep.loop.checks import check
-from jstep.loop.options import as_steps_per_call, check_locations
-from jstep.loop.programs import Programs
-from jstep.loop.run_steps import LoopState, run_steps
-from jstep.loop.stages import StageBoundaries, stages_of
+from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
+from jstep.loop.programs import Programs, check
+from jstep.loop.run import as_steps_per_call, check_locations
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

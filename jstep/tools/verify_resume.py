@@ -15,11 +15,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.data.loaders import Source, gather_positions, owner_of, position_of, source_of
 from jstep.hooks.hook import check_step
-from jstep.loop.batch_feeder import copied_batches, make_calls
-from jstep.loop.checks import check_alive
-from jstep.loop.programs import Programs
-from jstep.loop.run_steps import LoopState, run_steps
-from jstep.loop.stages import stages_of
+from jstep.loop.feeder import LoopState, copied_batches, make_calls, run_steps, stages_of
+from jstep.loop.programs import Programs, check_alive
 from jstep.loop.train import train
 from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jstep.data.loaders import source_of
-from jstep.loop.batch_feeder import Plan, copied_batches, make_calls
+from jstep.loop.feeder import Plan, copied_batches, make_calls
 
 
 def in_loops(most):

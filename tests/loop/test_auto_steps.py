@@ -10,7 +10,7 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop.auto_steps import AutoSteps, most_steps
+from jstep.loop.programs import AutoSteps, most_steps
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_prefetch_to_device_copies_reused_buffers(offset):
 
 
 def test_jstep_batches_are_not_copied(monkeypatch):
-    from jstep.loop import batch_feeder
+    from jstep.loop import feeder
 
     seen = []
-    monkeypatch.setattr(batch_feeder, "copied", lambda batch, fresh: seen.append(fresh) or batch)
+    monkeypatch.setattr(feeder, "copied", lambda batch, fresh: seen.append(fresh) or batch)
     train(4, DATA)
     train(4, DATA.from_step(0))
     assert set(seen) == {True}

@@ -17,8 +17,8 @@ from cards import card_of, loss
 
 import jstep
 from jstep.loop import card
-from jstep.loop.card_difference import card_difference
-from jstep.loop.timeline_recorder import TimelineRecorder
+from jstep.loop.card import card_difference
+from jstep.loop.journal import TimelineRecorder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.card_difference import card_difference
+from jstep.loop.card import card_difference
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)

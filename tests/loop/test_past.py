@@ -8,7 +8,7 @@ import pytest
 
 import jstep
 from jstep.data.batches import rows_hash
-from jstep.loop.past import RestoredPast, past_of, warn_if_past_changed
+from jstep.loop.card import RestoredPast, past_of, warn_if_past_changed
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)

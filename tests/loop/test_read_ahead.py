@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jstep.loop.read_ahead import Choice, ReadAhead, cost, decide
+from jstep.loop.feeder import Choice, ReadAhead, cost, decide
 
 
 def calls(waited, rest, n=8, steps=1):

@@ -10,8 +10,8 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.loop.background_compiler import BackgroundCompiler, CompileJob
-from jstep.loop.signals import StopWaiting
+from jstep.loop.compiler import BackgroundCompiler, CompileJob
+from jstep.loop.feeder import StopWaiting
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 

@@ -12,7 +12,7 @@ from hangs import STEP, X, data, hang, line_of, loss_fn, once_at, train
 
 import jstep
 from jstep.checkpoint.saver import Saver
-from jstep.loop.stall_watch import StallWatch, Wait
+from jstep.loop.stalls import StallWatch, Wait
 
 
 def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):

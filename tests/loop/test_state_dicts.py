@@ -12,7 +12,7 @@ from sources import Positioned, Stateful, StatefulIterable, numbers
 
 import jstep
 from jstep.data.loaders import source_of
-from jstep.loop.batch_feeder import copied_batches
+from jstep.loop.feeder import copied_batches
 
 OPTIMIZER = jstep.gradient_descent(0.5)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - jnp.float32(x)) ** 2), OPTIMIZER)

@@ -10,8 +10,8 @@ import pytest
 from loop_runs import DATA, OPTIMIZER, STEP, Calls, Counted, loss_fn, make_state, same, train
 
 import jstep
-from jstep.loop import read_ahead
-from jstep.loop.read_ahead import Choice
+from jstep.loop import feeder
+from jstep.loop.feeder import Choice
 
 WAYS = {
     "direct": lambda choice, calls: Choice(calls=1),
@@ -25,7 +25,7 @@ UNDECIDED = 7
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Sets how batches are read; the tests that use it take no time."""
-    monkeypatch.setattr(read_ahead, "decide", WAYS[request.param])
+    monkeypatch.setattr(feeder, "decide", WAYS[request.param])
     yield request.param
     assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
 

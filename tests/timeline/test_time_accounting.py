@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.loop import timeline_recorder
+from jstep.loop import journal
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -23,9 +23,7 @@ class Clock:
         self.now, self.before = now, before
 
     def clocks(self):
-        return timeline_recorder.Clocks(
-            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before
-        )
+        return journal.Clocks(seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before)
 
     def advancing(self, seconds, result=None):
         def function(*args):
@@ -38,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timeline_recorder, "CLOCKS", clock.clocks())
+    monkeypatch.setattr(journal, "CLOCKS", clock.clocks())
     return clock
 
 
@@ -94,7 +92,7 @@ def test_audits_are_not_productive(clock, tmp_path):
 
 
 def test_a_later_compilation_is_not_productive(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline_recorder, "CLOCKS", timeline_recorder.Clocks(before=lambda: 0.0))
+    monkeypatch.setattr(journal, "CLOCKS", journal.Clocks(before=lambda: 0.0))
 
     def loss(params, x):
         time.sleep(len(x) - 1.0)  # while it is traced

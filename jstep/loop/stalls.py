@@ -34,13 +34,10 @@ from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import SAVING, STALL, STARTING, STEPPING, WAITING
-from jstep.loop.background_compiler import BackgroundCompiler
-from jstep.loop.compilations import unfinished_here
-from jstep.loop.hook_runner import FIRST_CALL, thing_of
-from jstep.loop.rescue import save_while_it_hangs
+from jstep.loop.compiler import BackgroundCompiler, FirstBatch, unfinished_here
 from jstep.loop.run import ENDING, Run
 from jstep.loop.run import STARTING as BEGINNING
-from jstep.loop.start_times import FirstBatch
+from jstep.loop.runner import FIRST_CALL, save_while_it_hangs, thing_of
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location

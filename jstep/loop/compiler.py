@@ -1,0 +1,527 @@
+"""Compilation around a run: counted, in the background, from a cache on disk, and the times of the start."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import itertools
+import logging
+import os
+import tempfile
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.checkpoint.saver import Saver
+from jstep.core.checks import kind, scoped, shown
+from jstep.core.meshes import dims_of, in_background
+from jstep.loop.feeder import CopiedBatches, StopWaiting
+from jstep.stores.files import make_folders, sync_files, sync_folder
+from jstep.stores.objects import is_url
+
+# Per-thread counts of compiled programs, cache hits and seconds spent compiling, and the latest event.
+
+_local = threading.local()
+
+
+def compilations_here() -> list[int]:
+    """The number of programs that this thread has compiled or found in the cache, in a list updated in place."""
+    found: list[int] = _local.__dict__.setdefault("compilations", [0])
+    return found
+
+
+def hits_here() -> list[int]:
+    """The number of programs that this thread has found in the persistent cache, in a list updated in place."""
+    found: list[int] = _local.__dict__.setdefault("hits", [0])
+    return found
+
+
+def seconds_here() -> list[float]:
+    """The seconds that this thread has traced, lowered and compiled, in a list updated in place."""
+    found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
+    return found
+
+
+def unfinished_here() -> list[float]:
+    """When this thread last traced or lowered a program that it has not compiled since (0: none), updated in place."""
+    found: list[float] = _local.__dict__.setdefault("unfinished", [0.0])
+    return found
+
+
+def _add_span(begin: float, end: float) -> None:
+    """Add a span of time, replacing the nested spans, which JAX reports first."""
+    spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
+    total = seconds_here()
+    while spans and spans[-1][0] >= begin:
+        inner = spans.pop()
+        total[0] -= inner[1] - inner[0]
+    spans.append((begin, end))
+    total[0] += end - begin
+
+
+def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    if event.startswith("/jax/core/compile/"):
+        now = time.perf_counter()
+        _add_span(now - duration_secs, now)
+        unfinished_here()[0] = now
+    if event == "/jax/core/compile/backend_compile_duration":
+        compilations_here()[0] += 1
+        unfinished_here()[0] = 0.0
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        hits_here()[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_hit)
+
+
+# Compile the later programs of a run in a background thread, before they are due.
+
+_logger = logging.getLogger("jstep")
+
+_POLL_SECS = 0.1
+_MOST_AHEAD = 2
+"""The maximum number of programs compiled ahead, because each takes device memory."""
+
+
+class CompileJob(NamedTuple):
+    """A program to be compiled.
+
+    Attributes:
+        first: The first step that runs it.
+        name: The name, for logs.
+        make: `make(state, args)` compiles the program for the shapes of the state and of the latest batch. It returns
+            whether there was anything to compile.
+    """
+
+    first: int
+    name: str
+    make: Callable[[Any, tuple[Any, ...]], bool]
+
+
+class BackgroundCompiler:
+    """Compiler of programs in threads, one after the other; it blocks the loop if a program is due but not ready.
+
+    Errors are logged only; the step that needs the program raises them. A compilation cannot be cancelled: if the run
+    returns while one is in progress, the process waits for it before it exits.
+
+    Args:
+        jobs: The programs to compile, in the order of their steps.
+        stopping: Returns whether the run is stopping and must not wait for a program.
+        is_quiet: Whether to log nothing.
+
+    Attributes:
+        is_closed: Whether the run has ended.
+    """
+
+    def __init__(
+        self, jobs: Sequence[CompileJob], stopping: Callable[[], bool] = lambda: False, *, is_quiet: bool = False
+    ) -> None:
+        self._jobs, self._stopping, self._is_quiet = deque(jobs), stopping, is_quiet
+        self._begun: deque[tuple[CompileJob, Future[None]]] = deque()
+        self._state: Any = None
+        self.is_closed = False
+
+    def before(
+        self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        """Wait for the programs that are due at this step, in the context `waiting()`.
+
+        Raises:
+            StopWaiting: The run is stopping.
+        """
+        while self._begun and step >= self._begun[0][0].first:
+            with waiting():
+                if not is_done(self._begun[0][1], self._stopping):
+                    raise StopWaiting
+            self._begun.popleft()
+        while self._jobs and step >= self._jobs[0].first:
+            self._jobs.popleft()  # not begun: the step compiles it
+
+    def after(self, state: Any, args: tuple[Any, ...]) -> None:
+        """Begin the next compilation, after a step with these arguments that returned this state."""
+        if not self._jobs or len(self._begun) == _MOST_AHEAD or (self._begun and not self._begun[-1][1].done()):
+            return
+        if self._state is None:
+            self._state = shapes_of(state)
+        self.begin(self._state, shapes_of(args))
+
+    def begin(self, state: Any, args: tuple[Any, ...] = ()) -> None:
+        """Begin the next compilation at once, with the shapes of a state and of a batch."""
+        job = self._jobs.popleft()
+        task = functools.partial(self.compile_job, job, state, args)
+        self._begun.append((job, in_background(task, name="jstep-compile")))
+
+    def compile_job(self, job: CompileJob, state: Any, args: tuple[Any, ...]) -> None:
+        """Compile a program; all that a thread does."""
+        then = time.perf_counter()
+        try:
+            is_made = job.make(state, args)
+        except Exception as error:
+            if not self._is_quiet:
+                _logger.warning(
+                    "%s, which step %d needs, could not be compiled ahead: %s: %s",
+                    job.name,
+                    job.first,
+                    type(error).__name__,
+                    error,
+                )
+        else:
+            if is_made and not self._is_quiet:
+                _logger.info(
+                    "compiled %s ahead of step %d, in the background, in %.1f s",
+                    job.name,
+                    job.first,
+                    time.perf_counter() - then,
+                )
+
+    def close(self) -> None:
+        """Begin no further compilations; log a line if the process has to wait for one."""
+        self._jobs.clear()
+        self.is_closed = True
+        if not all(future.done() for _, future in self._begun):
+            _logger.info("a compilation in the background cannot be stopped: the process ends when it has finished")
+
+
+def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
+    """Wait for something in the background, but not past the end of the run; return whether it is done.
+
+    It waits again and again: a signal that arrives just before a wait without a time-out is handled only after it.
+    """
+    while not wait([future], timeout=_POLL_SECS).done:
+        if is_over():
+            return False
+    return True
+
+
+def shapes_of(tree: Any) -> Any:
+    """The shapes of arrays, for which JAX finds the same program as for the arrays."""
+    return jax.tree.map(_shape, tree)
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
+        )
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return leaf
+
+
+def stacked_shapes(tree: Any, steps: int) -> Any:
+    """The shapes of a batch stacked over several steps."""
+
+    def leaf(one: Any) -> Any:
+        if not isinstance(one, jax.ShapeDtypeStruct):
+            return _shape(np.stack([one] * steps))
+        sharding = one.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *dims_of(sharding.spec)))
+        return jax.ShapeDtypeStruct((steps, *one.shape), one.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+# JAX's persistent compilation cache, enabled for the duration of a run.
+
+_SETTINGS = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+"""Every program is cached, whatever its size and compile time. XLA's own caches are disabled because they include the
+path of the directory in the key of each program: after the directory is moved, nothing would be found.
+"""
+
+_lock = threading.Lock()
+_users: list[str] = []
+"""The directories of the current runs. JAX has one cache per process, which the first run sets up."""
+
+
+def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
+    """Resolve the argument `compile_cache`; None for no cache.
+
+    Raises:
+        ValueError: There is no checkpoint_dir to put the cache into, or a URL is given.
+        TypeError: The value is not a directory, True or None.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+        if where is None:
+            raise ValueError("compile_cache=True: expected a checkpoint_dir to put the cache into; give a directory")
+        if is_url(where):
+            raise ValueError(
+                f"compile_cache=True: expected a local checkpoint_dir, got {shown(where)}; give a local directory, as "
+                "in compile_cache='/var/cache/jax'"
+            )
+        return os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache")
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"compile_cache={shown(given)}: expected a directory, True or None, got {kind(given)}")
+    if not os.fspath(given).strip():
+        raise ValueError("compile_cache='': expected a directory, got an empty string; use None for no cache")
+    if is_url(given):
+        raise ValueError(f"compile_cache={shown(given)}: expected a local directory, got a URL")
+    return os.path.expanduser(os.fspath(given))
+
+
+@scoped
+def persistent_cache(directory: str | None) -> Iterator[None]:
+    """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
+
+    The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
+    and the directory of another run is not used. Entries that a power cut left incomplete are removed at the start, and
+    those of this run are on the disk when it ends.
+    """
+    if directory is None:
+        yield
+        return
+    directory = os.path.abspath(directory)
+    if not _is_writable(directory):
+        yield
+        return
+    with _lock:
+        is_first = not _users
+        _users.append(directory)
+        if is_first:
+            before = {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
+            _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
+        elif directory != _users[0]:
+            _logger.warning("compile_cache=%s: another run of this process uses %s; both use it", directory, _users[0])
+    if not is_first:
+        try:
+            yield
+        finally:
+            with _lock:
+                _users.remove(directory)
+        return
+    there = _entries(directory)
+    _remove_incomplete(there)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.remove(directory)
+            _set(before)
+        _sync(directory, _entries(directory) - there)
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # JAX keeps an open cache, even if the settings change.
+    compilation_cache.reset_cache()
+
+
+_ENTRY = "-cache"
+"""The end of the names of JAX's entries."""
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def _entries(directory: str) -> set[str]:
+    with contextlib.suppress(OSError):
+        return {os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(_ENTRY)}
+    return set()
+
+
+def _remove_incomplete(entries: set[str]) -> None:
+    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and never replace it."""
+    for path in entries:
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            with open(path, "rb") as file:
+                data = file.read()
+            if not _is_whole(data):
+                os.remove(path)
+                _logger.info("%s is incomplete, as after a power cut, and was removed: its program is compiled", path)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether an entry can be decompressed: JAX uses zstandard if Python has it, and zlib otherwise."""
+    try:
+        if not data.startswith(_ZSTD):
+            zlib.decompress(data)
+        elif (decompress := _zstandard()) is not None:
+            decompress(data)
+    except Exception:  # each library has its own
+        return False
+    return True
+
+
+def _zstandard() -> Any:
+    for module in ("compression.zstd", "zstandard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).decompress
+    return None
+
+
+def _sync(directory: str, entries: set[str]) -> None:
+    try:
+        sync_files(entries)
+        sync_folder(directory)
+    except FileNotFoundError:  # another process emptied the cache
+        pass
+    except OSError as error:
+        _logger.warning("compile_cache=%s: %s; after a power cut its programs may be compiled again", directory, error)
+
+
+def _is_writable(directory: str) -> bool:
+    try:
+        make_folders(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError as error:
+        _logger.warning(
+            "compile_cache=%s: cannot be written (%s); the run compiles its programs without a cache",
+            directory,
+            error.strerror or error,
+        )
+        return False
+
+
+# Timing and threads of the start-up, in which restoring, compiling and the first batch overlap.
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """The duration of each part of a start, in seconds; parts overlap.
+
+    Attributes:
+        began: When the start began.
+        parts: Name of the part → seconds.
+        is_cached: Whether the compiled programs were found in JAX's persistent cache.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    began: float = 0.0
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_cached: bool = False
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @scoped
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part."""
+        then = self.clock()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
+
+    def first_of(self, items: CopiedBatches) -> CopiedBatches:
+        """Return the same batches, and time the first one, which is made when it is needed."""
+        return itertools.chain(self._first_of(items), items)
+
+    def _first_of(self, items: CopiedBatches) -> CopiedBatches:
+        with self.part("first batch"):
+            first = next(items, None)
+        if first is not None:
+            yield first
+
+    @scoped
+    def compiling(self) -> Iterator[None]:
+        """Time compilation, and record whether JAX's persistent cache had the programs."""
+        hits, misses = hits_here()[0], compilations_here()[0]
+        with self.part("compile"):
+            yield
+        compiled = compilations_here()[0] - misses
+        if compiled:
+            self.is_cached = compiled <= hits_here()[0] - hits
+
+    def log(self) -> None:
+        """Log one line when the first step has been dispatched."""
+        names = ("devices", "restore", "compile", "first batch")
+        words = [
+            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            for name in names
+            if name in self.parts
+        ]
+        if words:
+            _logger.info("first step after %.1f s: %s", self.clock() - self.began, ", ".join(words))
+
+
+class FirstBatch:
+    """Batches, the first of which is made in a thread, started at once.
+
+    Args:
+        items: The batches.
+        times: Measures the first batch.
+        again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
+            need what a hook sets up. None if a source that has failed cannot be read again.
+    """
+
+    def __init__(
+        self, items: CopiedBatches, times: StartTimes, again: Callable[[], CopiedBatches] | None = None
+    ) -> None:
+        self._items, self._times, self._again = items, times, again
+        # A daemon: a reader of the user's may hang.
+        self._first: Future[Any] | None = in_background(self.make, name="jstep-first-batch", daemon=True)
+        self._to_peek: Future[Any] | None = self._first
+
+    def make(self) -> Any:
+        """Make the first batch; all that the thread does."""
+        with self._times.part("first batch"):
+            return next(self._items, None)
+
+    def peek(self, is_over: Callable[[], bool]) -> Any:
+        """Wait for the first batch and return it; None if there is no batch, or the run ends first."""
+        future = self._to_peek
+        if future is None or not is_done(future, is_over) or future.exception() is not None:
+            return None
+        made = future.result()
+        return None if made is None else made[0]
+
+    def forget(self) -> None:
+        """Release the batch kept for `peek`, so that only the loop holds a reference."""
+        self._to_peek = None
+
+    def __iter__(self) -> CopiedBatches:
+        return itertools.chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[CopiedBatches]:
+        """Yield the first batch by itself, and then the other ones."""
+        yield self._made()
+        yield self._items
+
+    def _made(self) -> CopiedBatches:
+        future, self._first = self._first, None
+        assert future is not None
+        is_done(future, lambda: False)
+        error = future.exception()
+        if error is None:
+            first = future.result()
+            del future
+            if first is None:
+                return
+            yield first
+            del first
+        elif self._again is None:
+            raise error
+        else:
+            self._items = self._again()
+
+
+def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+    """Return `fn()`, or None if the run ends first.
+
+    `fn` runs in a daemon thread, because it may call a user-defined reader that hangs.
+    """
+    future = in_background(fn, name="jstep-shapes", daemon=True)
+    return future.result() if is_done(future, is_over) else None

@@ -1,0 +1,614 @@
+"""Calling hooks when they are due, at the end, and when an error ends the run; the checkpoint of a run."""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.names import checkpoint_name
+from jstep.core import trees
+from jstep.core.checks import note
+from jstep.core.meshes import internal_transfers
+from jstep.data.loaders import POSITION, POSITIONS, gather_positions
+from jstep.distributed import processes
+from jstep.evaluating.evaluator import EvaluationHook
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, name_of
+from jstep.hooks.metric_sums_program import host, is_bad
+from jstep.hooks.nan_loss import StateContents, listed
+from jstep.hooks.run_hook import Due, RunHook, next_end
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
+from jstep.loop.card import PAST
+from jstep.loop.feeder import EndsAhead, StageBoundaries
+from jstep.loop.run import ENDING, Run
+from jstep.state.train_state import TrainState
+
+# Checkpointing of everything that a run needs to resume.
+
+HOOK_STATES, STOPPED, HELD = "hooks", "stopped", "held"
+"""Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
+that stopped the run, and the initial values of held hyperparameters."""
+
+
+class _Memory(NamedTuple):
+    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
+
+    Attributes:
+        positions: The positions of the batches.
+        hooks: The states of the hooks, as text.
+    """
+
+    positions: dict[str, Any]
+    hooks: str
+
+
+class RunSaverHook(CheckpointSaverHook):
+    """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
+
+    A step is saved again if a hook changed the state, its own, or the position of the batches, after the save.
+
+    Args:
+        run: The run.
+        before: Functions that are called when a save is certain, before it.
+    """
+
+    def __init__(self, run: Run, before: Sequence[Callable[[], None]]) -> None:
+        options = run.options
+        super().__init__(
+            run.saver,
+            save_secs=options.save_checkpoint_secs,
+            save_steps=options.save_checkpoint_steps,
+            extra=self._made_extra,
+            before_save=(self._call_before,),
+        )
+        self._before = before
+        self._loop, self._hooks = run, list(run.hooks)
+        self._memory = self._of_this_save = _Memory({}, "{}")
+
+    def _call_before(self, step: int) -> None:
+        for fn in self._before:
+            fn()
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
+        with contextlib.suppress(Exception):  # saving reports a failed step in more detail
+            jax.block_until_ready(state)
+        with self._loop.watch.part(SAVING):
+            return super().save(step, state, wait=wait)
+
+    def save_alone(self, step: int, state: TrainState) -> None:
+        """Save from another thread while the loader or a hook hangs: no method of a hook is called.
+
+        The states of hooks are those of the latest save.
+        """
+        if not super().has_saved(step, state):
+            self._call_before(step)
+            extra = self._positions() | self._past() | json.loads(self._memory.hooks)
+            with internal_transfers():
+                self._loop.saver.save(state, extra=extra | ({HELD: self._loop.held} if self._loop.held else {}))
+        self._loop.saver.wait()
+
+    def restored(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
+        self._of_this_save = _Memory(self._positions(), _as_text(self._remembered()))
+        self.is_saved(step, state)
+
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step holds this state and the states of hooks when it was made."""
+        super().is_saved(step, state)
+        self._memory = self._of_this_save
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
+        if not super().has_saved(step, state):
+            return False
+        feeder = self._loop.feeder
+        # Only these can change after their step; the comparison comes first, as all processes take part in it.
+        is_same = feeder is None or feeder.live is None or self._positions() == self._memory.positions
+        return _as_text(self._remembered()) == self._memory.hooks and is_same
+
+    def _remembered(self) -> dict[str, Any]:
+        states, by = get_states(self._hooks), self._stopped_by()
+        return ({HOOK_STATES: states} if states else {}) | ({STOPPED: by} if by is not None else {})
+
+    def _stopped_by(self) -> str | None:
+        """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
+        kept = self._loop.extra.get(STOPPED) if self._loop.feeder is None else None
+        return self._loop.stopped_by or kept
+
+    def _positions(self) -> dict[str, Any]:
+        """The positions of the batches; must be called on all processes."""
+        run = self._loop
+        if run.feeder is None:  # no step was run: the positions have not changed
+            return {key: run.extra[key] for key in (POSITION, POSITIONS) if key in run.extra}
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        return gather_positions(run.feeder.position_after(run.step - run.first))
+
+    def _past(self) -> dict[str, Any]:
+        run = self._loop
+        if run.feeder is None:
+            return {PAST: run.extra[PAST]} if PAST in run.extra else {}
+        return {} if run.programs.cards is None else run.programs.cards.past(run.step)
+
+    def _made_extra(self) -> dict[str, Any]:
+        positions, remembered = self._positions(), self._remembered()
+        self._of_this_save = _Memory(positions, _as_text(remembered))
+        return positions | self._past() | remembered | ({HELD: self._loop.held} if self._loop.held else {})
+
+
+def _as_text(states: dict[str, Any]) -> str:
+    return json.dumps(states, sort_keys=True)
+
+
+# Call hooks when they are due, and apply their results.
+
+FIRST_CALL = "first call"
+"""What the device's seconds per step of the first call of each stage are recorded as."""
+
+
+class HookRunner:
+    """The hooks of a run, called in order.
+
+    Args:
+        run: The run, with all of its hooks.
+
+    Attributes:
+        precedes_calls: Whether a hook has a `before_step`, for which `before` must be called.
+        is_done: Whether one of the hooks ends the run before any step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._hooks = run, run.hooks
+        self._before = [hook for hook in run.hooks if _overrides(hook, "before_step")]
+        self.precedes_calls = bool(self._before)
+        self._due: list[Due] = []
+        self._ends: EndsAhead | None = None
+        self._next_check = self._counted = run.first
+        self._rows: int | None = None
+        self.is_done = False
+
+    def begin(self) -> None:
+        """Begin the hooks, one of which may end the run before any step."""
+        run = self._run
+        for hook in self._hooks:
+            if hasattr(hook, "begin") and self._call(hook, "begin", run.state):
+                self.is_done = True
+        self._due = [Due(hook, run.first) for hook in self._hooks if _acts(hook)]
+        self._timed = [due for due in self._due if due.deadline != math.inf]
+        self._next_due = min((due.next for due in self._due), default=NEVER)
+
+    def before(self) -> None:
+        """Call `before_step` of the hooks that have one, before a call."""
+        for hook in self._before:
+            self._call(hook, "before_step", self._run.step, self._run.state)
+
+    def resume(self) -> None:
+        """Repeat evaluations that a signal interrupted, one of which may end the run before any step."""
+        run = self._run
+        for hook in self._hooks:
+            if isinstance(hook, EvaluationHook):
+                result = self._call(hook, "evaluate_owed", run.step, run.state)
+                if self._take(hook, "evaluate_owed", result):
+                    self.is_done, run.stopped_by = True, hook.stopped_by or run.stopped_by
+
+    def after(self, first: int) -> bool:
+        """Run hooks after a call that began at step `first`; return whether the run stops here."""
+        run = self._run
+        step = run.step
+        if run.rows != self._rows:
+            self._count_examples(first)
+        if first >= self._next_check:
+            self._check_step(first)
+        for due in self._timed:
+            if due.clock() >= due.deadline:
+                self._next_due = step
+        if step >= self._next_due or run.pending:
+            self._count_examples(step)
+            self._call_due_hooks()
+        if self._ends is not None:
+            self._ends.extend()
+        signals = run.signals
+        if (signals.received is not None or signals.is_shared) and signals.to_stop():
+            run.is_interrupted = True
+        return run.is_interrupted or run.stopped_by is not None
+
+    def _count_examples(self, step: int) -> None:
+        """Count the examples up to a step: before hooks read them, and before batches of another size are counted."""
+        run = self._run
+        run.count_examples(step - self._counted, self._rows)
+        self._counted, self._rows = step, run.rows
+
+    def _check_step(self, first: int) -> None:
+        """Check, once for each stage, that its step advances the global step by one; waits for the device."""
+        run = self._run
+        if first == run.first:
+            run.watch.started()
+            if run.logs_lines:
+                run.times.log()
+        run.is_checking = True
+        began = run.watch.clock()
+        check_step(run.step, run.state, first)
+        run.watch.record(FIRST_CALL, began, share=1 / (run.step - first))
+        run.is_checking = False
+        edge = run.stages.edge_after(first)
+        self._next_check = NEVER if edge is None else edge
+
+    def _call_due_hooks(self) -> None:
+        run = self._run
+        run.sums.read()
+        step, watch = run.step, run.watch
+        error: Exception | None = None
+        failed: Any = None
+        if run.pending:
+            watch.switch(HOOKS)
+        for hook, look in tuple(run.pending):
+            run.pending.remove((hook, look))  # one that raises is not called again
+            run.calling = (hook, "after_step")
+            try:
+                if not look():
+                    run.pending.append((hook, look))
+            except Exception as raised:  # call the other hooks as well
+                if error is None:
+                    error, failed = raised, run.calling
+                else:
+                    note(error, f"Additionally, {raised}")
+        for due in self._due:
+            if not due.now(step):
+                continue
+            hook = due.hook
+            part = _part_of(hook)
+            began = watch.switch(part)
+            due.called = step
+            if error is not None:
+                self._call_after_error(error, hook)
+                continue
+            run.calling = (hook, "after_step")
+            if not isinstance(hook, RunHook):
+                run.sums.flush()
+            try:
+                result = hook.after_step(step, run.state, run.metrics)
+                if result is not None and result is not False:
+                    stop = self._take(hook, "after_step", result)
+                    if stop and run.stopped_by is None:
+                        run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
+                due.done(step)
+                watch.record(_thing(part, hook, "after_step"), began)
+            except Exception as raised:
+                error, failed = raised, run.calling
+        if watch.current != STEPPING:
+            watch.switch(STEPPING)
+        if error is not None:
+            run.calling = failed
+            raise error
+        run.calling = None
+        self._next_due = min((due.next for due in self._due), default=NEVER)
+
+    def _take(self, hook: Any, method: str, result: Any) -> bool:
+        """Apply the result of a hook; return whether it ends the run."""
+        run = self._run
+        stop, run.state = check_hook_result(result, run.state, run.step, f"{name_of(hook)}.{method}")
+        return stop
+
+    def _call_after_error(self, error: Exception, hook: Any) -> None:
+        """Call a hook that follows one that raised, so that its output for this step is not missing after a restart.
+
+        Hooks that save are not called; the handler of the error saves.
+        """
+        run = self._run
+        try:
+            if not isinstance(hook, CheckpointSaverHook):
+                self._take(hook, "after_step", hook.after_step(run.step, run.state, run.metrics))
+        except Exception as other:
+            note(error, f"Additionally, {other}")
+
+    def last(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
+        run = self._run
+        if run.step == run.first or run.is_over:
+            return
+        run.is_over = True
+        run.sums.read()
+        self._count_examples(run.step)
+        errors: list[Exception] = []
+        pending, run.pending = run.pending, []
+        calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]
+        last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
+        for hook in last.values():
+            calls.append((hook, functools.partial(hook.after_step, run.step, run.state, run.metrics)))
+        for hook, call in calls:
+            run.calling = (hook, "after_step")
+            try:
+                with run.watch.part(HOOKS):
+                    call()
+                run.calling = None
+            except Exception as error:  # call the other hooks as well
+                errors.append(error)
+        while True:
+            run.calling = (self._hooks[0], "after_step") if self._hooks else None
+            try:
+                run.transfers.deliver_all()
+                break
+            except Exception as error:  # drop the failed row and deliver the others
+                errors.append(error)
+        run.calling = run.calling if errors else None
+        if failed is None and errors:
+            raise errors[0]
+        for one in errors:
+            if failed is not None:
+                failed(one)
+
+    def end(self) -> None:
+        """Call `end` of the hooks after a run that was not interrupted."""
+        for hook in self._hooks:
+            if hasattr(hook, "end"):
+                self._take(hook, "end", self._call(hook, "end", self._run.step, self._run.state))
+
+    def before_save(self, step: int) -> bool:
+        """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
+        self._run.transfers.deliver_all()
+        hooks = [hook for hook in self._hooks if isinstance(hook, RunHook)]
+        return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
+
+    def _call(self, hook: Any, method: str, *args: Any) -> Any:
+        run = self._run
+        run.calling = (hook, method)
+        part, began = _part_of(hook), run.watch.clock()
+        if isinstance(hook, RunSaverHook):
+            result = getattr(hook, method)(*args)
+        else:
+            with run.watch.part(part):
+                result = getattr(hook, method)(*args)
+        run.watch.record(_thing(part, hook, method), began)
+        run.calling = None
+        return result
+
+    def ends(self, boundaries: StageBoundaries) -> EndsAhead:
+        """The steps at which calls must end, also those at which a hook is due. Close it after the run."""
+        run, known = self._run, [hook for hook in self._hooks if hasattr(hook, "next_due")]
+
+        def due_after(step: int) -> int:
+            return min((self._end_after(step, hook) for hook in known), default=NEVER)
+
+        self._ends = EndsAhead(boundaries.ends(run.first, run.options.last_step, due_after))
+        return self._ends
+
+    def _end_after(self, step: int, hook: Any) -> int:
+        self._run.calling = (hook, "next_due")
+        end = next_end(hook, step)
+        self._run.calling = None
+        return end
+
+    def not_called(self) -> list[str]:
+        """The names of the hooks that are due at this step and that were not called, because another one hangs."""
+        step = self._run.step
+        late = [due.hook for due in self._due if due.called < step and due.next <= step]
+        return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
+
+
+def thing_of(hook: Any, method: str) -> Hashable:
+    """The name under which durations of calls are recorded: saves, the evaluations of one hook, one method of it."""
+    return _thing(_part_of(hook), hook, method)
+
+
+def _thing(part: str, hook: Any, method: str) -> Hashable:
+    if part == HOOKS or method == "begin":
+        return id(hook), method
+    return (id(hook), EVALUATING) if part == EVALUATING else SAVING
+
+
+def _part_of(hook: Any) -> str:
+    """The category of time that a hook counts as; `RunSaverHook` measures its own time when it saves."""
+    kinds = ((RunSaverHook, STEPPING), (CheckpointSaverHook, SAVING), (EvaluationHook, EVALUATING))
+    return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
+
+
+def _acts(hook: Any) -> bool:
+    """Whether a hook may have something to do after a step: it has a cadence, or methods of its own."""
+    if isinstance(hook, RunHook) and hook.cadence is not None:
+        return True
+    return _overrides(hook, "after_step") or (hasattr(hook, "after_step") and _overrides(hook, "next_due"))
+
+
+def _overrides(hook: Any, method: str) -> bool:
+    """Whether a hook overrides a method of its base class, `Hook` or `RunHook`."""
+    own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
+    does_nothing = getattr(RunHook if isinstance(hook, RunHook) else Hook, method)
+    return own is not None and own is not does_nothing
+
+
+# Messages about runs that end before their last step, or take no step.
+
+_logger = logging.getLogger("jstep")
+
+
+def report_early_end(run: Run) -> None:
+    """Log that the batches ended before the run did.
+
+    Raises:
+        ValueError: There is no batch at all, and the run was not restored.
+    """
+    start, last_step = run.first, run.last_step
+    if run.step == start and run.restored is not None:
+        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+        return
+    if run.step == start:
+        lower = "" if last_step is None else ", or a lower last_step"
+        raise ValueError(
+            f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
+            "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
+            f"step 0){lower}"
+        )
+    if last_step is None:
+        _logger.info("the batches ended after step %d, and so does the run", run.step)
+        return
+    _logger.warning(
+        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
+        "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
+        run.step,
+        last_step,
+    )
+
+
+def reason_done(run: Run) -> str:
+    """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
+    by = run.extra.get(STOPPED)
+    if run.first >= run.options.last_step:
+        return ""
+    if by is None:
+        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
+        return next((f". {why}" for why in reasons if isinstance(why, str)), "")
+    return (
+        f". {by} stopped it at step {run.first}; to continue, remove that hook, change its settings, or reset its "
+        "state: EarlyStopping(reset=True)"
+    )
+
+
+# The end of a run that fails or that a signal stops: save the state, and say where it was.
+
+
+def rescue(run: Run, error: BaseException) -> None:
+    """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
+    runner, run.phase = run.runner, ENDING
+    where = "" if runner is None else f"jstep: {_doing(run)}"
+    is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
+    if runner is not None and not run.signals.at_once:
+        runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
+    lost = trees.donated_leaf(run.state) is not None
+    with contextlib.suppress(Exception):
+        error.state = None if lost else run.state  # type: ignore[attr-defined]
+    if runner is None:
+        return
+    if lost:
+        note(error, f"{where}. The state was donated to the step that failed: it is lost.")
+        return
+    saved = ""
+    # Otherwise it is saved already, or must not be.
+    if run.feeder is not None and run.savers and not is_saved and run.step > run.first:
+        saved = _saved(run, error)
+    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{saved}.")
+
+
+def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
+    """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
+    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {run.step}")
+    again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
+    raise again.with_traceback(None) from None
+
+
+def exit_on_signal(run: Run) -> NoReturn:
+    """Save the state and leave, after a signal."""
+    when = f"after step {run.step}"
+    if run.savers and (why := why_not_finite(run)):
+        run.before_save(run.step)  # `NanLossHook` raises a more specific error
+        raise run.signals.stopped(f"{when}, which is not saved: {why}")
+    saved = [hook.save(run.step, run.state, wait=True) for hook in run.savers]
+    if saved:
+        outcome = "is saved; start the run again to resume" if all(saved) else "is not saved, as a hook demands"
+        when = f"{when}, which {outcome}"
+    raise run.signals.stopped(when)
+
+
+def save_while_it_hangs(run: Run) -> str:
+    """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
+    step, (hook, method) = run.step, run.calling or (None, "")
+    try:
+        if why := why_not_finite(run):
+            return f"step {step} is not saved: {why}"
+        next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
+    except Exception as error:
+        return f"step {step} could not be saved: {type(error).__name__}: {error}"
+    later = run.runner.not_called() if method == "after_step" else []
+    missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
+    name = checkpoint_name(run.saver.prefix, step)
+    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
+
+
+def _saved(run: Run, error: BaseException) -> str:
+    """Save the state and return the outcome, as the end of a sentence."""
+    if not processes.is_single_process():
+        return ", and is not saved: the other processes may be elsewhere"
+    if getattr(error, "prevents_saving", False):
+        return ", and is not saved"
+    if why := why_not_finite(run):
+        return f", and is not saved: {why}"
+    try:
+        saved = [hook.save(run.step, run.state, wait=True) for hook in run.savers]
+        if not all(saved):
+            return ", and is not saved, as a hook demands"
+    except Exception as failure:
+        if failure is error or str(failure) == str(error):
+            return ", and is not saved"
+        return f", and could not be saved: {type(failure).__name__}: {failure}"
+    return f", and is saved as {checkpoint_name(run.savers[-1].prefix, run.step)}; start the run again to resume"
+
+
+def _doing(run: Run) -> str:
+    """Describe what the run was doing, with the step and the batch."""
+    at_step = f"at step {run.step}"
+    if run.step > run.first:
+        at_step += f", after the update with batch {run.step - 1}"
+    if run.calling is not None:
+        hook, method = run.calling
+        hook = run.transfers.failed_owner or hook  # a hook may deliver the metrics of another
+        return f"{at_step}, in {name_of(hook)}.{method}"
+    if run.feeder is None:
+        return f"at step {run.step}"
+    if run.feeder.waiting:
+        # A call of several steps may have fetched some of its batches already.
+        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
+    is_over = run.signals.received is not None or run.step >= run.options.last_step
+    if is_over or run.is_checking or run.stopped_by is not None:
+        return at_step
+    return f"{at_step}, while running the step on {_batches(run.step, run.feeder.steps)}"
+
+
+def _batches(first: int, steps: int) -> str:
+    """`batch 7`, or `batches 7 to 9`."""
+    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
+
+
+def why_not_finite(run: Run) -> str:
+    """Describe why the state must not be saved: a loss that is not finite, or NaN parameters; empty if neither.
+
+    The result is the same on all processes.
+    """
+    if _is_loss_nonfinite(run):
+        return "its loss is not finite"
+    try:
+        nan = StateContents(run.state, params_only=True).with_nan()
+    except Exception:  # the device failed; the save reports it
+        return ""
+    return f"{listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN" if nan else ""
+
+
+def _is_loss_nonfinite(run: Run) -> bool:
+    """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
+
+    The losses of skipped updates are ignored. The result is the same on all processes.
+    """
+    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
+    loss = metrics.get("loss")
+    if loss is None or not (processes.is_single_process() or _is_on_all(loss)):
+        return False
+    try:
+        with internal_transfers():
+            latest, skip_metric = run.sums.latest(), run.programs.skip_metric
+            if latest is not None and latest.bad is not None:
+                return True
+            finite = np.isfinite(host(loss).astype(np.float64))
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            return bool(np.any(is_bad(finite, skipped)))
+    except (TypeError, ValueError):
+        return False
+    except Exception:  # the device failed, so the loss cannot be read
+        return True
+
+
+def _is_on_all(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
