@@ -186,18 +186,18 @@ from jstep.tools.find_nonfinite import find_nonfinite as find_nonfinite
 from jstep.tools.plan import Plan as Plan
 from jstep.tools.plan import plan as plan
 from jstep.tools.replay import Replay as Replay
+from jstep.tools.replay import ResumeReport as ResumeReport
 from jstep.tools.replay import replay as replay
-from jstep.tools.verify_resume import ResumeReport as ResumeReport
-from jstep.tools.verify_resume import verify_resume as verify_resume
-from jstep.topologies.topology import topology as topology
+from jstep.tools.replay import verify_resume as verify_resume
+from jstep.tools.topologies import topology as topology
+from jstep.tools.transfer import CoordCheck as CoordCheck
+from jstep.tools.transfer import MupFactors as MupFactors
+from jstep.tools.transfer import coord_check as coord_check
+from jstep.tools.transfer import mup as mup
 from jstep.training.apply import apply_gradients as apply_gradients
 from jstep.training.looped import scan_steps as scan_steps
 from jstep.training.minimize import minimize as minimize
 from jstep.training.step import TrainStep as TrainStep
-from jstep.transfer.coord_check import CoordCheck as CoordCheck
-from jstep.transfer.coord_check import coord_check as coord_check
-from jstep.transfer.mup import MupFactors as MupFactors
-from jstep.transfer.mup import mup as mup
 from jstep.weights.load import load_weights as load_weights
 from jstep.weights.save import save_weights as save_weights
 

@@ -89,8 +89,13 @@ def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
 
 
 def test_files_inside_of_folders_are_not_listed() -> None:
-    files = ["jstep/cli/diff.py", "tests/cli/test_cost_command.py", "tests/queues/test_queues.py", "jstep/cli/gone.py"]
-    assert changed.tests_of_all(files) == ["jstep/cli/diff.py", "tests/cli", "tests/queues/test_queues.py"]
+    files = [
+        "jstep/tools/cli_compare.py",
+        "tests/cli/test_cost_command.py",
+        "tests/queues/test_queues.py",
+        "jstep/cli/gone.py",
+    ]
+    assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/cli", "tests/queues/test_queues.py"]
 
 
 def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

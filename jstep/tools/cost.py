@@ -1,20 +1,469 @@
-"""Compute, memory and communication cost of a step, without running it."""
+"""The cost of a training step before it runs: memory, work, traffic, and warnings."""
 
 import dataclasses
+import logging
+import math
+import re
 import textwrap
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
-from jstep.core.checks import WIDTH, as_function, html_table, scaled, size
-from jstep.core.devices import parsed
-from jstep.core.meshes import mesh_of, using_mesh
-from jstep.state.train_state import require_state
-from jstep.tools.collectives import Collective
-from jstep.tools.compiled_cost import compiled_cost
-from jstep.tools.on_topology import on_topology, refuse_other_devices
-from jstep.topologies.compilers import versions
+from jstep.core import trees
+from jstep.core.block_codes import blocks_between
+from jstep.core.checks import WIDTH, as_function, html_table, listed, scaled, size
+from jstep.core.devices import memory_of, parsed
+from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
+from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
+from jstep.core.programs import body_of, is_annotated, work_of
+from jstep.core.slot_roles import roles_in
+from jstep.state.sharding import mesh_without_batch
+from jstep.state.train_state import TrainState, require_state
+from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
+from jstep.tools.compiled import Array, Instruction, Program, argument_of, instructions_of, parse_program, recomputes
+from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, versions
+
+# Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.
+
+PARTS = ("argument", "output", "alias", "temp")
+
+
+def device_peak(memory_analysis: Any) -> int | None:
+    """Return the peak memory of a program on each device, without host memory.
+
+    `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e) and
+    host memory in full. Arguments + results − aliased + temporaries counts device memory only, but some temporaries
+    twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for programs of
+    50 MB to 12 GB. Newer versions of JAX report that figure directly.
+
+    XLA's CPU compiler does not count host memory separately; the caller subtracts it.
+
+    Args:
+        memory_analysis: The result of `compiled.memory_analysis()`.
+
+    Returns:
+        The number of bytes; None if the compiler does not report it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.zeros(256)).compile()
+        >>> device_peak(compiled.memory_analysis())
+        2048
+    """
+    device, host = (_figures(memory_analysis, f"{prefix}{{}}_size_in_bytes") for prefix in ("", "host_"))
+    if device is None:
+        return None
+    bounds = [device["argument"] + device["output"] - device["alias"] + device["temp"]]
+    allocated = getattr(memory_analysis, "total_allocation_bytes", 0)
+    live = getattr(memory_analysis, "peak_memory_in_bytes", 0)
+    if allocated > 0:
+        bounds.append(allocated)
+    elif live > 0 and host is not None:
+        # Host temporaries may be freed before the peak; host arguments and results exist from start to end.
+        bounds.append(live - (host["argument"] + host["output"] - host["alias"]))
+    return min(bounds)
+
+
+def _figures(memory_analysis: Any, name: str) -> dict[str, int] | None:
+    found = {part: getattr(memory_analysis, name.format(part), None) for part in PARTS}
+    known = {part: value for part, value in found.items() if isinstance(value, int)}
+    return known if len(known) == len(PARTS) else None
+
+
+def bytes_of(tree: Any, *, on_host: bool | None = None) -> int:
+    """Return the bytes per device of the leaves of a tree; of all, or only those in host or in device memory."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape, dtype, sharding = np.shape(leaf), getattr(leaf, "dtype", None), sharding_of(leaf)
+        if dtype is None or on_host not in (None, sharding is not None and is_of_host(sharding)):
+            continue
+        here = jax.ShapeDtypeStruct(shape if sharding is None else sharding.shard_shape(shape), dtype)
+        if trees.is_key(here):
+            here = jax.eval_shape(jax.random.key_data, here)
+        total += math.prod(here.shape) * here.dtype.itemsize
+    return total
+
+
+# Warnings about likely mistakes in a compiled step, each with its remedy.
+
+_BY_HAND = re.compile(r"\bshard_map\b")
+"""The mark in the names of operations of a `shard_map`, and of those that place its arguments as its specs request."""
+_PRODUCTS = {"dot", "convolution"}
+_OF_THE_LOSS = "jvp("
+"""The mark in the names of operations traced for gradients, forward and backward."""
+_ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
+"""An entry of `input_output_alias` in the header of a program, with the number of the argument."""
+
+
+def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, result: Any = None) -> list[str]:
+    """Return a warning for each costly problem of a compiled step, with its remedy.
+
+    - Activations are resharded: XLA moves them to the shards of the parameters instead of gathering the parameters, so
+      that temporaries grow with the number of devices. A loss that requests this (`shard_map`, sharding constraints)
+      gives no warning.
+    - A part of the state is not donated although the step returns a new one.
+    - Slots are gathered.
+    - Blocks of slots that `compact` stores are split between devices.
+    - Parameters are gathered more often than the step uses them. Gathers that a `shard_map` requests, of slots or
+      parameters, give no warning.
+
+    Args:
+        program: The compiled step.
+        state: The state, as arrays or shapes with shardings.
+        args: The batch, as arrays or shapes with shardings.
+        traced: The jaxpr of the step.
+        result: The shapes of the results of the step; None if unknown.
+    """
+    leaves = _leaves(program, state)
+    moved = exchanges_of(program)
+    found = [
+        _resharded(program, moved, leaves, args, traced),
+        _undonated(program, leaves, state, result),
+        _gathered_slots(moved, leaves),
+        _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
+        _split_blocks(state),
+    ]
+    return [sentence for sentence in found if sentence]
+
+
+def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
+    """Return likely reasons why a step does not fit, in which case there is no compiled program.
+
+    Args:
+        state: The state, as arrays or shapes with shardings.
+        args: The batch, as arrays or shapes with shardings.
+        traced: The jaxpr of the step.
+    """
+    axis = _batch_axis(args)
+    leaves = jax.tree.leaves(getattr(state, "params", None))
+    if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
+        return []
+    return [
+        "parameters are split over the axis of the batch, and the loss does not place its activations. If they are "
+        f"resharded, temporaries grow with the number of devices: {_remedy(axis)}"
+    ]
+
+
+def unplaced_batch(state: Any, args: Sequence[Any]) -> list[str]:
+    """Return a warning if the state is on a mesh of several devices and no array of the batch is on it."""
+    mesh = mesh_without_batch(state, args)
+    if mesh is None:
+        return []
+    return [
+        f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "
+        "without batch_sharding. With batch_sharding, train runs another program; to measure that one, place the "
+        "batch in the same way, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
+    ]
+
+
+def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
+    """Return argument number → path and leaf of the state, from the paths in the metadata of the parameters."""
+    paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    found: dict[int, tuple[str, Any]] = {}
+    entry = program.computations.get(program.entry)
+    for one in entry.instructions.values() if entry else ():
+        named = re.fullmatch(r"\w+(\W.*)", one.op_name) if one.opcode == "parameter" else None
+        if named and named[1] in paths and one.argument.isdigit():
+            found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])
+    return found
+
+
+def _uses(state: Any, args: Sequence[Any], traced: Any) -> dict[str, float]:
+    """Return path of a leaf → how often the step uses it; empty if the jaxpr has other arguments."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    counted = uses_of(traced)
+    if len(counted) != len(paths) + len(jax.tree.leaves(args)):
+        return {}
+    return {jax.tree_util.keystr(path).removeprefix("."): count for path, count in zip(paths, counted, strict=False)}
+
+
+def _resharded(
+    program: Program, moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], args: Sequence[Any], traced: Any
+) -> str:
+    axis = _batch_axis(args)
+    if axis is None or is_annotated(traced):
+        return ""
+    gathers, others = (_activations(moved, kind) for kind in ("all-gather", "all-to-all"))
+    split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
+    if not others and not (gathers and _in_products(program, split)):
+        return ""
+    what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
+    return f"activations are resharded ({what}, {size(gathers + others)} per step): {_remedy(axis)}"
+
+
+def _remedy(axis: Any) -> str:
+    spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
+    return (
+        "keep their rows on their devices with, after the embedding, "
+        f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
+    )
+
+
+def _activations(moved: Sequence[Exchange], kind: str) -> int:
+    """Return the bytes of activations, not parameters, that XLA gathers or reshards."""
+    return sum(
+        one.times * count
+        for one in moved
+        if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
+        for name, count in one.parts()
+        if argument_of(one.frame, name) is None
+    )
+
+
+def _in_products(program: Program, numbers: set[int]) -> bool:
+    """Whether a matrix product of the loss has one of these arguments as an operand, each device its shard."""
+
+    def wanted(one: Instruction) -> bool:
+        return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
+
+    products = instructions_of(program, wanted) if numbers else iter(())
+    return any(argument_of(frame, name) in numbers for frame, one in products for name in one.operands)
+
+
+def _batch_axis(args: Sequence[Any]) -> Any:
+    """Return the mesh axes that the rows of a batch are split over: the first in the specs of its leaves."""
+    for leaf in jax.tree.leaves(args):
+        for axis in _spec(leaf):
+            if axis is not None:
+                return axis
+    return None
+
+
+def _is_split(leaf: Any, axis: Any) -> bool:
+    """Whether a matrix is split over one of the batch axes."""
+    axes = set(mesh_axes_of(axis))
+    return np.ndim(leaf) >= 2 and any(axes & set(mesh_axes_of(part)) for part in _spec(leaf))
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    sharding = sharding_of(leaf)
+    return dims_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
+def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
+    if not _returns(state, result):
+        return ""
+    aliased = {int(number) for number in _ALIASED.findall(program.header)}
+    left = [(path, bytes_of(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
+    total = sum(count for _, count in left)
+    if not total or 100 * total < sum(bytes_of(leaf) for _, leaf in leaves.values()):
+        return ""
+    return (
+        f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
+        "the new state are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+    )
+
+
+def _returns(state: Any, result: Any) -> bool:
+    """Whether a step returns a new state: a tree of the same structure, alone or as the first element of a tuple."""
+    structure: Any = jax.tree.structure(state)
+    candidates = [result, *(result[:1] if isinstance(result, tuple) else ())]
+    return any(jax.tree.structure(one) == structure for one in candidates)
+
+
+def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
+    """Return a warning about gathered slots, or the empty string.
+
+    Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
+    """
+    sizes: dict[str, int] = {}
+    for one, path, name, _ in _gathers(moved, leaves):
+        if path.startswith("slots"):
+            sizes[path] = sizes.get(path, 0) + one.times * dict(one.parts())[name]
+    if not sizes:
+        return ""
+    return (
+        f"slots are gathered ({listed(list(sizes))}; {size(sum(sizes.values()))} per step): if memory allows, "
+        "replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs that leave their "
+        "parameters whole"
+    )
+
+
+def _gathered_parameters(
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Callable[[], Mapping[str, float]]
+) -> str:
+    """Return a warning about parameters that are gathered more often than they are used, or the empty string.
+
+    This happens on TPUs if a loop runs over a split axis, such as the axis of stacked layers: each iteration gathers
+    all layers to use one.
+    """
+    often: dict[str, float] = {}
+    for one, path, name, leaf in _gathers(moved, leaves):
+        shape = one.frame.computation.instructions[name].shape
+        if path.startswith("params") and isinstance(shape, Array):
+            share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
+            often[path] = often.get(path, 0.0) + one.times * share
+    used = uses() if max(often.values(), default=0) > 1 else {}
+    too_often = [path for path, count in often.items() if count > used.get(path, math.inf) + 0.5]
+    worst = sorted(too_often, key=lambda path: -often[path])
+    if not worst:
+        return ""
+    return (
+        f"parameters are gathered more often than they are used ({listed(worst)}; {often[worst[0]]:.0f} times per "
+        'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
+    )
+
+
+def _split_blocks(state: Any) -> str:
+    """Return a warning about blocks of codes that several devices share, or the empty string."""
+    found = []
+    for name, half in roles_in(state).halves.items():
+        both = (trees.flatten_like(state.params, state.slots[one], one) for one in (name, half))
+        for path, codes, scales in zip(trees.paths_of(state.params), *both, strict=True):
+            axis = None if scales is None else blocks_between(codes.shape, scales.shape).axis
+            split = _spec(codes)[axis : axis + 1] if axis is not None else ()
+            if any(scales.shape[axis] % parts_along(codes.sharding.mesh, part) for part in split):
+                found.append(f"slots/{name}/{path}")
+    text = (
+        "blocks of slots are split between devices ({}), which exchange codes for common scales in each update: split "
+        "these parameters along another axis, or give compact a smaller block, such as 32"
+    )
+    return text.format(listed(found)) if found else ""
+
+
+def _gathers(
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]
+) -> Iterator[tuple[Exchange, str, str, Any]]:
+    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf.
+
+    Those that a `shard_map` requests are left out.
+    """
+    for one in moved:
+        is_found = one.kind == "all-gather" and not _BY_HAND.search(one.instruction.op_name)
+        for name, _ in one.parts() if is_found else ():
+            found = leaves.get(number) if (number := argument_of(one.frame, name)) is not None else None
+            if found is not None and getattr(found[1], "sharding", None) is not None:
+                yield one, found[0], name, found[1]
+
+
+# Compiling a step and collecting XLA's figures, including for a step that does not fit.
+
+_logger = logging.getLogger("jstep")
+_TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)B?\)")
+_SIZES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Compile a step and return the fields of its `Cost`."""
+    traced = step.trace(state, *args).jaxpr
+    work = work_of(body_of(traced))
+    device, devices = device_of((state, args)), device_count((state, args))
+    name, memory = name_of(device), memory_of(device)
+    start = time.perf_counter()
+    lowered = step.lower(state, *args)
+    if name is not None:
+        _logger.info("Compiling for %s, which can take minutes.", name)
+    try:
+        compiled, needed = _compiled(lowered, is_there=name is None), None
+    except jax.errors.JaxRuntimeError as error:
+        needed = _needed(error)
+        if needed is None:
+            raise
+    host = bytes_of((state, args), on_host=True)
+    known = {
+        "params_bytes": bytes_of(state.params, on_host=False),
+        "slots_bytes": bytes_of(state.slots, on_host=False),
+        "host_bytes": host,
+        "compile_seconds": time.perf_counter() - start,
+        "devices": devices,
+        "loops_unknown": work.unknown,
+        "topology": None if name is None else str(name),
+    }
+    if needed is not None:
+        return {
+            **known,
+            **dict.fromkeys((*_SIZES, "bytes_accessed", "collectives")),
+            "flops": work.all / devices,
+            "peak_bytes": needed[0],
+            "memory_bytes": memory or needed[1],
+            "fits": False,
+            "warnings": (*unplaced_batch(state, args), *warnings_without_a_program(state, args, traced)),
+        }
+    sizes = _memory(compiled, state, args, host, device.platform)
+    peak = sizes["peak_bytes"]
+    analysis, program = _analysis(compiled.cost_analysis()), parse_program(compiled.as_text())
+    traffic = analysis.get("bytes accessed")
+    return {
+        **known,
+        **sizes,
+        "flops": _scaled(analysis.get("flops"), work.once, work.all, devices),
+        # The traced program gives the operations, but not which results XLA fuses and so never writes.
+        "bytes_accessed": None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
+        "collectives": collectives_of(program),
+        "recomputes": recomputes(program),
+        "warnings": (*unplaced_batch(state, args), *warnings_of(program, state, args, traced, compiled.out_info)),
+        "memory_bytes": memory,
+        "fits": None if memory is None or peak is None else peak <= memory,
+    }
+
+
+def _compiled(lowered: Any, *, is_there: bool) -> Any:
+    with warnings.catch_warnings():
+        if not is_there:
+            # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        return lowered.compile()
+
+
+def _needed(error: Exception) -> tuple[int, int] | None:
+    """Parse the bytes that a program needs and those available from XLA's error; None for another error."""
+    found = _TOO_LARGE.search(str(error))
+    if found is None:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
+
+
+def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
+    """Return the memory figures of each device, without arrays on the host."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return dict.fromkeys(_SIZES)
+    arguments, outputs, alias, temporary = (
+        int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
+    )
+    # XLA's CPU compiler does not count them separately.
+    if host and not getattr(memory, "host_argument_size_in_bytes", 0):
+        host_results = bytes_of(compiled.out_info, on_host=True)
+        donated = bytes_of(_donated(compiled, (state, *args)), on_host=True)
+        arguments, outputs = arguments - host, outputs - host_results
+        alias -= min(donated, host_results, alias)
+    peak = arguments + outputs - alias + temporary
+    # XLA's CPU compiler does not report the share of the host.
+    known_peak = peak if platform == "cpu" else device_peak(memory)
+    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, known_peak), strict=True))
+
+
+def _donated(compiled: Any, args: Any) -> list[Any]:
+    positional, _ = compiled.args_info
+    flags = jax.tree.leaves(positional, is_leaf=lambda info: hasattr(info, "donated"))
+    return [leaf for leaf, info in zip(jax.tree.leaves(args), flags, strict=True) if info.donated]
+
+
+def _analysis(found: Any) -> Mapping[str, float]:
+    """Normalize XLA's analysis: older versions return a list, some platforms None."""
+    if isinstance(found, list | tuple):
+        found = found[0] if found else None
+    return found or {}
+
+
+def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
+    """Correct XLA's figure for a device, which counts the body of a loop once, for the further iterations.
+
+    Their operations are divided among the devices, unless XLA's figure shows that the work is not divided. If XLA does
+    not know the cost of a library call (a matrix product on a GPU), the figure of the traced program is used.
+    """
+    if not measured or measured < 0.2 * once / devices:
+        return total / devices
+    return measured + (total - once) / (1 if measured > 0.9 * once else devices)
+
+
+# Compute, memory and communication cost of a step, without running it.
 
 _UNKNOWN = "not known"
 

@@ -1,7 +1,9 @@
-"""Preview of hyperparameters, hook schedules, stages and batches of a run."""
+"""`plan`: what a run will do at which step, as figures and as a table."""
 
 import dataclasses
+import functools
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,17 +12,320 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import as_int, html_picture, kind, shown
+from jstep.core.checks import (
+    WIDTH,
+    as_int,
+    columns,
+    count,
+    cut,
+    cut_path,
+    figure,
+    html_picture,
+    html_table,
+    kind,
+    shown,
+    wrapped,
+)
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Optimizer, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.hook import name_of
+from jstep.hooks.audit import AuditHook
+from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.run_hook import RunHook, cadence_of
+from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.feeder import name_of_step, stages_of
 from jstep.loop.programs import list_of_hooks
-from jstep.tools import table as _table
-from jstep.tools.due_steps import steps_of
+
+# The steps at which hooks are due, derived from their cadence.
+
+_MAX_LISTED = 64
+"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
+
+
+def steps_of(hook: Any, start: int, last_step: int) -> Any:
+    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
+
+    For an `AuditHook`, these are the steps that it repeats.
+    None if the hook is due only by time, or never.
+    """
+    if isinstance(hook, AuditHook):
+        return hook.audited_steps(start, last_step)
+    cadence = cadence_of(hook)
+    if cadence is not None:
+        if cadence.steps is None:
+            return None
+        # Not the method of a stock hook, which may be in use in a loop of the caller's.
+        is_own = cadence.secs is None and type(hook).next_due is not RunHook.next_due
+        return _spaced(hook.next_due if is_own else cadence.next_multiple, start, last_step)
+    if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
+        return None
+    next_due = getattr(hook, "next_due", None)
+    if isinstance(hook, StopAtStepHook) and next_due is not None:
+        first = next_due(start)
+        return range(first, min(first, last_step) + 1)  # the run ends there
+    if next_due is None or next_due(start) is None:
+        return range(start + 1, last_step + 1)
+    return _spaced(next_due, start, last_step)
+
+
+def _spaced(next_due: Any, start: int, last_step: int) -> Any:
+    first = next_due(start)
+    if first is None or first > last_step:
+        return range(start + 1, start + 1)
+    found = [first]
+    while len(found) < _MAX_LISTED and (due := next_due(found[-1])) is not None and due <= last_step:
+        found.append(due)
+    if len(found) == 1:
+        return range(first, first + 1)
+    evenly = range(first, last_step + 1, found[1] - first)
+    # Checked at both ends only: the first steps and the last interval.
+    if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
+        return evenly
+    return tuple(found)
+
+
+# Formatting of plans as text and HTML, at most 100 columns wide.
+
+_ROWS = 11
+
+
+def plan_text(plan: Any) -> str:
+    """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
+    changing, rows = _changing(plan), _rows_shown(plan.steps)
+    lines = [f"steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"]
+    for names in _column_groups(list(changing), max(4, *(len(count(plan.steps[row])) for row in rows))):
+        heads = [f"{'step':>4}", *(f"{cut_path(name):>12}" for name in names)]
+        cells = [[count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
+        lines += ["", *columns([heads, *cells], left=0)]
+    constant = _constants(plan, longest=36)
+    if constant:
+        lines += ["", *wrapped("constant", constant)]
+    due = named_due(plan)
+    if due:
+        hooks = columns([(cut_path(name, 40), due_text(when)) for name, when in due], left=2)
+        lines += ["", *(cut(line, WIDTH) for line in hooks)]
+    schedule = _schedule(plan)
+    return "\n".join([*lines, "", *schedule] if schedule else lines)
+
+
+def plan_html(plan: Any) -> str:
+    """Format a `Plan` as HTML for a notebook, followed by the schedule of the data."""
+    changing, constant = _changing(plan), _constants(plan)
+    notes = [
+        *([f"constant: {', '.join(constant)}"] if constant else []),
+        *_schedule(plan),
+        *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
+    ]
+    cells = [
+        (count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
+        for row in (_rows_shown(plan.steps) if changing else [])
+    ]
+    title = f"Plan of the steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"
+    return html_table(title, cells, ("step", *changing) if changing else (), notes)
+
+
+def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
+    named = plan.hyperparameters.items()
+    return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
+
+
+def _constants(plan: Any, longest: int | None = None) -> list[str]:
+    changing = _changing(plan)
+    same = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
+    return [f"{cut_path(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()]
+
+
+def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
+    return np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
+
+
+def _schedule(plan: Any) -> list[str]:
+    """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
+    each = [f"{count(total)} ({plan.passes[name]:.3g} passes)" for name, total in plan.rows.items()]
+    is_one = list(plan.rows) == ["rows"]
+    words = {
+        "stages    ": [f"{count(first)}: {name}" for first, name in plan.stages.items()],
+        "batch size": [f"{count(first)}: {size}" for first, size in plan.batch_size.items()],
+        "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(plan.rows, each, strict=True)],
+        "weights   ": [
+            (f"{count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+            for first, of in plan._weights.items()
+            for i, (name, weight) in enumerate(of.items())
+        ],
+    }
+    return [line for title, some in words.items() if some for line in wrapped(title, some)]
+
+
+def named_due(plan: Any) -> list[tuple[str, Any]]:
+    """Return the display name of each hook of a `Plan`, and its steps."""
+    return [(name_of(hook), steps) for hook, steps in plan.due.items()]
+
+
+def due_text(due: Any) -> str:
+    """Describe the steps at which a hook is due."""
+    if not len(due):
+        return "not due"
+    if isinstance(due, range) and len(due) > 1:
+        if due.step == 1:
+            return f"every step, {count(len(due))} times"
+        return f"every {count(due.step)} steps, {count(len(due))} times: {_listed(due)}"
+    return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
+
+
+def number(value: Any) -> str:
+    """Format a number with at most six digits."""
+    value = np.asarray(value)
+    return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
+
+
+def _constant(column: np.ndarray[Any, Any]) -> str:
+    return number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
+
+
+def _listed(due: Any) -> str:
+    if len(due) <= 4:
+        return ", ".join(map(count, due))
+    return f"{count(due[0])}, {count(due[1])}, …, {count(due[-1])}"
+
+
+def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
+    """Group names so that the columns of each group fit the width."""
+    groups: list[list[str]] = []
+    left = 0
+    for name in names:
+        width = max(12, len(cut_path(name))) + 2
+        if not groups or width > left:
+            groups.append([])
+            left = WIDTH - step_width
+        groups[-1].append(name)
+        left -= width
+    return groups
+
+
+# Plots of plans with matplotlib; no display is needed.
+
+_INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
+_MARKS = 400
+"""More marks than this are drawn as a bar."""
+
+
+def draw_plan(plan: Any, file: Any, **options: Any) -> None:
+    """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
+    columns = {name: column for name, column in plan.hyperparameters.items() if column.ndim == 1}
+    changing = {name: column for name, column in columns.items() if len(np.unique(column)) > 1}
+    constant = {name: column[0] for name, column in columns.items() if name not in changing}
+    due = named_due(plan)
+    panels: list[Callable[..., None]] = [
+        functools.partial(_panel, name=name, column=column) for name, column in changing.items()
+    ]
+    panels += [_sizes] if len(plan.batch_size) > 1 else []
+    panels += [_rows] if plan._rows_at and len(plan.steps) > 1 else []
+    across = 1 if len(panels) <= 2 else 2
+    down = math.ceil(len(panels) / across)
+    fig = figure()
+    heights = [1.0] * down
+    heights += [0.3 + 0.17 * len(plan.stages)] if len(plan.stages) > 1 else []
+    heights += [0.25 + 0.17 * len(due)] if due else []
+    fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
+    if heights:
+        grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
+        for i, panel in enumerate(panels):
+            panel(_axes(fig, grid[i // across, i % across], plan), plan)
+        if len(plan.stages) > 1:
+            _stage_figures(_axes(fig, grid[down, :], plan), plan)
+        if due:
+            _marks(_axes(fig, grid[len(heights) - 1, :], plan), due)
+    if constant:
+        words = ",  ".join(f"{name} = {number(value)}" for name, value in constant.items())
+        fig.supxlabel(f"constant:  {words}", fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
+    fig.savefig(file, dpi=200, **options)
+
+
+def _panel(axes: Any, plan: Any, name: str, column: Any) -> None:
+    axes.plot(plan.steps, column, color=_INK, linewidth=1.4, marker="o" if len(plan.steps) == 1 else None)
+    low, high = float(np.min(column)), float(np.max(column))
+    if low >= 0 and low < 0.5 * high:
+        axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
+    _titled(axes, name)
+    # No common factor above the axis: it would misalign the panel's title with its neighbours.
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+
+
+def _sizes(axes: Any, plan: Any) -> None:
+    firsts = [max(first, int(plan.steps[0])) for first in plan.batch_size]
+    values = list(plan.batch_size.values())
+    axes.step([*firsts, plan.last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
+    axes.set_ylim(0, max(values) * 1.06)
+    _titled(axes, "batch size")
+
+
+def _rows(axes: Any, plan: Any) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for name, column in plan._rows_at.items():
+        axes.plot(plan.steps, column, linewidth=1.4, label=name)
+    axes.set_ylim(0, None)
+    if len(plan._rows_at) > 1:
+        axes.legend(fontsize=6.5, frameon=False)
+    _titled(axes, "rows so far")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _titled(axes: Any, name: str) -> None:
+    axes.set_title(name, fontsize=9, loc="left")
+    axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
+
+
+def _stage_figures(axes: Any, plan: Any) -> None:
+    firsts = [max(first, int(plan.steps[0])) for first in plan.stages]
+    stops = [*firsts[1:], plan.last_step]
+    for row, (first, stop, name) in enumerate(zip(firsts, stops, plan.stages.values(), strict=True)):
+        axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
+        _labelled(axes, row, f"{name}:  from {count(first)}")
+    axes.set_title("stages", fontsize=9, loc="left")
+    _as_lines(axes, len(plan.stages))
+
+
+def _marks(axes: Any, due: Sequence[tuple[str, Any]]) -> None:
+    for row, (name, when) in enumerate(due):
+        if len(when) > _MARKS:
+            axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
+        elif len(when):
+            axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
+        _labelled(axes, row, f"{name}:  {due_text(when)}")
+    _as_lines(axes, len(due))
+
+
+def _labelled(axes: Any, row: int, text: str) -> None:
+    """Label a line inside the axes, so that they align with the panels."""
+    axes.text(0.012, row - 0.27, text, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
+
+
+def _as_lines(axes: Any, count: int) -> None:
+    axes.set_yticks([])
+    axes.set_ylim(count - 0.55, -1)
+    axes.spines["left"].set_visible(False)
+
+
+def _axes(fig: Any, place: Any, plan: Any) -> Any:
+    """Add axes with the steps of a plan below."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes, first = fig.add_subplot(place), int(plan.steps[0])
+    margin = max(1, plan.last_step - first) * 0.015
+    axes.set_xlim(first - margin, plan.last_step + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    if plan.last_step >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("global step", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+# Preview of hyperparameters, hook schedules, stages and batches of a run.
 
 T = TypeVar("T")
 
@@ -80,7 +385,7 @@ class Plan:
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        return _table.plan_text(self)
+        return plan_text(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
@@ -97,12 +402,11 @@ class Plan:
         self._draw(os.fspath(path))
 
     def _draw(self, file: Any, **options: Any) -> None:
-        from jstep.tools.figures import draw_plan
 
         draw_plan(self, file, **options)
 
     def _repr_html_(self) -> str:
-        return _table.plan_html(self) + html_picture(self._picture(), "the plan, drawn")
+        return plan_html(self) + html_picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""

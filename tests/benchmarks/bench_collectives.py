@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.tools.collectives import collectives_of
-from jstep.tools.compiled.program import parse_program
+from jstep.tools.compiled import parse_program
 
 WIDTH, HIDDEN, PAIRS, BATCH = 256, 1024, 3, 512
 BOUND = 1.0

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 
 import jstep
 from jstep.tools.collectives import collectives_of
-from jstep.tools.compiled.program import parse_program
+from jstep.tools.compiled import parse_program
 
 VOCABULARY, WIDTH, HEADS, LENGTH, HIDDEN, LAYERS, ROWS = 256, 128, 4, 32, 512, 2, 32
 LANES = 8

@@ -11,7 +11,7 @@ from jstep.checkpoint.directory import Directory
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import VERIFIED, Reader
 from jstep.checkpoint.saver import Saver
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 PROGRAM = """
     import dataclasses

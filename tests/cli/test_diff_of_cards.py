@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 

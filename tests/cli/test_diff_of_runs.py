@@ -5,7 +5,7 @@ import os
 import forked
 import pytest
 
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 PROGRAM = """
 import os, sys

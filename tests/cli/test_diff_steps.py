@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 
 def log(path, values):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.cli.compare import difference
-from jstep.cli.main import main
+from jstep.tools.cli import main
+from jstep.tools.cli_compare import difference
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jstep
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 PARAMS = {"layers": [{"w": np.ones((4, 3), np.float32), "b": jnp.ones(4, jnp.bfloat16)}], "n": np.int8(2)}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jstep.cli.compare import difference
-from jstep.cli.main import main
+from jstep.tools.cli import main
+from jstep.tools.cli_compare import difference
 
 
 @pytest.mark.parametrize("text", ["hi\n", "a longer text than the header of a record is, much longer\n", ""])

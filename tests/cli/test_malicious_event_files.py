@@ -7,9 +7,9 @@ import pytest
 from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
-from jstep.cli.command import as_json, printable
-from jstep.cli.main import main
 from jstep.summary.read import frame
+from jstep.tools.cli import main
+from jstep.tools.cli_common import as_json, printable
 
 
 def write_events(path, *events):
@@ -112,7 +112,7 @@ def test_a_pipe_does_not_block(tmp_path):
     program = """
         import sys
         from jstep import summary
-        from jstep.cli.main import main
+        from jstep.tools.cli import main
         run, pipe = sys.argv[1:]
         try:
             summary.summary_iterator(pipe)

@@ -13,10 +13,10 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.util import tensor_util
 
 from jstep import summary
-from jstep.cli.main import main
-from jstep.cli.plot import _smooth
 from jstep.summary import read
 from jstep.summary.read import find_runs, read_scalars
+from jstep.tools.cli import main
+from jstep.tools.cli_events import _smooth
 
 
 def write(path, values, tag="loss", start=None):

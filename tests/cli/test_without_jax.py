@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.cli.main import COMMANDS, main
+from jstep.tools.cli import COMMANDS, main
 
 REPORT = """
 import atexit, sys

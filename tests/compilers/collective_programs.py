@@ -7,8 +7,8 @@ from jax import lax
 
 import jstep
 from jstep.tools.collectives import collectives_of
-from jstep.tools.compiled.program import parse_program
-from jstep.tools.cost_warnings import warnings_of
+from jstep.tools.compiled import parse_program
+from jstep.tools.cost import warnings_of
 
 A, B, X, F = 512 * 256, 256, 256 * 1024, 1024
 """Number of elements of each parameter in `compiled_steps`."""

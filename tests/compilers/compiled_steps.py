@@ -8,7 +8,7 @@ import numpy as np
 
 import jstep
 from jstep.tools.collectives import collectives_of
-from jstep.tools.compiled.program import parse_program
+from jstep.tools.compiled import parse_program
 
 LAYOUTS = ("replicated", "zero1", "fsdp")
 

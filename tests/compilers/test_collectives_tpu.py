@@ -26,7 +26,7 @@ from collective_programs import (
 from compiled_steps import batch, loss, state
 
 import jstep
-from jstep.tools.compiled.program import parse_program, recomputes
+from jstep.tools.compiled import parse_program, recomputes
 
 pytestmark = pytest.mark.tpu_compiler
 OPTIMIZER = jstep.adam(1e-3)

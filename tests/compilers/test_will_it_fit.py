@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "will_it_fit.py"

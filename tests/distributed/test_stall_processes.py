@@ -9,9 +9,9 @@ import pytest
 from processes import start, wait_for
 
 import jstep
-from jstep.cli.main import main
 from jstep.distributed import processes as agreement
 from jstep.hooks.stall_files import read_stalls
+from jstep.tools.cli import main
 
 TRAIN = """
 mode, late = sys.argv[5], int(sys.argv[6])

@@ -10,7 +10,7 @@ import pytest
 from children import end, read_until, start
 
 from jstep.checkpoint.saver import Saver
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 HANG = """
 import threading

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.cli.main import main
 from jstep.stores import objects
+from jstep.tools.cli import main
 
 optimizer = jstep.momentum(0.1, 0.9)
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)

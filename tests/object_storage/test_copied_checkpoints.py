@@ -15,7 +15,7 @@ from object_states import same, state_at
 import jstep
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

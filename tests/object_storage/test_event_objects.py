@@ -134,7 +134,7 @@ def test_files_of_later_writers_sort_later(store):
 def test_the_command_line_reads_event_objects(store, capsys):
     with SummaryWriter(store.run) as writer:
         writer.add_summary(scalar("loss", 0.5), 3)
-    from jstep.cli.main import main
+    from jstep.tools.cli import main
 
     for path in (store.run, writer.path):
         assert main(["events", path]) in (0, None)
@@ -143,8 +143,8 @@ def test_the_command_line_reads_event_objects(store, capsys):
 
 
 def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
-    from jstep.cli.main import main
     from jstep.summary import write_graph
+    from jstep.tools.cli import main
 
     path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
     assert path == f"{store.run}/sub/graph.pbtxt"

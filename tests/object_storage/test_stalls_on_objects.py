@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.cli.main import main
 from jstep.hooks.stall_files import StallFiles, read_stalls
+from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 
 import jstep
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)

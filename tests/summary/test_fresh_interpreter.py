@@ -78,7 +78,7 @@ PROGRAM = """
             writer.add_hparams({"rate": 0.1}, {"accuracy": 1.0})
             writer.add_session_log("START", 0)
         assert len(list(jstep.summary.summary_iterator(writer.path))) == 5
-        from jstep.cli.main import main
+        from jstep.tools.cli import main
         sys.stdout = sys.stderr
         assert main(["plot", "logs", "-o", "loss.png"]) == main(["events", "logs"]) == 0
         sys.stdout = sys.__stdout__

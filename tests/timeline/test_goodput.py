@@ -6,7 +6,7 @@ import os
 import pytest
 
 import jstep
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 
 def write(folder, *lines, prefix="model"):

@@ -9,8 +9,8 @@ import time
 import pytest
 
 import jstep
-from jstep.cli.main import main
 from jstep.hooks.stall_files import StallFiles, read_stalls, silent, waited_for
+from jstep.tools.cli import main
 
 
 def fields_of(what="waiting for batch 7", kind="batch", **more):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jstep.tools.argument_uses import uses_of
+from jstep.tools.collectives import uses_of
 
 W, STACK, X = jnp.ones((4, 4)), jnp.ones((6, 4, 4)), jnp.ones((8, 4))
 

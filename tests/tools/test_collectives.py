@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jstep.tools.collectives import collectives_of
-from jstep.tools.compiled.program import parse_program
+from jstep.tools.compiled import parse_program
 
 PROGRAMS = Path(__file__).parent / "compiled_programs"
 A, B, X, F, LOSS = 512 * 256, 256, 256 * 1024, 1024, 1

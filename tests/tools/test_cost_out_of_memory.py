@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.tools.compiled_cost import _needed
+from jstep.tools.cost import _needed
 
 OPTIMIZER = jstep.adam(0.01)
 OLD = (

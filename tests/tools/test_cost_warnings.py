@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.core.programs import is_annotated
-from jstep.tools.compiled.program import parse_program
-from jstep.tools.cost_warnings import warnings_of
+from jstep.tools.compiled import parse_program
+from jstep.tools.cost import warnings_of
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 BOTH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jstep.tools.device_memory import device_peak
+from jstep.tools.cost import device_peak
 
 MB = 10**6
 

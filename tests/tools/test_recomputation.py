@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jstep.tools.compiled.program import parse_program, recomputes
+from jstep.tools.compiled import parse_program, recomputes
 
 PROGRAM = """\
 HloModule jit_train_step, is_scheduled=true

@@ -138,7 +138,7 @@ def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axe
     def devices_of(name):
         raise ReachedError
 
-    monkeypatch.setattr("jstep.topologies.topology.devices_of", devices_of)
+    monkeypatch.setattr("jstep.tools.topologies.devices_of", devices_of)
     with pytest.raises(ValueError, match=words) if words else pytest.raises(ReachedError):
         jstep.topology(name, axes)
 
@@ -150,9 +150,9 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, tm
     monkeypatch.syspath_prepend(tmp_path)
     for variable in ("CUDA_HOME", "CUDA_PATH", "TPU_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("jstep.topologies.compilers._has_cuda_compiler", lambda: False)
+    monkeypatch.setattr("jstep.tools.topologies._has_cuda_compiler", lambda: False)
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    monkeypatch.setattr("jstep.topologies.compilers.topologies.get_topology_desc", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", lambda *_, **__: 1 / 0)
     before = dict(os.environ)
     with pytest.raises(ImportError, match=r"h100:8: NVIDIA's compiler .*run: pip install 'jstep\[aot-cuda\]'"):
         jstep.topology("h100:8", {"data": 8})

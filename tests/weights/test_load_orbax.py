@@ -19,7 +19,7 @@ from processes import run
 from safetensors_files import same
 
 import jstep
-from jstep.cli.main import main
+from jstep.tools.cli import main
 
 RNG = np.random.default_rng(0)
 PARAMS = {

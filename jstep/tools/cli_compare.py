@@ -1,4 +1,4 @@
-"""`diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints."""
+"""`diff` of the command line: comparison of checkpoints, arrays and run cards."""
 
 import argparse
 import dataclasses
@@ -6,14 +6,197 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jstep.checkpoint.manifest import LeftOut
-from jstep.cli import cards
-from jstep.cli.checkpoints import Checkpoint, at, below, names_of
-from jstep.cli.command import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable
-from jstep.cli.compare import LeafDifference, difference
-from jstep.core.checks import columns
+from jstep.core.checks import columns, is_inexact
+from jstep.hooks.timeline import fields_with
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
+from jstep.tools.cli_common import (
+    DIFFERENT,
+    OK,
+    TROUBLE,
+    Checkpoint,
+    Command,
+    as_json,
+    at,
+    below,
+    complain,
+    names_of,
+    printable,
+)
+
+# Comparison of two arrays, by absolute difference and by units in the last place.
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafDifference:
+    """The difference of a leaf.
+
+    Attributes:
+        path: The path of the leaf.
+        why: The kind of difference: "values", "dtype", "shape", "only in A", "only in B".
+        detail: A description of the difference.
+        number: The number of elements that differ bitwise.
+        size: The number of elements.
+        max_abs: The largest difference of two finite numbers; None if no differing elements are both finite.
+        max_ulps: The largest difference in units in the last place of floating-point numbers, except for NaNs and
+            infinities of opposite signs.
+    """
+
+    path: str
+    why: str
+    detail: str
+    number: int | None = None
+    size: int | None = None
+    max_abs: float | None = None
+    max_ulps: int | None = None
+
+
+def difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
+    """Return the difference of two arrays of one path; None if they are bitwise identical."""
+    if a.dtype != b.dtype:
+        return LeafDifference(path, "dtype", f"{a.dtype} in A, {b.dtype} in B")
+    if a.shape != b.shape:
+        return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
+    bits_a, bits_b = _bits(a), _bits(b)
+    other = np.any(bits_a != bits_b, axis=1)
+    number = int(other.sum())
+    if not number:
+        return None
+    of_a, of_b = a.reshape(-1)[other], b.reshape(-1)[other]
+    max_abs, ulps = _by_how_much(of_a, of_b)
+    words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
+    words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
+    words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
+    if is_inexact(a.dtype):
+        opposite = _are_opposite(of_a, of_b)
+        nans = int(np.isnan(of_a).sum() + np.isnan(of_b).sum())
+        infinities = int(np.isinf(of_a[~opposite]).sum() + np.isinf(of_b[~opposite]).sum())
+        flips = int(opposite.sum())
+        more = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
+        more += [f"{flips} infinite of opposite sign"] * bool(flips)
+        words += [f"with {' and '.join(more)}"] if more else []
+    return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps)
+
+
+def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a mask of the elements that are infinite with opposite signs."""
+    return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
+
+
+def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.dtype.itemsize)
+
+
+def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
+    if np.iscomplexobj(a):
+        parts = [_by_how_much(one(a), one(b)) for one in (np.real, np.imag)]
+        return tuple(max((part[i] for part in parts if part[i] is not None), default=None) for i in (0, 1))  # type: ignore[return-value,type-var]
+    if not is_inexact(a.dtype):
+        if a.dtype == np.bool_:
+            return None, None
+        low, high = (np.array([int(f(x)) for x in (a, b)], object) for f in (np.min, np.max))
+        fits = min(low) >= -(2**62) and max(high) < 2**62
+        gap = np.abs(a.astype(np.int64) - b.astype(np.int64)) if fits else np.abs(a.astype(object) - b.astype(object))
+        return float(gap.max()), None
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(wide_a) & np.isfinite(wide_b)
+    with np.errstate(over="ignore"):
+        max_abs = float(np.abs(wide_a[finite] - wide_b[finite]).max()) if finite.any() else None
+    numbers = ~(np.isnan(wide_a) | np.isnan(wide_b) | _are_opposite(wide_a, wide_b))
+    return (None if max_abs is None or not np.isfinite(max_abs) else max_abs), _ulps(a[numbers], b[numbers])
+
+
+def _ulps(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int | None:
+    """Return the largest distance in units in the last place."""
+    if not a.size:
+        return None
+    order_a, order_b = _order(a), _order(b)
+    above, under = np.maximum(order_a, order_b), np.minimum(order_a, order_b)
+    # The distance of two int64 may overflow int64, but it fits in uint64.
+    return int((above.astype(np.uint64) - under.astype(np.uint64)).max())
+
+
+def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
+    width = 8 * x.dtype.itemsize
+    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
+    if width == 64:
+        return np.where(bits < 0, -(bits & np.int64(2**63 - 1)), bits)
+    sign = np.int64(1) << (width - 1)
+    return np.where(bits & sign, -(bits & (sign - 1)), bits)
+
+
+# Reading and comparing the run cards that are stored next to checkpoints or logs.
+
+_MOST = 40
+
+
+def last_cards(where: str) -> dict[str, dict[str, Any]]:
+    """Return the card of the last start of each run in a directory or below a URL, by checkpoint prefix.
+
+    Corrupted lines, and lines of a kind that this version does not know, are skipped.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for line in fields_with(where, "card"):
+            _add(found, line)
+    except OSError:
+        return found  # a directory that cannot be read is reported by the comparison itself
+    return found
+
+
+def _add(found: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
+    if line.get("kind") != "card" or not isinstance(line.get("prefix", "model"), str):
+        return
+    prefix, programs = line.get("prefix", "model"), line.get("programs")
+    if "card" in line:
+        found[prefix] = line
+    elif prefix in found and isinstance(programs, list) and isinstance(found[prefix].get("programs"), list):
+        found[prefix]["programs"] = [*found[prefix]["programs"], *programs]
+
+
+def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list[str] | None:
+    """Return descriptions of the differences between the cards of two runs' last starts; None if a card is missing.
+
+    Args:
+        a: The directory of the first run.
+        b: The directory of the second run.
+        prefixes: The prefixes of the two checkpoints, if two checkpoints are compared.
+    """
+    of_a, of_b = (_of(last_cards(where), prefix) for where, prefix in zip((a, b), prefixes, strict=True))
+    pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
+    if not pairs and len(of_a) == len(of_b) == 1:
+        pairs = list(zip(of_a, of_b, strict=True))
+    if not pairs:
+        return None
+    from jstep.loop.card import card_difference  # imports JAX, which is not needed without cards
+
+    return [
+        f"{one}: {line}" if len(pairs) > 1 else line
+        for one, other in pairs
+        for line in card_difference(of_a[one], of_b[other])
+    ]
+
+
+def _of(cards: dict[str, dict[str, Any]], prefix: str | None) -> dict[str, dict[str, Any]]:
+    """Return the card of a prefix only; all cards if no run has that prefix, such as that of the best checkpoints."""
+    return {prefix: cards[prefix]} if prefix in cards and prefix is not None else cards
+
+
+def text(found: list[str] | None) -> list[str]:
+    """Return the lines to print; empty if a card is missing."""
+    if found is None:
+        return []
+    if not found:
+        return ["the cards of the last starts do not differ"]
+    more = [f"  and {len(found) - _MOST} more (--json lists all)"] if len(found) > _MOST else []
+    return ["the cards of the last starts differ:", *(f"  {line}" for line in found[:_MOST]), *more]
+
+
+# `diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints.
 
 
 def absent_from(one: Checkpoint) -> dict[str, LeftOut]:
@@ -79,9 +262,9 @@ def _run(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    of_cards = cards.differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
+    of_cards = differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
     if not arguments.json:
-        for line in cards.text(of_cards):
+        for line in text(of_cards):
             print(printable(line))
     result = _checkpoints(a, b) if a.kind == "a checkpoint" else _runs(a, b)
     if arguments.json:
@@ -262,4 +445,4 @@ def _place_among(before: int, common: int) -> str:
     return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
-COMMAND = Command(_add_arguments, _run)
+DIFF = Command(_add_arguments, _run)

@@ -1,1 +1,0 @@
-"""The command line interface, `python -m jstep`."""

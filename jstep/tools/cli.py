@@ -1,0 +1,446 @@
+"""The command line, `python -m jstep`: its commands, with those for costs, weights and checkpoints."""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import io
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jstep.checkpoint.manifest import NAME as MANIFEST
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.core.checks import is_inexact, kind, range_of, size
+from jstep.stores.files import is_directory
+from jstep.stores.objects import is_url, location
+from jstep.summary.read import DataLossError
+from jstep.tools.cli_common import (
+    OK,
+    TROUBLE,
+    Checkpoint,
+    Command,
+    as_json,
+    at,
+    below,
+    cell,
+    complain,
+    names_of,
+    printable,
+    table,
+    time_text,
+)
+from jstep.weights.files import INDEX, SUFFIX, Weights, find_weights, folder_of, name_of
+
+if TYPE_CHECKING:
+    from jstep.tools.cost import Cost
+
+
+# `cost`: an estimate of the cost of a training step, without running it.
+
+
+def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "program",
+        metavar="PROGRAM:FUNCTION",
+        help="a file (train.py:step_and_shapes) or a module (my.train:step_and_shapes); the function takes no "
+        "arguments and returns (train_step, state, *batch) as arrays or shapes",
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="the devices to compile for, such as v5e:16x16, v5e:4x4*2 or h100:4x8: data parallel over all of them. "
+        "For another layout, let the function place state and batch on a mesh of jstep.topology",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+
+
+def _run_cost(arguments: argparse.Namespace) -> int:
+    place, name = _place_and_name(arguments.program)
+    # These import JAX, which --help and the errors above do not need.
+    from jstep.core.devices import parsed
+    from jstep.core.meshes import mesh_of
+    from jstep.core.placement import compiles_only
+    from jstep.tools.cost import cost
+    from jstep.tools.topologies import name_of, prepare, require_compiler
+
+    topology = None if arguments.topology is None else parsed(arguments.topology, "--topology")
+    if topology is not None:
+        require_compiler(topology)
+        prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
+    step, state, *batch = _returned(place, name)
+    mesh = mesh_of((state, batch))
+    is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
+    found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
+    print(as_json(_fields(found)) if arguments.json else found)
+    return OK  # even if the step does not fit into memory
+
+
+def _place_and_name(program: str) -> tuple[str, str]:
+    """Return the file or module and the name of its function."""
+    place, separator, name = program.rpartition(":")
+    if not (place and separator and name):
+        raise ValueError(f"{program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise FileNotFoundError(f"no file {place}")
+    return place, name
+
+
+def _returned(place: str, name: str) -> Any:
+    program = f"{place}:{name}"
+    function = getattr(_loaded(place), name, None)
+    if not callable(function):
+        raise ValueError(f"{program!r}: {place} has no function {name!r}")
+    result = function()
+    if not isinstance(result, tuple | list) or len(result) < 2:
+        raise ValueError(f"{program!r}: must return (train_step, state, *batch), returned {kind(result)}")
+    return result
+
+
+def _loaded(place: str) -> ModuleType:
+    """Import the module of a file or of a name, with the import path of `python FILE` or `python -m NAME`."""
+    if not os.path.isfile(place):
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+    name = os.path.splitext(os.path.basename(place))[0]
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # needed by dataclasses and pickles, which look up their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fields(found: "Cost") -> dict[str, Any]:
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    if found.collectives is not None:
+        fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
+    return fields
+
+
+COST = Command(_add_cost_arguments, _run_cost)
+
+
+# `inspect` of safetensors files and of Orbax checkpoints, without reading any tensor.
+
+
+def are_at(path: str) -> bool:
+    """Return whether a path has weights: a file, or a folder with weights that is not and has no checkpoints."""
+    if is_url(path) or not os.path.isdir(path):
+        return not is_url(path) and (os.path.isfile(path) or os.path.isfile(path + INDEX))
+    if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
+        return False
+    try:
+        return at(path) is None and not below(path)[0]
+    except CheckpointError:
+        return True  # a folder such as gpt-2, whose name looks like that of a checkpoint
+
+
+def show(path: str, arguments: argparse.Namespace) -> int:
+    """Print the tensors of a file, or of an index and its shards.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file is corrupted.
+    """
+    if arguments.verify:
+        raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
+    weights = find_weights(path)
+    about: dict[str, Any] = {
+        "path": weights.path,
+        "format": "safetensors",
+        "bytes": sum(tensor.nbytes for tensor in weights.tensors.values()),
+        "parameters": sum(math.prod(tensor.shape) for tensor in weights.tensors.values()),
+        "metadata": dict(weights.metadata),
+        "files": [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files],
+    }
+    several = len(weights.files) > 1
+    where = f"in {len(weights.files)} file{'s' * several}"
+    _print(about, _rows(weights), where, ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several, arguments)
+    return OK
+
+
+def orbax_folder(path: str) -> str | None:
+    """Return the folder with the arrays of the Orbax checkpoint at a path; None if Orbax did not write any.
+
+    Raises:
+        ValueError: The checkpoint is incomplete, or the path has several checkpoints or items.
+    """
+    if is_url(path) or not os.path.isdir(path) or os.path.lexists(os.path.join(path, MANIFEST)):
+        return None
+    return folder_of(path)
+
+
+def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
+    """Print the arrays of an Orbax checkpoint, from its metadata.
+
+    Raises:
+        ValueError: Orbax cannot read it, or jstep wrote it and its manifest is missing.
+    """
+    if arguments.verify:
+        raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
+    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
+
+    arrays = orbax_checkpoint.opened(folder).arrays.values()
+    about: dict[str, Any] = {
+        "path": folder,
+        "format": "orbax",
+        "bytes": sum(array.nbytes for array in arrays),
+        "parameters": sum(math.prod(array.shape) for array in arrays),
+        "metadata": {},
+    }
+    rows = [
+        {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
+        for array in sorted(arrays, key=lambda array: array.name)
+    ]
+    _print(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
+    return OK
+
+
+def _print(
+    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
+) -> None:
+    if arguments.json:
+        print(as_json({**about, "tensors": rows}))
+        return
+    print(printable(about["path"]))
+    print(
+        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, {size(about['bytes'])}, {where}"
+    )
+    if about["metadata"]:
+        print(f"metadata {printable(as_json(about['metadata']))}")
+    print()
+    heads = ["tensor", *(column.replace("_", " ") for column in columns)]
+    table(heads, [[cell(row[column]) for column in ("name", *columns)] for row in rows], left=heads.index("bytes"))
+
+
+def _rows(weights: Weights) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "dtype": name_of(tensor.code) or tensor.code,
+            "stored_as": tensor.code,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+            "file": os.path.relpath(tensor.file, os.path.dirname(weights.path) or "."),
+        }
+        for tensor in sorted(weights.tensors.values(), key=lambda tensor: tensor.name)
+    ]
+
+
+# `inspect`: the contents of a checkpoint or of safetensors files, or the checkpoints in a directory.
+
+
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of checkpoints, or safetensors")
+    parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+
+
+def _run_inspect(arguments: argparse.Namespace) -> int:
+    path = location(arguments.path, "path")
+    if are_at(path):
+        return show(path, arguments)
+    problem = None
+    try:
+        folder = orbax_folder(path)
+    except ValueError as error:  # this may be a directory of checkpoints of jstep
+        folder, problem = None, error
+    if folder is not None:
+        return show_orbax(folder, arguments)
+    one = at(path)
+    if one is not None:
+        return _checkpoint(one, arguments)
+    if not is_directory(path):
+        raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
+    return _directory(path, arguments, problem)
+
+
+def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
+    problems = one.problems(every=True) if arguments.verify else []
+    for problem in problems:
+        complain("inspect", f"{one.path} is corrupted: {problem}")
+    if problems:
+        return TROUBLE
+    rows = [
+        {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
+        for name, (leaf, array) in zip(names_of(one), one.leaves(), strict=True)
+    ]
+    about = _about(one)
+    if arguments.json:
+        verified = {"verified": True} if arguments.verify else {}
+        absent = [leaf.to_json() for leaf in one.manifest.left_out]
+        left_out = {"left_out": absent} if absent else {}
+        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
+        return OK
+    print(printable(f"{one.path}"))
+    print(
+        f"step {one.step}, saved {about['time']}, by jstep {printable(one.manifest.jstep)}, {len(rows)} leaves, "
+        f"{size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}"
+    )
+    if one.manifest.extra is not None:
+        print(f"extra {printable(as_json(one.manifest.extra))}")
+    print()
+    heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
+    table(heads, [[cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
+                   + [cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    if one.manifest.left_out:
+        print("\nleft out by Saver(leave_out=…); restore takes them from the target\n")
+        rest = [[cell(x.path), x.dtype, cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out]
+        table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
+    return OK
+
+
+def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return minimum, maximum and mean of the finite numbers; None for keys."""
+    nothing = {"min": None, "max": None, "mean": None}
+    if leaf.key_impl is not None:
+        return {**nothing, "nonfinite": None}
+    found = range_of(array)
+    nonfinite = found.nans + found.infinities
+    if found.low is None:
+        return {**nothing, "nonfinite": nonfinite}
+    values = np.abs(array) if np.iscomplexobj(array) else array
+    values = values.astype(np.float64)
+    mean = float(np.mean(values, where=np.isfinite(values)))
+    whole = not is_inexact(array.dtype)
+    return {
+        "min": int(array.min()) if whole else found.low,
+        "max": int(array.max()) if whole else found.high,
+        "mean": mean,
+        "nonfinite": nonfinite,
+    }
+
+
+def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
+    checkpoints, problems = below(path)
+    if not checkpoints and not problems:
+        if not_one is not None:
+            raise not_one
+        raise FileNotFoundError(
+            f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
+        )
+    rows = []
+    for one in checkpoints:
+        wrong = []
+        if arguments.verify:
+            try:
+                wrong = one.problems(every=True)
+            except (CheckpointError, OSError) as error:
+                wrong = [str(error)]
+        problems += [f"{one.path} is corrupted: {problem}" for problem in wrong]
+        rows.append({"name": one.name, **_about(one), "leaves": len(one.manifest.leaves)})
+        if arguments.verify:
+            rows[-1]["verified"] = not wrong
+    if arguments.json:
+        print(as_json({"path": path, "checkpoints": rows, "problems": problems}))
+    elif rows:
+        heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
+        verdict = {True: "as written", False: "CORRUPTED", None: ""}
+        table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
+                       + [verdict[row.get("verified")]] * arguments.verify for row in rows], left=2)  # fmt: skip
+    for problem in problems:
+        complain("inspect", problem)
+    return TROUBLE if problems else OK
+
+
+def _about(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": one.path,
+        "step": one.step,
+        "saved_at": one.manifest.saved_at,
+        "time": time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
+        "jstep": one.manifest.jstep,
+        "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
+    }
+
+
+INSPECT = Command(_add_inspect_arguments, _run_inspect)
+
+
+# The command line `python -m jstep`; each command is a module, imported only when it is used.
+
+COMMANDS = {
+    "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",
+    "diff": "find where two runs diverge: checkpoints, directories, logs",
+    "plot": "plot the scalars of one or several runs to a file",
+    "events": "print the events of a file, one per line",
+    "cost": "estimate the cost of a step: operations, memory, transfers",
+    "goodput": "account for the wall time of a run, over all its starts",
+    "stalls": "show the processes that hang (exit code 1) and their waits",
+}
+"""Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
+and a line here."""
+
+_EPILOG = """\
+examples:
+  python -m jstep inspect run/model-1000 --verify
+  python -m jstep plot runs -o loss.png --tags 'loss*'
+  python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
+A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
+Exit codes: 0 on success; 1 if `diff` found a difference; 2 on an error: a missing path, a corrupted file, or \
+nothing to compare."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The arguments; None for those of the process.
+
+    Returns:
+        The exit code: 0, 1 if `diff` found a difference or `stalls` a process that hangs, or 2 after an error, which
+        is reported on stderr.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    if argv is None:  # the stdout of the process is ours
+        _escape_what_the_locale_lacks()
+    arguments = _parser(given).parse_args(given)
+    try:
+        code: int = arguments.run(arguments)
+        print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
+        complain(arguments.command, error)
+        return TROUBLE
+    except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
+        traceback.print_exc()
+        return TROUBLE
+    return code
+
+
+def _escape_what_the_locale_lacks() -> None:
+    """Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jstep",
+        description="Inspect the files of a run, and estimate the cost of a training step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    # No option before the command takes a value, so the first argument that is not an option is the command.
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    for name, words in COMMANDS.items():
+        own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        if name == chosen:
+            command: Command = importlib.import_module(f"jstep.cli.{name}").COMMAND
+            command.add_arguments(own)
+            own.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,394 @@
+"""`events`, `plot`, `goodput` and `stalls` of the command line: what a run wrote."""
+
+import argparse
+import dataclasses
+import fnmatch
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jstep.core.checks import figure
+from jstep.hooks.stall_files import read_stalls, silent, waited_for
+from jstep.hooks.timeline import goodput
+from jstep.stores.files import is_directory, opened
+from jstep.stores.objects import absolute, is_url, location
+from jstep.summary.read import (
+    DataLossError,
+    Point,
+    decode_error,
+    event_files,
+    find_runs,
+    is_event_file,
+    proto,
+    read_scalars,
+    summary_iterator,
+)
+from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable, table, time_text
+
+# `plot`: curves of scalars with matplotlib, without a display or a server.
+
+
+def plot_scalars(
+    logdirs: Sequence[str],
+    output: str,
+    *,
+    tags: Sequence[str] = ("*",),
+    x_axis: str = "step",
+    smoothing: float = 0.0,
+    log_y: bool = False,
+    on_corrupted: Callable[[DataLossError], None] | None = None,
+) -> list[str]:
+    """Plot the scalars of one or several runs, with a panel for each tag and a line for each run.
+
+    Args:
+        logdirs: Directories; each directory at or below them that contains event files is a run.
+        output: The path of the image; its suffix (`.png`, `.svg`, `.pdf`) determines the format.
+        tags: Globs of the tags to plot.
+        x_axis: "step", or "time" (hours since the first point of the run).
+        smoothing: The decay, 0 ≤ decay < 1, of a moving average (debiased, as in TensorBoard). The original values
+            are drawn faintly behind it.
+        log_y: Whether the vertical axes are logarithmic.
+        on_corrupted: A callback for corrupted files. The events before the corruption, and all other files, are
+            plotted.
+
+    Returns:
+        The tags that were plotted.
+
+    Raises:
+        FileNotFoundError: A directory does not exist or contains no event files.
+        ValueError: No tag of a scalar matches, or smoothing is out of range.
+        DataLossError: A file is corrupted, and `on_corrupted` is None.
+        ImportError: matplotlib is not installed.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing must be at least 0 and less than 1, not {smoothing}")
+    runs = _read(logdirs, on_corrupted)
+    there = list(dict.fromkeys(tag for series in runs.values() for tag in series))
+    chosen = [tag for tag in there if any(fnmatch.fnmatchcase(tag, pattern) for pattern in tags)]
+    if not chosen:
+        if not there:
+            raise ValueError(f"no scalars in {', '.join(logdirs)}")
+        from jstep.core.trees import nearest  # imported here because it imports JAX, which plotting does not need
+
+        raise ValueError(f"no scalar's tag matches {', '.join(tags)}{nearest(tags[0], there)}")
+    _draw(runs, chosen, output, x_axis, smoothing, log_y)
+    return chosen
+
+
+def _read(
+    logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None] | None
+) -> dict[str, dict[str, list[Point]]]:
+    """Return run → tag → points; a run is named by its path below the common prefix of all runs."""
+    paths: list[str] = []
+    for logdir in logdirs:
+        if not is_url(logdir) and not os.path.exists(logdir):
+            raise FileNotFoundError(f"no such directory: {logdir}")
+        found = find_runs(logdir) if is_directory(logdir) else [logdir]
+        if not found:
+            raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {logdir} or below")
+        paths += found
+    paths = list(dict.fromkeys(map(absolute, paths)))
+    return {name: read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    parts = [path.split("/" if is_url(path) else os.sep) for path in paths]
+    shared = len(parts[0]) - 1 if len(parts) == 1 else 0
+    while len(parts) > 1 and all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    return ["/".join(part[shared:]) or "." for part in parts]
+
+
+def _draw(
+    runs: dict[str, dict[str, list[Point]]],
+    tags: Sequence[str],
+    output: str,
+    x_axis: str,
+    smoothing: float,
+    log_y: bool,
+) -> None:
+    fig = figure()
+    columns = min(len(tags), 3)
+    rows = math.ceil(len(tags) / columns)
+    fig.set_size_inches(4.8 * columns, 3.2 * rows)
+    grid = fig.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[len(tags) :]:
+        axes.set_visible(False)
+    for axes, tag in zip(grid, tags, strict=False):
+        for i, (run, series) in enumerate(runs.items()):
+            points = series.get(tag, [])
+            if not points:
+                continue
+            xs = [p.step if x_axis == "step" else (p.wall_time - points[0].wall_time) / 3600 for p in points]
+            values = [p.value for p in points]
+            marker = "o" if len(points) == 1 else None
+            if smoothing:
+                axes.plot(xs, values, color=f"C{i}", alpha=0.25, linewidth=1)
+                values = _smooth(values, smoothing)
+            axes.plot(xs, values, color=f"C{i}", label=printable(run), marker=marker, linewidth=1.5)
+        axes.set_title(printable(tag), fontsize=10, parse_math=False)
+        axes.set_xlabel("global step" if x_axis == "step" else "hours", fontsize=9)
+        axes.tick_params(which="both", labelsize=8)  # including minor ticks of logarithmic axes
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if log_y:
+            axes.set_yscale("log", nonpositive="mask")
+        if len(runs) > 1 and axes.lines:
+            for text in axes.legend(fontsize=8, frameon=False).get_texts():
+                text.set_parse_math(False)
+    fig.savefig(os.path.expanduser(output), dpi=150)
+
+
+def _smooth(values: Sequence[float], decay: float) -> list[float]:
+    """Return a moving average, debiased by 1 − decayⁿ; non-finite values are skipped."""
+    smoothed, average, weight = [], 0.0, 1.0
+    for value in values:
+        if math.isfinite(value):
+            average = decay * average + (1 - decay) * value
+            weight *= decay
+        smoothed.append(average / (1 - weight) if weight < 1 else value)
+    return smoothed
+
+
+def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("logdir", nargs="+", help="a directory; every directory below it with event files is a run")
+    parser.add_argument("-o", "--output", required=True, help="the image file: loss.png, loss.svg or loss.pdf")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to plot (repeatable)")
+    parser.add_argument("-x", choices=("step", "time"), default="step", help="the horizontal axis")
+    parser.add_argument("-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1")
+    parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axes")
+
+
+def _run_plot(arguments: argparse.Namespace) -> int:
+    code = OK
+
+    def on_corrupted(error: DataLossError) -> None:
+        nonlocal code
+        code = TROUBLE
+        complain("plot", f"{error}; the data after it is not drawn")
+
+    tags = plot_scalars(
+        [location(logdir, "logdir") for logdir in arguments.logdir],
+        arguments.output,
+        tags=arguments.tags or ("*",),
+        x_axis=arguments.x,
+        smoothing=arguments.smoothing,
+        log_y=arguments.log_y,
+        on_corrupted=on_corrupted,
+    )
+    print(printable(f"{arguments.output}: {', '.join(tags)}"))
+    return code
+
+
+PLOT = Command(_add_plot_arguments, _run_plot)
+
+
+# `events`: the events of a file as text or JSON, one per line.
+
+
+def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:
+    """Print the events of a file, or of all event files in a directory in order, one per line.
+
+    Args:
+        path: An event file or a directory.
+        json: Whether to print each line as a JSON object; non-finite numbers become the strings "NaN", "Infinity"
+            and "-Infinity", as in protobuf.
+        tags: Globs; values with other tags are omitted, and so are events that have no values left.
+
+    Returns:
+        The exit code. If a file is corrupted, the events before the corruption and the other files are printed.
+
+    Raises:
+        FileNotFoundError: The file does not exist, or the directory contains no event files.
+    """
+    files = event_files(path)
+    if not files:
+        raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
+    code = OK
+    for file in files:
+        found = False
+        try:
+            for event in summary_iterator(file):
+                found = True
+                entry = _entry(event, tags)
+                if entry is not None:
+                    print(as_json(entry) if json else printable(_line(entry)))
+        except DataLossError as error:
+            complain("events", error if found else f"{error}; it is not an event file, or its beginning is corrupted")
+            code = TROUBLE
+        else:
+            # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
+            if not found and file == path and not (is_event_file(file) and _is_empty(file)):
+                complain("events", f"{file}: is not an event file, or ends inside its first event")
+                code = TROUBLE
+    return code
+
+
+def _is_empty(file: str) -> bool:
+    with opened(file) as data:
+        return not data.read(1)
+
+
+def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
+    entry: dict[str, Any] = {"step": event.step, "wall_time": event.wall_time}
+    what = event.WhichOneof("what")
+    if what == "summary":
+        values = [v for v in event.summary.value if any(fnmatch.fnmatchcase(v.tag, glob) for glob in tags)]
+        if not values:
+            return None
+        entry["values"] = [_value(value) for value in values]
+    elif list(tags) != ["*"]:
+        return None
+    elif what == "graph_def":
+        entry["graph_def"] = _graph(event.graph_def)
+    elif what == "session_log":
+        entry["session_log"] = _status(event.session_log.status)
+    elif what == "file_version":
+        entry["file_version"] = event.file_version
+    elif what is not None:
+        entry[what] = str(getattr(event, what)).strip()
+    return entry
+
+
+def _graph(data: bytes) -> dict[str, Any]:
+    try:
+        return {"nodes": len(proto("GraphDef").FromString(data).node), "bytes": len(data)}
+    except decode_error():
+        return {"nodes": None, "bytes": len(data)}
+
+
+def _status(number: int) -> str:
+    statuses = proto("SessionLog").SessionStatus
+    name: str = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
+    return name
+
+
+def _value(value: Any) -> dict[str, Any]:
+    kind = value.WhichOneof("value")
+    entry: dict[str, Any] = {"tag": value.tag}
+    if kind == "simple_value":
+        return entry | {"kind": "scalar", "value": value.simple_value}
+    if kind == "image":
+        image = value.image
+        return entry | {
+            "kind": "image",
+            "height": image.height,
+            "width": image.width,
+            "channels": image.colorspace,
+            "bytes": len(image.encoded_image_string),
+        }
+    if kind == "histo":
+        histogram = value.histo
+        return entry | {
+            "kind": "histogram",
+            **{key: getattr(histogram, key) for key in ("min", "max", "num", "sum", "sum_squares")},
+            "bucket_limit": list(histogram.bucket_limit),
+            "bucket": list(histogram.bucket),
+        }
+    # The name of a plugin may be any string, even "scalar", whose entry would look like one of the above.
+    plugin = value.metadata.plugin_data.plugin_name
+    entry["kind"] = f"tensor of {plugin}" if plugin in ("scalar", "image", "histogram") else plugin or kind or "empty"
+    if kind == "tensor":
+        entry["shape"] = [dim.size for dim in value.tensor.tensor_shape.dim]
+        if value.tensor.string_val:
+            entry["strings"] = [s.decode(errors="replace") for s in value.tensor.string_val]
+    return entry
+
+
+def _line(entry: dict[str, Any]) -> str:
+    head = f"{time_text(entry.pop('wall_time'), 'T', 'milliseconds')}  step {entry.pop('step')}"
+    values = entry.pop("values", None)
+    if values is None:
+        return "  ".join([head, *(f"{key} {_short(x)}" for key, x in entry.items())])
+    return "  ".join([head, "; ".join(map(_value_text, values))])
+
+
+def _value_text(value: dict[str, Any]) -> str:
+    tag, kind = value["tag"], value["kind"]
+    if kind == "scalar":
+        return f"{tag} = {value['value']:.7g}"
+    if kind == "image":
+        size = f"{value['height']}×{value['width']}×{value['channels']}"
+        return f"{tag} = image {size}, {value['bytes']} bytes"
+    if kind == "histogram":
+        low, high, mean = value["min"], value["max"], value["sum"] / (value["num"] or math.nan)
+        return f"{tag} = histogram of {value['num']:.0f} in [{low:.7g}, {high:.7g}], mean {mean:.7g}"
+    rest = " ".join(_short(value[key]) for key in ("shape", "strings") if key in value)
+    return f"{tag} = {kind} {rest}".rstrip()
+
+
+def _short(x: Any) -> str:
+    text = " ".join(f"{key} {n}" for key, n in x.items()) if isinstance(x, dict) else str(x)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="an event file, or a directory of event files")
+    parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
+
+
+def _run_events(arguments: argparse.Namespace) -> int:
+    path = location(arguments.file, "file")
+    return print_events(path, json=arguments.format == "json", tags=arguments.tags or ("*",))
+
+
+EVENTS = Command(_add_events_arguments, _run_events)
+
+
+# `goodput`: the breakdown of the wall time of a run.
+
+
+def _add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
+    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+
+
+def _run_goodput(arguments: argparse.Namespace) -> int:
+    found = goodput(arguments.path, arguments.prefix)
+    fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
+    fields = {name: value for name, value in fields.items() if value != {}}
+    print(as_json(fields) if arguments.json else found)
+    return OK
+
+
+GOODPUT = Command(_add_goodput_arguments, _run_goodput)
+
+
+# `stalls`: the processes of a run that hang, and what each of them waits for.
+
+
+def _add_stalls_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="the checkpoint_dir of a run, or its logdir if it has none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+
+
+def _run_stalls(arguments: argparse.Namespace) -> int:
+    where, now = absolute(location(arguments.path, "path")), time.time()
+    if not is_directory(where):
+        raise FileNotFoundError(f"{where}: no such directory")
+    found, problems = read_stalls(where)
+    for problem in problems:
+        complain("stalls", problem)
+    hangs = any(one["stall"] for one in found)
+    found = found if hangs else []
+    missing = silent(found, max((one["processes"] for one in found), default=0))
+    odd = waited_for(found) if len(found) + len(missing) > 1 else []
+    if arguments.json:
+        print(as_json({"stalls": found, "silent": missing}))
+    elif hangs:
+        names = ["process", "host", "pid", "for", "what", "line"]
+        shown = [{**one, "for": f"{now - one['since']:.0f} s", "": "*" if one in odd else ""} for one in found]
+        shown += [{"process": process, "what": "nothing is heard of it", "": "*"} for process in missing]
+        table(["", *names], [[printable(one.get(name, "–")) for name in ["", *names]] for one in shown], left=7)
+    else:
+        print("no process hangs")
+    return DIFFERENT if hangs else OK
+
+
+STALLS = Command(_add_stalls_arguments, _run_stalls)

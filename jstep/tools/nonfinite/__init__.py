@@ -1,1 +1,0 @@
-"""Implementation of `find_nonfinite`."""

@@ -1,0 +1,565 @@
+"""The passes of `find_nonfinite` over a traced program, forward and backward."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jstep.core import checks
+from jstep.core.checks import Range
+from jstep.core.meshes import reduced
+from jstep.core.programs import (
+    HARMLESS,
+    MOVES,
+    Operation,
+    Subprogram,
+    apply,
+    counts_of,
+    evaluate,
+    path_to,
+    shard_counts,
+    walk,
+)
+
+# Tests for non-finite numbers, also of traced values.
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value has floating-point numbers, real or complex."""
+    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _real(value: Any) -> list[Any]:
+    """Return real arrays, at least float32, with all numbers of a value."""
+    value = reduced(jnp.asarray(value))
+    if jnp.iscomplexobj(value):
+        return [lax.real(value), lax.imag(value)]
+    return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
+
+
+def probe(value: Any) -> Any:
+    """Return a float32 scalar that is finite if and only if all numbers of a value are, at the cost of a sum."""
+    # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
+    with on_mesh_of(value):
+        first, *rest = [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)]
+        found = first + rest[0] if rest else first
+    return on_current_mesh(found)
+
+
+def has_nan(value: Any) -> Any:
+    """Whether a value has a NaN."""
+    with on_mesh_of(value):
+        first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
+        found = first | rest[0] if rest else first
+    return on_current_mesh(found)
+
+
+def measured(value: Any) -> tuple[Any, ...]:
+    """Return the lowest and the highest finite number of a value, and how many are NaN and infinite.
+
+    Complex numbers are measured by their magnitudes. Keys have no numbers.
+    """
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return ()
+    with on_mesh_of(value):
+        parts = _real(value) if is_inexact(value) else [value.astype(jnp.int32) if value.dtype == bool else value]
+        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, parts))
+        real = parts[0] if len(parts) == 1 else jnp.where(finite, jnp.abs(value), parts[0] + parts[1])
+        limits: Any = np.finfo(real.dtype) if is_inexact(real) else np.iinfo(real.dtype)
+        low = jnp.min(real, where=finite, initial=limits.max)
+        high = jnp.max(real, where=finite, initial=limits.min)
+        nans = jnp.sum(jnp.isnan(real), dtype=jnp.int32)
+        found = low, high, nans, jnp.sum(~finite, dtype=jnp.int32) - nans
+    return tuple(map(on_current_mesh, found))
+
+
+def on_mesh_of(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with the mesh, and its axis types, of a value or an abstract value."""
+    mesh = (value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)).sharding.mesh
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def on_current_mesh(value: Any) -> Any:
+    """Reshard a value that was computed on another mesh, replicated, to the current one; move others to the host."""
+    if not isinstance(value, jax.core.Tracer):
+        return np.asarray(value)
+    mesh = jax.sharding.get_abstract_mesh()
+    there = jax.typeof(value).sharding.mesh
+    if there.empty or mesh.empty or there == mesh:
+        return value
+    return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
+
+
+def range_of(value: Any) -> Range:
+    """Return the range of the numbers in an array or a number."""
+    dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return Range(str(dtype), tuple(np.shape(value)), None, None)
+    return dataclasses.replace(checks.range_of(np.asarray(value)), dtype=str(dtype))
+
+
+def as_range(aval: Any, measures: Sequence[Any]) -> Range:
+    """Return the range of an array from what `measured` returned."""
+    low, high, nans, infinities = (one.item() for one in measures) if measures else (1, 0, 0, 0)
+    low, high = (float(low), float(high)) if low <= high else (None, None)
+    return Range(str(aval.dtype), tuple(aval.shape), low, high, nans, infinities)
+
+
+# Evaluation of a program with instruments: the control flow of a pass over calls, branches, loops and shard_maps.
+
+
+class Value(NamedTuple):
+    """A value with its mark, which is what a pass knows about it.
+
+    Attributes:
+        value: The value, traced.
+        mark: A tree of traced arrays.
+        depends: Whether the value depends on an argument of the outermost program.
+    """
+
+    value: Any
+    mark: Any
+    depends: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A part of a program that JAX traces as one: the outermost one, or that of a loop, a branch or a shard.
+
+    Attributes:
+        iterations: The number and the iteration of each enclosing loop.
+        axes: The mesh axes of the enclosing shard_map.
+        notes: What a pass noted about the operations of this level, in execution order.
+        parts: The records of its loops, branches and shards.
+    """
+
+    iterations: tuple[Any, ...] = ()
+    axes: tuple[str, ...] = ()
+    notes: list[Any] = dataclasses.field(default_factory=list)
+    parts: list[Any] = dataclasses.field(default_factory=list)
+
+    def shard(self) -> Any:
+        """Return the index of the shard, traced; 0 outside of a shard_map."""
+        return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+
+    def varying(self, tree: Any) -> Any:
+        """Return arrays whose types vary over the shards, as those of a loop's carry have to."""
+        return jax.tree.map(lambda leaf: leaf + (0 * self.shard()).astype(leaf.dtype), tree) if self.axes else tree
+
+
+class Pass:
+    """A pass over a program, which evaluates it once and records what its subclass looks for.
+
+    An operation that runs has a position, a vector of int32: number and iteration of each enclosing loop, the number of
+    the operation, zeros, and the index of the shard. Positions in lexicographic order are in execution order.
+
+    Args:
+        body: The program.
+    """
+
+    def __init__(self, body: Subprogram) -> None:
+        self._body = body
+        self._width = 2 + 2 * max((one.depth for one in walk(body)), default=0)
+
+    def _enters(self, operation: Operation) -> bool:
+        """Whether to evaluate the inner programs of an operation with instruments."""
+        return operation.kind != "operation"
+
+    def _constant(self, value: Any) -> Any:
+        """Return the mark of a constant or an argument."""
+
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+        """Note an operation that is not entered; return the marks of its results."""
+        return [None] * len(outs)
+
+    def _part(self, value: Any, mark: Any) -> Any:
+        """Return the mark of a slice or a shard, of a value that has a mark."""
+        return mark
+
+    def _whole(self, marks: Any) -> Any:
+        """Return the mark of a value from those of its slices or shards, stacked."""
+        return marks
+
+    def _record(self, level: Level) -> Any:
+        """Return the record of a level, from its notes and parts: a tree of arrays that is alike for all levels."""
+
+    def _earlier(self, record: Any, later: Any) -> Any:
+        """Return the record of an iteration and of a later one."""
+
+    def _of_shards(self, records: Any) -> Any:
+        """Return one record from those of all shards, stacked."""
+
+    def _position(self, number: Any, level: Level) -> Any:
+        """Return the position of the operation with a number."""
+        zeros = [0] * (self._width - len(level.iterations) - 2)
+        parts = (*level.iterations, number, *zeros, level.shard())
+        return jnp.stack([on_current_mesh(jnp.asarray(part, jnp.int32)) for part in parts])
+
+    def _evaluated(
+        self, values: Sequence[Any], depends: Sequence[bool], found: Callable[[Any, list[Value]], Any]
+    ) -> Any:
+        """Evaluate the program.
+
+        Args:
+            values: Its arguments.
+            depends: Which of them are arguments of the user's function, unlike constants.
+            found: Maps the record of the program and its results to what is returned, as NumPy arrays.
+        """
+        marks = list(map(self._constant, values))
+
+        def fn(values: Sequence[Any]) -> Any:
+            level = Level()
+            outs = self._run(self._body, list(map(Value, values, marks, depends)), level)
+            return found(self._record_at(level), outs)
+
+        # A function that moves arrays between devices is evaluated operation by operation.
+        if len({frozenset(one.devices()) for one in values if isinstance(one, jax.Array) and one.committed}) > 1:
+            return jax.device_get(fn(values))
+        # The program runs only once, and on a CPU, the optimizations of LLVM take half of the time to compile.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.device_get(jax.jit(fn, compiler_options=options)(values))
+
+    def _inside(self, body: Subprogram, args: list[Value], level: Level) -> tuple[Any, list[Any], list[Any]]:
+        outs = self._run(body, args, level)
+        return self._record_at(level), *_columns(outs)
+
+    def _record_at(self, level: Level) -> Any:
+        return level.varying(self._record(dataclasses.replace(level, parts=_on_current_mesh(level.parts))))
+
+    def _run(self, body: Subprogram, args: list[Value], level: Level) -> list[Value]:
+        def by(operation: Operation, ins: list[Value]) -> list[Value]:
+            eqn = operation.eqn
+            with on_mesh_of(eqn.outvars[0].aval) if eqn.outvars else contextlib.nullcontext():
+                if self._enters(operation):
+                    ins = [one._replace(mark=_on_current_mesh(one.mark)) for one in ins]
+                    outs, marks = getattr(self, f"_{operation.kind}")(operation, ins, level)
+                else:
+                    outs, marks = apply(operation, [one.value for one in ins]), None
+            if marks is None:
+                marks = self._note(operation, ins, outs, level)
+            return _values(outs, _on_current_mesh(marks), _depends(ins))
+
+        return evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
+
+    def _call(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
+        return _columns(self._run(operation.bodies[0], ins, level))
+
+    def _cond(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
+        def branch(body: Subprogram) -> Any:
+            def run(pairs: Any) -> Any:
+                args = [Value(value, mark, one.depends) for (value, mark), one in zip(pairs, ins[1:], strict=True)]
+                return self._inside(body, args, Level(level.iterations, level.axes))
+
+            return run
+
+        index, pairs = jnp.asarray(ins[0].value).astype(jnp.int32), [(one.value, one.mark) for one in ins[1:]]
+        record, outs, marks = lax.switch(index, [branch(body) for body in operation.bodies], pairs)
+        level.parts.append(record)
+        return outs, marks
+
+    def _scan(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
+        params = operation.eqn.params
+        first, second = itertools.accumulate(counts_of(params))
+        split, count = ins[second:], second - first
+
+        def step(state: Any, xs: Any) -> Any:
+            i, values, marks, record = state
+            parts = [self._part(x, one.mark) for x, one in zip(xs, split, strict=True)]
+            given = [*values, *xs], [*marks, *parts]
+            new, values, marks = self._iteration(operation, operation.bodies[0], ins, ins[:first], i, given, level)
+            return (i + 1, values[:count], marks[:count], self._earlier(record, new)), (values[count:], marks[count:])
+
+        start = (jnp.int32(0), *_columns(ins[first:second]), self._record_at(Level(axes=level.axes)))
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (_, values, marks, record), (ys, of_ys) = lax.scan(step, start, _columns(split)[0], **options)
+        level.parts.append(record)
+        return [*values, *ys], [*marks, *map(self._whole, of_ys)]
+
+    def _while(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
+        condition, body = operation.bodies
+        counts = (operation.eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
+        first, second = itertools.accumulate(counts)
+
+        def test(i: Any, values: Any, marks: Any, record: Any) -> Any:
+            new, (again,), _ = self._iteration(operation, condition, ins, ins[:first], i, (values, marks), level)
+            return again, (i, values, marks, self._earlier(record, new))
+
+        def step(tested: Any) -> Any:
+            _, (i, *given, record) = tested
+            new, values, marks = self._iteration(operation, body, ins, ins[first:second], i, given, level)
+            return test(i + 1, values, marks, self._earlier(record, new))
+
+        start = test(jnp.int32(0), *_columns(ins[second:]), self._record_at(Level(axes=level.axes)))
+        _, (_, values, marks, record) = lax.while_loop(lambda tested: tested[0], step, start)
+        level.parts.append(record)
+        return values, marks
+
+    def _iteration(
+        self,
+        operation: Operation,
+        body: Subprogram,
+        ins: list[Value],
+        consts: list[Value],
+        i: Any,
+        given: Sequence[Any],
+        level: Level,
+    ) -> tuple[Any, list[Any], list[Any]]:
+        # The carry is passed on, so every value depends on all others.
+        values, marks = (most + more for most, more in zip(_columns(consts), given, strict=True))
+        at = Level((*level.iterations, operation.number, i), level.axes)
+        return self._inside(body, _values(values, marks, _depends(ins)), at)
+
+    def _shard_map(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
+        params, axes = operation.eqn.params, tuple(shard_counts(operation))
+
+        def on_shard(values: list[Any], marks: list[Any], iterations: tuple[Any, ...]) -> Any:
+            at = Level(iterations, axes)
+            marks = [at.varying(self._part(one, mark)) for one, mark in zip(values, marks, strict=True)]
+            record, outs, marks = self._inside(operation.bodies[0], _values(values, marks, _depends(ins)), at)
+            return outs, jax.tree.map(lambda leaf: leaf[None], (record, at.varying(marks)))
+
+        outs, stacked = jax.shard_map(
+            on_shard,
+            mesh=params["mesh"],
+            in_specs=(list(params["in_specs"]), PartitionSpec(), PartitionSpec()),
+            out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+            axis_names=set(axes),
+            check_vma=params["check_vma"],
+        )(*_columns(ins), level.iterations)
+        record, marks = jax.tree.map(_replicated, stacked)
+        level.parts.append(self._of_shards(record))
+        return outs, list(map(self._whole, marks))
+
+
+def _depends(ins: list[Value]) -> bool:
+    return any(one.depends for one in ins)
+
+
+def _columns(values: Iterable[Value]) -> tuple[list[Any], list[Any]]:
+    values = list(values)
+    return [one.value for one in values], [one.mark for one in values]
+
+
+def _values(values: Iterable[Any], marks: Iterable[Any], depends: bool) -> list[Value]:
+    return [Value(value, mark, depends) for value, mark in zip(values, marks, strict=True)]
+
+
+def _on_current_mesh(tree: Any) -> Any:
+    return jax.tree.map(on_current_mesh, tree)
+
+
+def _replicated(leaf: Any) -> Any:
+    mesh = jax.typeof(leaf).sharding.mesh
+    return leaf if mesh.empty else jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
+
+
+# The passes of `find_nonfinite`: the first operation that makes a non-finite number, its ranges, and other origins.
+
+_NEVER, _UNREAD = 2**31 - 1, -1
+"""In place of the numbers of a position: no operation, and an operation still to come."""
+Position = np.ndarray[Any, Any]
+
+
+def _inexact(values: Iterable[Any]) -> list[Any]:
+    return [one for one in values if one is not None and is_inexact(one)]
+
+
+class _Note(NamedTuple):
+    number: int
+    ins: list[Any]
+    outs: list[Any]
+    depends: bool
+
+
+class FirstMade(Pass):
+    """A pass for the position of the first operation that makes a NaN, or an infinity from an argument."""
+
+    def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
+        """Return the position, and whether any result of the program is non-finite."""
+
+        def found(position: Any, outs: list[Value]) -> Any:
+            flags = [~jnp.isfinite(probe(one)) for one in _inexact(out.value for out in outs)]
+            return position, functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
+
+        position, reaches = self._evaluated(values, depends, found)
+        return None if position[0] == _NEVER else position, bool(reaches)
+
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+        made = _inexact(outs)
+        if made and operation.eqn.primitive.name not in HARMLESS:
+            depends = any(one.depends for one in ins)
+            level.notes.append(_Note(operation.number, _inexact(one.value for one in ins), made, depends))
+        return [None] * len(outs)
+
+    def _record(self, level: Level) -> Any:
+        number = _first_number(level.notes)
+        found = [jnp.where(number == _NEVER, _NEVER, self._position(number, level)), *level.parts]
+        # Within a level, the numbers at its depth are in execution order.
+        numbers = jnp.stack([one[len(level.iterations)] for one in found])
+        return jnp.stack(found)[jnp.argmin(numbers)]
+
+    def _earlier(self, record: Any, later: Any) -> Any:
+        return jnp.where(record[0] == _NEVER, later, record)
+
+    def _of_shards(self, records: Any) -> Any:
+        return records[_lowest(records)]
+
+
+def _first_number(notes: list[_Note]) -> Any:
+    """Return the number of the first operation that makes a non-finite number.
+
+    All flags are stacked and compared at once, since most of the time of a pass goes into compiling.
+    """
+    if not notes:
+        return jnp.int32(_NEVER)
+    values = {id(one): one for note in notes for one in (*note.ins, *note.outs)}
+    rows = {key: row for row, key in enumerate(values)}
+    bad = jnp.stack([~jnp.isfinite(probe(one)) for one in values.values()] + [jnp.bool_(False)])
+    nan = jnp.stack([has_nan(one) for one in values.values()] + [jnp.bool_(False)])
+
+    def any_of(groups: list[list[Any]]) -> Callable[[Any], Any]:
+        length = max(map(len, groups))
+        indices = np.array(
+            [[*(rows[id(one)] for one in group), *[-1] * (length - len(group))] for group in groups], int
+        )
+        return lambda flags: jnp.any(flags[indices], axis=1)
+
+    before, after = any_of([note.ins for note in notes]), any_of([note.outs for note in notes])
+    # Infinities that do not depend on an argument are constants of the user; NaNs are always recorded.
+    depends = np.array([note.depends for note in notes])
+    made = (after(nan) & ~before(nan)) | (after(bad) & ~before(bad) & depends)
+    return jnp.min(jnp.where(made, np.array([note.number for note in notes], np.int32), jnp.int32(_NEVER)))
+
+
+class Ranges(Pass):
+    """A pass for the ranges of the operands and results of the operation at a position.
+
+    The record of all other operations is zero, so that records add up.
+
+    Args:
+        body: The program.
+        position: The position, as found by another pass.
+    """
+
+    def __init__(self, body: Subprogram, position: Position) -> None:
+        super().__init__(body)
+        self._target = position
+        chain = [operation for _, operation in path_to(body, number_of(position))]
+        self._path = {operation.number for operation in chain}
+        used = [var for var in chain[-1].eqn.outvars if not isinstance(var, core.DropVar)]
+        self._avals = [atom.aval for atom in (*chain[-1].eqn.invars, *used)]
+        self._count = len(chain[-1].eqn.invars)
+
+    def run(self, values: list[Any], depends: list[bool]) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """Return the ranges of the operands and those of the results."""
+        record = self._evaluated(values, depends, lambda record, _: record)
+        ranges = tuple(map(as_range, self._avals, record))
+        return ranges[: self._count], ranges[self._count :]
+
+    def _enters(self, operation: Operation) -> bool:
+        return super()._enters(operation) and operation.number in self._path
+
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+        if operation.number in self._path:
+            here = jnp.all(self._position(operation.number, level) == self._target)
+            found = [measured(one) for one in (*(one.value for one in ins), *outs) if one is not None]
+            level.parts.append(jax.tree.map(lambda one: jnp.where(here, one, jnp.zeros_like(one)), found))
+        return super()._note(operation, ins, outs, level)
+
+    def _record(self, level: Level) -> Any:
+        if level.parts:
+            return level.parts[0]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
+        return jax.tree.map(lambda one: jnp.zeros((), one.dtype), [jax.eval_shape(measured, one) for one in shapes])
+
+    def _earlier(self, record: Any, later: Any) -> Any:
+        return jax.tree.map(jnp.add, record, later)
+
+    def _of_shards(self, records: Any) -> Any:
+        return jax.tree.map(lambda one: jnp.sum(one, axis=0, dtype=one.dtype), records)
+
+
+class Origins(Pass):
+    """A pass that marks each value with the origin of its non-finite numbers.
+
+    A mark is a vector of int32: 0 for a NaN, 1 for infinities only, `_NEVER` for a finite value; 1 for infinities of a
+    constant that was only moved, else 0; the position of the operation that made the numbers or read the constant
+    first; and the index of the constant, or -1. The lowest mark counts.
+    """
+
+    def __init__(self, body: Subprogram) -> None:
+        super().__init__(body)
+        self._constants: list[Range] = []
+        self._finite = np.full(3 + self._width, _NEVER, np.int32)
+
+    def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, Range | None]:
+        """Return the position of the first operation that a non-finite result comes from, and the constant it reads.
+
+        Returns:
+            No position if the results are constants: then the first with a NaN, or None if all are only infinite, such
+            as masks. No constant if the operation made the numbers from finite constants.
+        """
+        marks = self._evaluated(values, depends, lambda _, outs: [out.mark for out in outs])
+        found = [mark.tolist() for mark in marks if mark[0] != _NEVER and not mark[1]]
+        *position, constant = min((mark[2:] for mark in found), default=[_UNREAD, -1])
+        return (
+            None if position[0] == _UNREAD else np.array(position, np.int32),
+            None if constant < 0 else self._constants[constant],
+        )
+
+    def _constant(self, value: Any) -> Any:
+        found = range_of(value) if is_inexact(value) else None
+        if found is None or found.is_finite:
+            return self._finite
+        self._constants.append(found)
+        unread = [_UNREAD] * self._width
+        return np.array([not found.nans, not found.nans, *unread, len(self._constants) - 1], np.int32)
+
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+        marks = [on_current_mesh(one.mark) for one in ins if one.mark is not self._finite]
+        lowest = functools.reduce(_lower, marks, self._finite)
+        kind, moved, read, constant = jnp.split(lowest, [1, 2, 2 + self._width])
+        here = self._position(operation.number, level)
+        if operation.eqn.primitive.name not in MOVES:
+            moved = jnp.zeros_like(moved)
+        made = jnp.concatenate([kind, jnp.zeros_like(moved), here, jnp.full_like(constant, -1)])
+        came = jnp.concatenate([kind, moved, jnp.where(read == _UNREAD, here, read), constant])
+        mark = jnp.where(kind == _NEVER, made, came)
+        return [self._finite if out is None else self._part(out, mark) for out in outs]
+
+    def _part(self, value: Any, mark: Any) -> Any:
+        if mark is self._finite or not is_inexact(value):
+            return self._finite
+        bad, nan = ~jnp.isfinite(probe(value)), has_nan(value)
+        return jnp.where(bad, jnp.asarray(mark).at[0].set((~nan).astype(jnp.int32)), self._finite)
+
+    def _whole(self, marks: Any) -> Any:
+        return marks[_lowest(marks)] if len(marks) else self._finite
+
+
+def _lower(mark: Any, other: Any) -> Any:
+    column = jnp.argmax(mark != other)
+    return jnp.where(jnp.take(mark, column) <= jnp.take(other, column), mark, other)
+
+
+def _lowest(rows: Any) -> Any:
+    """Return the index of the first row in lexicographic order."""
+    return jnp.lexsort(rows.T[::-1])[0]
+
+
+def number_of(position: Position) -> int:
+    """Return the number of the operation at a position."""
+    return int(position[:-1:2].max())

@@ -1,0 +1,326 @@
+"""XLA's TPU and GPU compilers on a machine without these devices."""
+
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import pathlib
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.checks import as_int, as_text, kind, shown
+from jstep.core.devices import GPUS, TPUS, Name, parsed, target_config
+from jstep.core.meshes import mesh_of
+from jstep.core.placement import compiles_only, is_shape
+from jstep.state.train_state import TrainState, shard_state
+from jstep.training.step import pure
+
+# Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.
+
+_lock = threading.Lock()
+_made: dict[Name, Sequence[Any]] = {}
+
+_WITHOUT_TPUS = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once; if they share TPUs this may crash
+}
+_WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
+
+
+def devices_of(name: Name) -> Sequence[Any]:
+    """Return the compile-only devices of a topology, cached by name so that equal names give equal meshes.
+
+    Raises:
+        ImportError: The compiler is not installed; the message has the command that installs it.
+    """
+    with _lock:
+        if name not in _made:
+            require_compiler(name)
+            prepare()
+            _made[name] = _gpus(name) if name.kind in GPUS else _tpus(name)
+        return _made[name]
+
+
+def require_compiler(name: Name) -> None:
+    """Check that the compiler of a topology is installed, without loading it.
+
+    Raises:
+        ImportError: It is not; the message has the command that installs it.
+    """
+    if name.kind not in GPUS:
+        if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
+            raise _missing(name, "libtpu", "tpu")
+    elif not _plugins():
+        raise _missing(name, "the CUDA plugin of JAX", "aot-cuda")
+    elif not _has_cuda_compiler():
+        raise _missing(name, "NVIDIA's compiler (ptxas and libdevice)", "aot-cuda")
+
+
+def name_of(device: Any) -> Name | None:
+    """Return the topology that a device belongs to, or None for any other device."""
+    with _lock:
+        made = list(_made.items())
+    return next((name for name, devices in made if devices[0].client is device.client), None)
+
+
+def _tpus(name: Name) -> Sequence[Any]:
+    options: dict[str, Any] = dict(TPUS[name.kind].options)
+    if set(name.sizes) == {1}:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if name.slices > 1:
+        options["num_slices"] = name.slices
+    size = "x".join(map(str, name.sizes))
+    description = topologies.get_topology_desc(platform="tpu", topology_name=f"{name.kind}:{size}", **options)
+    return tuple(description.devices)
+
+
+def _gpus(name: Name) -> Sequence[Any]:
+    size = "x".join(map(str, name.sizes))
+
+    def make() -> Sequence[Any]:
+        options = {"target_config": target_config(GPUS[name.kind]), "topology": f"1x{size}"}
+        return tuple(topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices)
+
+    try:
+        return make()
+    except NotImplementedError:
+        # JAX was already initialized and discarded the plugin because there is no GPU.
+        importlib.import_module(_plugins()[0]).initialize()
+        return make()
+
+
+def prepare() -> None:
+    """Set the environment variables that the compilers read when loaded, unless already set or the devices exist."""
+    settings: dict[str, str] = {}
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        settings |= _WITHOUT_TPUS
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        settings |= _WITHOUT_GPUS
+    for variable, value in settings.items():
+        os.environ.setdefault(variable, value)
+
+
+def _plugins() -> list[str]:
+    """Return the installed CUDA plugins of JAX, the newest first."""
+    return [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _is_installed(found)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def _has_cuda_compiler() -> bool:
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
+        if _is_installed(package):
+            spec = importlib.util.find_spec(package)
+            roots += list(spec.submodule_search_locations or ()) if spec is not None else []
+    ptxas = shutil.which("ptxas")
+    roots += [str(pathlib.Path(ptxas).parent.parent)] if ptxas else []
+    return any(
+        root and pathlib.Path(root, "bin", "ptxas").exists() and pathlib.Path(root, "nvvm", "libdevice").exists()
+        for root in roots
+    )
+
+
+def _missing(name: Name, what: str, extra: str) -> ImportError:
+    return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
+
+
+def versions(kind: str) -> Mapping[str, str]:
+    """Return the versions of the installed packages that compile for a kind of device."""
+    wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
+    found = {}
+    for package in wanted:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# Compile-only meshes of TPU slices and GPU clusters.
+
+
+def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
+    """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
+
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
+    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
+    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
+
+    Args:
+        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
+            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
+            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
+        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
+            over all devices. With several slices, the first axis divisible by their number spans them.
+        axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
+
+    Returns:
+        A `jax.sharding.Mesh`. Equal calls return equal meshes.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
+        ImportError: The compiler is not installed: `pip install 'jstep[tpu]'` for TPUs, `'jstep[aot-cuda]'` for GPUs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> mesh = jstep.topology("v5e:4x4", {"data": 8, "model": 2})  # doctest: +SKIP
+        >>> optimizer = jstep.adamw(1e-3)
+        >>> state = jstep.TrainState.create(make_params, optimizer, mesh=mesh)  # doctest: +SKIP
+        >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
+
+    Note:
+        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
+        TPUs before v4, and tpu7x, have two devices per chip, all others one.
+    """
+    known = parsed(name)
+    checked = None if axes is None else _checked_axes(axes)
+    count = None if axis_types is None else len(_checked_types(axis_types))
+    if count is not None and count != (1 if checked is None else len(checked)):
+        raise ValueError(f"axis_types={shown(axis_types)}: expected one for each axis of {shown(axes or ('data',))}")
+    number = known.device_count()
+    sizes = {"data": number} if checked is None else checked
+    product = math.prod(sizes.values())
+    if product != number:
+        raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
+    across = _axis_of_slices(known, sizes)
+    types = tuple(axis_types or [AxisType.Auto] * len(sizes))
+    return Mesh(_arranged(known, sizes, across, devices_of(known)), tuple(sizes), axis_types=types)
+
+
+def _checked_axes(axes: Any) -> dict[str, int]:
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+    if not axes:
+        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
+    return {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
+
+
+def _checked_types(types: Any) -> tuple[AxisType, ...]:
+    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
+        raise TypeError(
+            f"axis_types={shown(types)}: expected one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
+        )
+    return tuple(types)
+
+
+def _axis_of_slices(name: Name, sizes: Mapping[str, int]) -> int:
+    """Return the number of the axis that spans the slices: the first one divisible by their number.
+
+    Raises:
+        ValueError: No axis is divisible by it.
+    """
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % name.slices == 0), None)
+    if across is None:
+        raise ValueError(
+            f"axes={dict(sizes)}: one axis must be a multiple of the {name.slices} slices of {name}, which it spans"
+        )
+    return across
+
+
+def _arranged(name: Name, sizes: Mapping[str, int], across: int, devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Arrange devices as `jax.make_mesh` does, with slices along the axis `across`."""
+    shape = tuple(sizes.values())
+    if name.slices == 1:
+        return _within_a_slice(shape, devices)
+    inner = tuple(size // name.slices if dim == across else size for dim, size in enumerate(shape))
+    each = [
+        _within_a_slice(inner, [device for device in devices if device.slice_index == i]) for i in range(name.slices)
+    ]
+    return np.concatenate(each, axis=across)
+
+
+def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    names = [str(dim) for dim in range(len(shape))]
+    try:
+        return jax.make_mesh(shape, names, devices=devices).devices
+    except NotImplementedError:  # make_mesh splits no physical axis, which these sizes require
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+# Placing state and batch on the devices of a topology.
+
+
+def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the shapes of a state replicated on a topology, and of a batch with rows split over all its devices.
+
+    Raises:
+        ValueError: They are on a mesh already, or rows do not divide over the devices (the message has the leaf).
+    """
+    if mesh_of((state, args)) is not None:
+        raise ValueError(
+            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes) "
+            "instead, or give shapes without shardings"
+        )
+    mesh = topology(name)
+    (axis,) = mesh.axis_names
+    lead = pure(train_step).leading_axes
+
+    def row_shape(keys: Any, leaf: Any) -> Any:
+        if not trees.is_array(leaf) and not is_shape(leaf):
+            return leaf
+        shape = np.shape(leaf)
+        spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
+        if len(shape) > lead and shape[lead] % mesh.size:
+            raise ValueError(
+                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
+                f"split over {mesh.size} devices; use a multiple of {mesh.size}"
+            )
+        return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
+
+    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
+
+
+def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Check that state and batch are on the same devices; return them.
+
+    If these devices are compile-only, arrays without a mesh are replaced by shapes.
+
+    Raises:
+        ValueError: State and batch are on meshes of different devices.
+    """
+    meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
+    placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
+    for name, mesh in placed.items():
+        first, of_first = next(iter(placed.items()))
+        if set(mesh.devices.flat) != set(of_first.devices.flat):
+            raise ValueError(
+                f"{first} is on {_called(of_first)} and {name} on {_called(mesh)}; place both on one mesh, with "
+                "shard_state and shard_batch"
+            )
+    if not any(map(compiles_only, placed.values())):
+        return state, args
+
+    def here(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and mesh_of(leaf) is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return leaf
+
+    return jax.tree.map(here, state), jax.tree.map(here, args)
+
+
+def _called(mesh: Mesh) -> str:
+    return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
+
+
+def _dtype(leaf: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if isinstance(leaf, np.ndarray) else leaf.dtype

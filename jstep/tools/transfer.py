@@ -1,0 +1,571 @@
+"""Hyperparameters across widths: width ratios, μP, and the coordinate check."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import as_function, as_int, columns, figure, kind, one_of, shown
+from jstep.core.trees import Array, Params
+from jstep.state.train_state import TrainState
+
+# Width ratios of the leaves of two models: fan-in and fan-out of the wide model over the small one.
+
+WidthAxes: TypeAlias = Callable[[str, Any], Any]
+"""`axes(path, leaf) -> (in, out)`: each an axis, several axes, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """Width ratios of a leaf.
+
+    Attributes:
+        base: Its shape in the small model.
+        target: Its shape in the wide model.
+        r_in: The ratio of its fan-in, target over base.
+        r_out: The ratio of its fan-out, target over base.
+        in_base: Its fan-in in the small model; 1 without an input axis.
+        out_base: Its fan-out in the small model; 1 without an output axis.
+    """
+
+    base: tuple[int, ...]
+    target: tuple[int, ...]
+    r_in: float
+    r_out: float
+    in_base: int
+    out_base: int
+
+    @property
+    def kind(self) -> str:
+        """Which axes are wider: "hidden" (inputs and outputs), "input" (outputs), "output" (inputs) or "none"."""
+        return {(1, 1): "hidden", (0, 1): "input", (1, 0): "output", (0, 0): "none"}[self.r_in != 1, self.r_out != 1]
+
+    @property
+    def larger(self) -> float:
+        """The ratio of the larger of fan-in and fan-out, target over base."""
+        wide = max(self.in_base * self.r_in, self.out_base * self.r_out)
+        return wide / max(self.in_base, self.out_base)
+
+
+def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dict[str, Widths]:
+    """Return the widths of all trainable leaves by path.
+
+    Args:
+        base: The shapes of the small model.
+        target: The shapes of the wide model.
+        delta: The shapes of a third model, or None: an axis is a width if it differs between base and delta.
+        axes: The input and output axes of each leaf, see `mup`.
+
+    Raises:
+        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
+        ValueError: The trees do not match, an axis shrinks, or a wider axis is neither an input nor an output; names
+            the path.
+    """
+    leaves = trees.leaves_with_paths(target)
+    if not leaves:
+        raise ValueError("target: has no leaves; give the shapes of the parameters, as jax.eval_shape returns them")
+    bases = _like(target, base, "base")
+    deltas = bases if delta is None else _like(target, delta, "delta")
+    found: dict[str, Widths] = {}
+    for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True):
+        if path in found:
+            raise ValueError(f"target: several leaves share the path {path!r}; rename a key that holds a slash")
+        shapes = [_shape(one, path, what) for one, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
+        if not trees.is_trainable(leaf):
+            continue
+        wide = _wide_axes(path, *shapes, has_delta=delta is not None)
+        found[path] = _widths(path, leaf, shapes[0], shapes[1], wide, axes)
+    return found
+
+
+def _like(target: Any, tree: Any, what: str) -> list[Any]:
+    # Compare keys, not structures: modules of Equinox and others store their width in the structure.
+    keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(one)] for one in (target, tree))
+    if keys == own:
+        return jax.tree.leaves(tree)
+    paths = [set(trees.paths_of(one)) for one in (target, tree)]
+    missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
+    if missing or extra:
+        difference = f"it lacks {missing} and has {extra} in addition"
+    else:
+        difference = f"has {trees.structure(tree)} instead of {trees.structure(target)}"
+    raise ValueError(
+        f"{what}: must have the structure of target, but {difference}; both must be the same model at two widths, of "
+        "the same depth"
+    )
+
+
+def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
+    if isinstance(leaf, bool | int | float):
+        return ()
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(
+            f"{what}: the leaf at {trees.quoted(path)} is {kind(leaf)}, which has no shape and dtype; give trees of "
+            "arrays, or of shapes as jax.eval_shape returns them"
+        )
+    return tuple(leaf.shape)
+
+
+def _wide_axes(
+    path: str, base: tuple[int, ...], target: tuple[int, ...], delta: tuple[int, ...], *, has_delta: bool
+) -> list[int]:
+    """Return the axes that are widths.
+
+    Raises:
+        ValueError: The numbers of axes differ, an axis shrinks, or an axis differs although it is equal in base and
+            delta.
+    """
+    for what, shape in (("base", base), ("delta", delta)):
+        if len(shape) != len(target):
+            raise ValueError(
+                f"{what}: the leaf at {trees.quoted(path)} has shape {shape} there and {target} in target; they must "
+                "have the same number of axes"
+            )
+    for axis, (small, wide) in enumerate(zip(base, target, strict=True)):
+        if wide < small:
+            raise ValueError(
+                f"target: the leaf at {trees.quoted(path)} has shape {target}, in base {base}: axis {axis} must not "
+                "shrink; base is the small model, whose hyperparameters are known"
+            )
+        if small == 0 and wide:
+            raise ValueError(f"base: the leaf at {trees.quoted(path)} has shape {base}; its axes must not be empty")
+    wide_axes = [
+        axis for axis, sizes in enumerate(zip(base, delta if has_delta else target, strict=True)) if len(set(sizes)) > 1
+    ]
+    for axis in range(len(target)):
+        if base[axis] != target[axis] and axis not in wide_axes:
+            raise ValueError(
+                f"delta: axis {axis} of the leaf at {trees.quoted(path)} is {base[axis]} in base and delta, so not a "
+                f"width, but {target[axis]} in target; make target equal to base there, or delta different"
+            )
+    return wide_axes
+
+
+def _widths(
+    path: str,
+    leaf: Any,
+    base: tuple[int, ...],
+    target: tuple[int, ...],
+    wide: list[int],
+    axes: WidthAxes | None,
+) -> Widths:
+    ins, outs = _pair_of_axes(path, leaf, axes)
+    for axis in wide:
+        if axis not in ins and axis not in outs:
+            raise ValueError(
+                f"axes: axis {axis} of the leaf at {trees.quoted(path)} grows from {base[axis]} to {target[axis]} "
+                f"(shape {base} to {target}), but is neither an input nor an output axis, which are {ins} and {outs}; "
+                "compare models of one depth, or give axes=lambda path, leaf: (in, out)"
+            )
+
+    def fan(shape: tuple[int, ...], some: tuple[int, ...]) -> int:
+        return math.prod(shape[axis] for axis in some)
+
+    in_base, out_base = fan(base, ins), fan(base, outs)
+    r_in = fan(target, ins) / in_base if in_base else 1.0
+    r_out = fan(target, outs) / out_base if out_base else 1.0
+    return Widths(base, target, r_in, r_out, in_base, out_base)
+
+
+def _pair_of_axes(path: str, leaf: Any, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the input and output axes of a leaf as nonnegative indices."""
+    ndim = len(getattr(leaf, "shape", ()))
+    if axes is None:
+        return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
+    given = axes(path, leaf)
+    if not (isinstance(given, tuple | list) and len(given) == 2):
+        raise TypeError(
+            f"axes: must return (in, out) at {trees.quoted(path)}, each an axis, several or None, got {shown(given)}"
+        )
+    ins, outs = (_counted(one, ndim, path) for one in given)
+    if set(ins) & set(outs) or len({*ins, *outs}) < len(ins) + len(outs):
+        raise ValueError(f"axes: must name each axis at {trees.quoted(path)} once, got {shown(given)}")
+    return ins, outs
+
+
+def _counted(given: Any, ndim: int, path: str) -> tuple[int, ...]:
+    some = () if given is None else tuple(given) if isinstance(given, tuple | list) else (given,)
+    for axis in some:
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise TypeError(f"axes: must return integers at {trees.quoted(path)}, got {shown(axis)}")
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"axes: the leaf at {trees.quoted(path)} has {ndim} axes and no axis {axis}")
+    return tuple(axis % ndim for axis in some)
+
+
+# Maximal update parametrization (μP): hyperparameter transfer from a small model to a wide one.
+
+INITS = ("fan_in", "constant")
+OPTIMIZERS = ("adam", "sgd", "muon", "muon_original", "hyperball")
+
+
+@dataclasses.dataclass(frozen=True)
+class MupFactors:
+    """Factors on the hyperparameters of the small model, by the path of each trainable leaf.
+
+    Attributes:
+        rates: Factors on the learning rate, for `scale_updates`.
+        decays: Factors on a weight decay that is multiplied by the rate, for `add_weight_decay`: the inverse of
+            `rates`.
+        initials: Factors on the initial values, for `initial`.
+        widths: The width ratios of each leaf: `kind`, `r_in`, `r_out`, and its shapes.
+    """
+
+    rates: Mapping[str, float]
+    decays: Mapping[str, float]
+    initials: Mapping[str, float]
+    widths: Mapping[str, Widths] = dataclasses.field(repr=False)
+
+    def initial(self, params: Params) -> Params:
+        """Scale the output of the wide model's initializers to its initial parameters.
+
+        Args:
+            params: The wide model's parameters: arrays of the target's shapes, traced or not.
+
+        Returns:
+            The same tree and dtypes, with each trainable leaf multiplied by its factor.
+
+        Raises:
+            ValueError: A leaf is not in the target, or has another shape there; names the path.
+        """
+        leaves = [(path, leaf) for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
+        missing = sorted(self.widths.keys() - {path for path, _ in leaves})
+        if missing:
+            raise ValueError(f"params: must be like target, but lacks {missing[:10]}")
+        for path, leaf in leaves:
+            if path not in self.widths:
+                raise ValueError(
+                    f"params: target has no leaf {path!r}{trees.nearest(path, self.widths)}; give the parameters of "
+                    "the wide model"
+                )
+            shape = tuple(getattr(leaf, "shape", ()))
+            if shape != self.widths[path].target:
+                raise ValueError(
+                    f"params: the leaf at {trees.quoted(path)} has shape {shape}, in target "
+                    f"{self.widths[path].target}; give the parameters of the wide model"
+                )
+
+        def scaled(keys: Any, leaf: Any) -> Any:
+            factor = self.initials.get(trees.path_str(keys), 1.0) if trees.is_trainable(leaf) else 1.0
+            return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(scaled, params)
+
+    def __str__(self) -> str:
+        head = ("path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay")
+        rows = [
+            (
+                path or "(the tree itself)",
+                _times(one.base),
+                _times(one.target),
+                one.kind,
+                *(f"{x:.4g}" for x in (one.r_in, one.r_out, self.initials[path], self.rates[path], self.decays[path])),
+            )
+            for path, one in self.widths.items()
+        ]
+        return "\n".join(columns([head, *rows], left=4))
+
+
+def mup(
+    base: Any,
+    target: Any,
+    *,
+    delta: Any = None,
+    axes: WidthAxes | None = None,
+    init: str = "fan_in",
+    optimizer: str = "adam",
+) -> MupFactors:
+    """Compute μP factors that transfer hyperparameters from a small model to a wide one, without model changes.
+
+    r_in and r_out are the ratios of a leaf's fan-in and fan-out, target over base (table 3 of Tensor Programs V):
+
+    | factor on | input, vectors (only r_out ≠ 1) | hidden (both) | output (only r_in) |
+    |---|---|---|---|
+    | initial values, drawn with variance 1/fan_in | 1 | 1 | 1/√r_in |
+    | initial values, drawn with a constant variance | 1 | 1/√r_in | 1/r_in |
+    | rate, `"adam"` (and AdamW, Lion, RMSProp) | 1 | 1/r_in | 1/r_in |
+    | rate, `"sgd"` | r_out | r_out/r_in | 1/r_in |
+    | rate, `"muon"` (scale "rms"; Adam for other leaves) | 1 | √(r_out/r_in)/√(growth of the larger fan) | 1/r_in |
+    | rate, `"muon_original"` (scale "original"; Adam for other leaves) | 1 | 1 | 1/r_in |
+    | rate, `"hyperball"` (Adam for other leaves) | 1 | 1 | 1 |
+
+    The best learning rate of the small model then transfers approximately to the wide one. This holds for width, not
+    for depth, batch size or the length of the run. Three adjustments cannot be inferred from shapes: a tied embedding
+    and output layer has no factor in table 3, so multiply its logits by 1/r in the model, and it counts as input;
+    attention with wider heads needs 1/d in place of 1/√d; and Adam's ε is relative to gradients that shrink with the
+    width: set it to about 1e-12.
+
+    Args:
+        base: The shapes of the small model's parameters, from `jax.eval_shape`, or its parameters.
+        target: The same of the wide model, with the same tree and depth and no smaller axis.
+        delta: The same of a third model, for axes that are equal in base and target or differ only by accident: an axis
+            is a width if it differs between base and delta; the ratio is still target over base.
+        axes: `axes(path, leaf) -> (in, out)`: the fan-in and fan-out axes of each leaf, each a number, several or None.
+            By default the last two, (in, out) as in Flax; for a vector the last, an output. Needed for kernels [out,
+            in] (`(1, 0)`), for stacked vectors [layers, d] and biases [heads, head_dim] (`(None, out)`).
+        init: The variance of the model's initializers: `"fan_in"` for 1/fan_in, or `"constant"`.
+        optimizer: The row of the table: `"adam"`, `"sgd"`, `"muon"`, `"muon_original"` or `"hyperball"`.
+
+    Returns:
+        A `MupFactors`: `rates` for `scale_updates`, `decays` for `add_weight_decay`, `initial(params)`; `str()` formats
+        a table. It covers all trainable leaves; factors of leaves that do not grow are exactly 1.
+
+    Raises:
+        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
+        ValueError: The trees do not match, a dimension shrinks, a dimension grows that is neither in nor out (names the
+            path), or `init` or `optimizer` is not one of the values above.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def init(key, width):
+        ...     keys = jax.random.split(key)
+        ...     return {"in": jax.random.normal(keys[0], (8, width)), "out": jax.random.normal(keys[1], (width, 2))}
+        >>> shapes = [jax.eval_shape(lambda key: init(key, width), jax.random.key(0)) for width in (64, 256)]
+        >>> factors = jstep.mup(*shapes)
+        >>> print(factors)
+        path  base  target  kind    r_in  r_out  initial  rate  decay
+        in    8×64  8×256   input      1      4        1     1      1
+        out   64×2  256×2   output     4      1      0.5  0.25      4
+        >>> optimizer = jstep.chain(
+        ...     jstep.scale_by_adam(),
+        ...     jstep.add_weight_decay(0.1, factors.decays),
+        ...     jstep.scale_by_learning_rate(1e-3),
+        ...     jstep.scale_updates(factors.rates),
+        ... )
+        >>> state = jstep.TrainState.create(factors.initial(init(jax.random.key(0), 256)), optimizer)
+
+    Source: Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"
+    (2022), table 3.
+    """
+    one_of(init, "init", INITS)
+    one_of(optimizer, "optimizer", OPTIMIZERS)
+    as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
+    for name, tree in {"base": base, "target": target}.items():
+        if tree is None:
+            raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {kind(tree)}")
+    widths = widths_of(base, target, delta, axes)
+    if not widths:
+        raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
+    rates = {path: _rate(one, optimizer) for path, one in widths.items()}
+    return MupFactors(
+        rates=rates,
+        decays={path: 1 / rate for path, rate in rates.items()},
+        initials={path: _initial(one, init) for path, one in widths.items()},
+        widths=widths,
+    )
+
+
+def _initial(one: Widths, init: str) -> float:
+    power = (
+        {"hidden": 0.0, "output": -0.5}.get(one.kind)
+        if init == "fan_in"
+        else {"hidden": -0.5, "output": -1.0}.get(one.kind)
+    )
+    return 1.0 if not power else one.r_in**power
+
+
+def _rate(one: Widths, optimizer: str) -> float:
+    if optimizer == "sgd":
+        return one.r_out / one.r_in
+    if one.kind in {"input", "none"} or optimizer == "hyperball":
+        return 1.0
+    if one.kind == "hidden" and optimizer == "muon_original":
+        return 1.0
+    if one.kind == "hidden" and optimizer == "muon":
+        return math.sqrt(one.r_out / one.r_in) / math.sqrt(one.larger)
+    return 1 / one.r_in
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "()"
+
+
+# The coordinate check of μP: whether activations change equally at all widths.
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordCheck:
+    """Result of `coord_check`.
+
+    Attributes:
+        sizes: Name of an activation → width → its mean absolute value before training.
+        changes: Name → width → its mean absolute change by training.
+        growth: Name → the slope of log change over log width: about 0 if the rate transfers, 1 if the change grows like
+            the width; NaN if an activation does not change at some width, or is not finite.
+        steps: The number of steps after which changes are measured.
+    """
+
+    sizes: Mapping[str, Mapping[int, float]]
+    changes: Mapping[str, Mapping[int, float]]
+    growth: Mapping[str, float]
+    steps: int
+
+    def __str__(self) -> str:
+        widths = [int(width) for width in next(iter(self.sizes.values()))]
+        head = ["activation", "", *map(str, widths), "growth"]
+        rows = []
+        for name, changes in self.changes.items():
+            rows.append([name, "size", *(f"{self.sizes[name][width]:.3g}" for width in widths), ""])
+            rows.append(["", "change", *(f"{changes[width]:.3g}" for width in widths), self._growth_of(name)])
+        title = f"mean |x| over widths, and its change after {self.steps} step{'s' if self.steps > 1 else ''}"
+        return "\n".join([title, "", *columns([head, *rows], left=2)])
+
+    def _growth_of(self, name: str) -> str:
+        return f"{round(self.growth[name], 2) + 0.0:.2f}"  # not -0.00
+
+    def plot(self, path: str) -> None:
+        """Plot sizes and changes over widths, a line for each activation, on logarithmic axes.
+
+        Args:
+            path: The output file; its extension selects the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        fig = figure()
+        fig.set_size_inches(7.5, 3.2)
+        titles = {"before training": self.sizes, f"change after {self.steps} steps": self.changes}
+        for axes, (title, values) in zip(fig.subplots(1, 2), titles.items(), strict=True):
+            for name, by_width in values.items():
+                label = name if values is self.sizes else f"{name}: {self._growth_of(name)}"
+                axes.plot(list(by_width), list(by_width.values()), marker="o", markersize=3, linewidth=1.3, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(title, fontsize=9, loc="left")
+            axes.set_xlabel("width", fontsize=8)
+            axes.set_ylabel("mean |x|", fontsize=8)
+            axes.tick_params(labelsize=7.5)
+            axes.grid(alpha=0.3, linewidth=0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(fontsize=6.5, frameon=False)
+        fig.savefig(path, dpi=200)
+
+
+def coord_check(
+    make: Callable[[int], tuple[Any, TrainState, Any]],
+    widths: Iterable[int],
+    activations: Callable[..., Mapping[str, Array]],
+    steps: int = 5,
+) -> CoordCheck:
+    """Measure how much activations change in a few training steps on one batch, at several widths.
+
+    With rates and initial values that transfer (`mup`), the change of each activation is about the same at all widths:
+    a growth within ±0.1 or so. Otherwise the changes of hidden layers and of the output grow with the width, or shrink.
+    It is expected that the size of the output before training shrinks like 1/√width.
+
+    Args:
+        make: `make(width) -> (train_step, state, batch)`: a training step, as from `minimize`, a new state, and a
+            batch: a tuple is passed as several arguments, anything else as one. Return the same batch at each width.
+        widths: Two widths or more, such as (64, 128, 256, 512).
+        activations: `activations(params, *batch) -> {name: array}`, of any shapes; the same names at each width.
+        steps: The number of training steps, each on the same batch, ≥ 1.
+
+    Returns:
+        A `CoordCheck`: `sizes[name][width]`, `changes[name][width]`, `growth[name]`; `str()` formats a table,
+        `plot(path)` draws a figure.
+
+    Raises:
+        TypeError: `make` or `activations` returns something else.
+        ValueError: There are fewer than two widths, or names or shapes of activations differ.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> def activations(params, x):
+        ...     return {"hidden": x @ params["in"], "out": x @ params["in"] @ params["out"]}
+        >>> def make(width):
+        ...     params = {"in": jnp.ones((4, width)) / 2, "out": jnp.ones((width, 1)) / width}
+        ...     optimizer = jstep.chain(jstep.adam(0.01), jstep.scale_updates({"out": 64 / width}))
+        ...     state = jstep.TrainState.create(params, optimizer)
+        ...     train_step = jstep.minimize(lambda params, x: jnp.mean(activations(params, x)["out"]), optimizer)
+        ...     return train_step, state, jnp.ones((2, 4))
+        >>> check = jstep.coord_check(make, (64, 128, 256), activations, steps=3)
+        >>> print(check)
+        mean |x| over widths, and its change after 3 steps
+        <BLANKLINE>
+        activation              64     128     256  growth
+        hidden      size         2       2       2
+                    change  0.0952  0.0952  0.0952    0.00
+        out         size         2       2       2
+                    change    3.75    3.75    3.75    0.00
+
+    Source: Yang et al., "Tensor Programs V" (2022), appendix D.1, and the coordinate check of its package.
+    """
+    as_function(make, "make", "(width) -> (train_step, state, batch)")
+    as_function(activations, "activations", "(params, *batch) -> {name: array}")
+    number = as_int(steps, "steps", at_least=1)
+    given = _checked_widths(widths)
+    measured = {width: _of_width(make, width, activations, number) for width in given}
+    names = list(measured[given[0]])
+    for width, found in measured.items():
+        if set(found) != set(names):
+            raise ValueError(
+                f"activations: must return the same names at each width, got {sorted(names)} at {given[0]} and "
+                f"{sorted(found)} at {width}"
+            )
+    sizes = {name: {width: measured[width][name][0] for width in given} for name in names}
+    changes = {name: {width: measured[width][name][1] for width in given} for name in names}
+    return CoordCheck(sizes, changes, {name: _slope(changes[name]) for name in names}, number)
+
+
+def _checked_widths(widths: Any) -> list[int]:
+    if isinstance(widths, str | int) or not isinstance(widths, Iterable):
+        raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
+    given = [as_int(width, "widths", at_least=1) for width in widths]
+    if len(given) < 2 or len(set(given)) < len(given):
+        raise ValueError(f"widths={given}: must be two different widths or more, to fit a slope")
+    return given
+
+
+def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
+    """Return the size and the change of each activation at a width."""
+    made = make(width)
+    if not (isinstance(made, tuple | list) and len(made) == 3 and isinstance(made[1], TrainState)):
+        raise TypeError(
+            f"make: must return (train_step, state, batch) for width {width}, got {kind(made)} {shown(made)}"
+        )
+    train_step, state, batch = made
+    as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
+    args = trees.arguments_of(batch)
+    before = _checked(activations(state.params, *args), width)
+    for _ in range(steps):
+        state, _ = train_step(state, *args)
+    after = _checked(activations(state.params, *args), width)
+    if {name: x.shape for name, x in before.items()} != {name: x.shape for name, x in after.items()}:
+        raise ValueError(
+            f"activations: must have the same names and shapes before and after training, at width {width}"
+        )
+    return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
+
+
+def _checked(found: Any, width: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the activations on the host, in float32 or wider."""
+    if not isinstance(found, Mapping) or not found:
+        raise TypeError(f"activations: must return name -> array, at least one, got {kind(found)} at width {width}")
+    arrays = {}
+    for name, x in found.items():
+        if not isinstance(name, str) or not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"activations: {shown(name)} must be the name of a floating-point array, got {kind(x)} at width {width}"
+            )
+        if x.size == 0:
+            raise ValueError(f"activations: {name!r} must not be empty, got shape {x.shape} at width {width}")
+        wide = x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else trees.compute_dtype(x.dtype)
+        arrays[name] = np.asarray(x).astype(wide)
+    return arrays
+
+
+def _mean(x: np.ndarray[Any, Any]) -> float:
+    return float(np.mean(np.abs(x), dtype=np.float64))
+
+
+def _slope(by_width: Mapping[int, float]) -> float:
+    """Fit the slope of log value over log width by least squares."""
+    values = np.array(list(by_width.values()))
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        return math.nan
+    return float(np.polyfit(np.log(list(by_width)), np.log(values), 1)[0])

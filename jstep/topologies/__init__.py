@@ -1,1 +1,0 @@
-"""Compile-only meshes: TPU slices and GPU clusters that the machine does not have."""
