@@ -15,15 +15,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folder of the package → folders of tests besides the one of the same name.
 TESTED_BY = {
-    "clipping": ["optimizers"],
     "core": ["bad_input", "composition"],
     "data": ["loop"],
-    "differentiate": ["training"],
+    "differentiate": ["optimizers", "training"],
     "evaluating": ["loop"],
-    "loop": ["distributed", "timeline"],
+    "loop": ["distributed", "hooks"],
     "metrics": ["evaluating"],
     "optimizers": ["bad_input", "composition", "sharding"],
-    "state": ["bad_input", "composition", "optimizers"],
+    "state": ["bad_input", "composition", "optimizers", "sharding"],
     "stores": ["object_storage"],
     "training": ["composition", "sharding"],
 }

@@ -71,7 +71,7 @@ def test_tests_that_are_named_run(
     [
         ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint"}),
         ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
-        ("tests/cli/test_cost_command.py", {"tests/cli/test_cost_command.py"}),
+        ("tests/tools/test_cost_command.py", {"tests/tools/test_cost_command.py"}),
         ("tests/sharding/conftest.py", {"tests/sharding"}),
         ("docs/how/resume.md", {"tests/docs"}),
         ("examples/digits.py", {"tests/examples"}),
@@ -91,11 +91,11 @@ def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
 def test_files_inside_of_folders_are_not_listed() -> None:
     files = [
         "jstep/tools/cli_compare.py",
-        "tests/cli/test_cost_command.py",
+        "tests/tools/test_cost_command.py",
         "tests/queues/test_queues.py",
         "jstep/cli/gone.py",
     ]
-    assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/cli", "tests/queues/test_queues.py"]
+    assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/queues/test_queues.py", "tests/tools"]
 
 
 def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -509,7 +509,7 @@ class _Mix(NamedTuple):
     seed: int
     weights: Staircase[Weights]
 
-    def reader(self, share: Share) -> "_Reader":
+    def reader(self, share: Share) -> "_MixtureReader":
         """Return a function from step to the rows of a share of its batch."""
         return _MixtureReader(self, share)
 

@@ -369,16 +369,15 @@ INSPECT = Command(_add_inspect_arguments, _run_inspect)
 # The command line `python -m jstep`; each command is a module, imported only when it is used.
 
 COMMANDS = {
-    "inspect": "show a checkpoint, a directory of checkpoints, or safetensors",
-    "diff": "find where two runs diverge: checkpoints, directories, logs",
-    "plot": "plot the scalars of one or several runs to a file",
-    "events": "print the events of a file, one per line",
-    "cost": "estimate the cost of a step: operations, memory, transfers",
-    "goodput": "account for the wall time of a run, over all its starts",
-    "stalls": "show the processes that hang (exit code 1) and their waits",
+    "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli.INSPECT"),
+    "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare.DIFF"),
+    "plot": ("plot the scalars of one or several runs to a file", "cli_events.PLOT"),
+    "events": ("print the events of a file, one per line", "cli_events.EVENTS"),
+    "cost": ("estimate the cost of a step: operations, memory, transfers", "cli.COST"),
+    "goodput": ("account for the wall time of a run, over all its starts", "cli_events.GOODPUT"),
+    "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events.STALLS"),
 }
-"""Name → description, in the order and wording of `--help`. To add a command, add a module of its name to this package
-and a line here."""
+"""Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""
 
 _EPILOG = """\
 examples:
@@ -437,10 +436,11 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     # No option before the command takes a value, so the first argument that is not an option is the command.
     chosen = next((word for word in given if not word.startswith("-")), None)
-    for name, words in COMMANDS.items():
+    for name, (words, place) in COMMANDS.items():
         own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         if name == chosen:
-            command: Command = importlib.import_module(f"jstep.cli.{name}").COMMAND
+            module, _, command_name = place.partition(".")
+            command: Command = getattr(importlib.import_module(f"jstep.tools.{module}"), command_name)
             command.add_arguments(own)
             own.set_defaults(run=command.run)
     return parser

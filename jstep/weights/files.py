@@ -496,8 +496,8 @@ def _with_arrays(folder: str) -> str:
 
 def _without_metadata(path: str) -> ValueError:
     return ValueError(
-        f"path={path!r}: a checkpoint of Orbax without {_METADATA}: its copy is incomplete, or an old version wrote it; "
-        "in the latter case, restore it with Orbax and save it again with ocp.StandardCheckpointer"
+        f"path={path!r}: a checkpoint of Orbax without {_METADATA}: its copy is incomplete, or an old version wrote "
+        "it; in the latter case, restore it with Orbax and save it again with ocp.StandardCheckpointer"
     )
 
 
