@@ -28,9 +28,8 @@ from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.trees import Array, IndexedSlices, Number, Params
-from jstep.differentiate.alike import alike
 from jstep.differentiate.gradients import tables
-from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, alike, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.microbatches import (
     AggregationMethod,
     Part,

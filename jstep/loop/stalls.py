@@ -31,9 +31,8 @@ from jstep.evaluating.evaluation_batches import taken
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import SAVING, STALL, STARTING, STEPPING, WAITING
+from jstep.hooks.timeline import CALL, SAVING, STALL, STARTING, STEPPING, WAITING, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, unfinished_here
 from jstep.loop.run import ENDING, Run
 from jstep.loop.run import STARTING as BEGINNING

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.blocks import (
+from jstep.optimizers.elements import (
     Result,
     Scalar,
     Values,

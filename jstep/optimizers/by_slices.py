@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jstep.core.block_codes import Blocks
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
 from jstep.core.programs import Operation, Subprogram, apply, is_elementwise_operation, on_part, variables
+from jstep.core.slot_roles import Blocks
 from jstep.core.trees import Array
 
 LARGE = 2**20

@@ -10,7 +10,7 @@ from jstep.core.checks import as_bool
 from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
-from jstep.optimizers.blocks import (
+from jstep.optimizers.elements import (
     BETA,
     RATE,
     Result,

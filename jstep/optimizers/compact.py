@@ -9,10 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.block_codes import (
+from jstep.core.checks import as_int, shown
+from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import is_shape, may_run_on, on_devices
+from jstep.core.programs import without_calls
+from jstep.core.selection import VarList
+from jstep.core.slot_roles import (
+    HALVES,
     KINDS,
     SMALLEST_BLOCK,
     Blocks,
+    Init,
+    Labels,
+    Role,
+    Roles,
     Turn,
     blocks_between,
     blocks_of,
@@ -20,16 +30,13 @@ from jstep.core.block_codes import (
     encoded,
     fractions_at,
     in_blocks,
+    labels_of,
     opened,
+    roles_in,
+    roles_of,
     scales_of,
     split,
 )
-from jstep.core.checks import as_int, shown
-from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import is_shape, may_run_on, on_devices
-from jstep.core.programs import without_calls
-from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, Init, Labels, Role, Roles, labels_of, roles_in, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers import by_slices
 from jstep.optimizers.compose import trained

@@ -18,7 +18,7 @@ from jstep.core.slot_roles import Init
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.blocks import (
+from jstep.optimizers.elements import (
     BETA,
     POSITIVE,
     Result,

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.block_codes import KINDS
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import Init, Role, Roles, abstractly, roles_of
+from jstep.core.slot_roles import KINDS, Init, Role, Roles, abstractly, roles_of
 from jstep.core.trees import (
     Array,
     Context,

@@ -20,8 +20,8 @@ from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers.blocks import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
 from jstep.optimizers.compose import chain
+from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import (
     Axes,
     MatrixAxes,

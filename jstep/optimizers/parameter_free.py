@@ -13,7 +13,17 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots
-from jstep.optimizers.blocks import POSITIVE, Result, Scalar, Sums, Values, average, decay_mask, from_update, with_decay
+from jstep.optimizers.elements import (
+    POSITIVE,
+    Result,
+    Scalar,
+    Sums,
+    Values,
+    average,
+    decay_mask,
+    from_update,
+    with_decay,
+)
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE
 from jstep.optimizers.updates import find_slot

@@ -15,7 +15,7 @@ from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers.blocks import Result, Values, decay_mask, decays, from_update
+from jstep.optimizers.elements import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
 from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 from jstep.optimizers.offloading import loads_slots, with_slots_loaded

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import trees
-from jstep.core.block_codes import opened
 from jstep.core.checks import as_bool, as_text, html_table, kind, size
 from jstep.core.meshes import (
     explicit_mesh,
@@ -25,7 +24,7 @@ from jstep.core.meshes import (
 )
 from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
 from jstep.core.selection import index_of
-from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, roles_in, roles_of
+from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.state import sharding
 from jstep.state import sharding as layout

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core.checks import figure
-from jstep.hooks.stall_files import read_stalls, silent, waited_for
-from jstep.hooks.timeline import goodput
+from jstep.hooks.timeline import goodput, read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
 from jstep.summary.read import (

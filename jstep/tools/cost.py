@@ -15,13 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.block_codes import blocks_between
 from jstep.core.checks import WIDTH, as_function, html_table, listed, scaled, size
 from jstep.core.devices import memory_of, parsed
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.programs import body_of, is_annotated, work_of
-from jstep.core.slot_roles import roles_in
+from jstep.core.slot_roles import blocks_between, roles_in
 from jstep.state.sharding import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of

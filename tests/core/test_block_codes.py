@@ -5,17 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core.block_codes import (
-    Blocks,
-    Turn,
-    blocks_between,
-    blocks_of,
-    decoded,
-    encoded,
-    fractions_at,
-    joined,
-    split,
-)
+from jstep.core.slot_roles import Blocks, Turn, blocks_between, blocks_of, decoded, encoded, fractions_at, joined, split
 
 
 @pytest.mark.parametrize(

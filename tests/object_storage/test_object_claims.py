@@ -9,7 +9,7 @@ from object_states import state_at
 
 import jstep
 from jstep.checkpoint import directory as owner
-from jstep.checkpoint import object_save
+from jstep.checkpoint import object_store
 from jstep.stores.objects import Directory
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -37,7 +37,7 @@ def test_an_unreferenced_saver_releases_its_claim(store):
 
 
 def claim_of_another_host(store, monkeypatch, beat):
-    monkeypatch.setattr(object_save, "SILENT", 0.2)
+    monkeypatch.setattr(object_store, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
     store.put("bkt", "run/~claims/model", text % 0)
     if beat:
@@ -78,7 +78,7 @@ def test_a_writer_that_lost_its_claim_does_not_commit(store):
 
 
 def test_claims_are_renewed_periodically(store, monkeypatch):
-    monkeypatch.setattr(object_save, "BEAT", 0.01)
+    monkeypatch.setattr(object_store, "BEAT", 0.01)
     with jstep.Saver(store.run) as saver:
         saver.claim()
         first = store.data("run/~claims/model")
@@ -132,7 +132,7 @@ def test_a_claim_lost_during_the_commit_reverts_it(store):
 def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
     """Without a network it cannot report the outcome; without permission to replace it cannot renew the claim."""
     for name, seconds in {"BEAT": 0.02, "_SILENT": 0.1, "_OTHERS": 1e9}.items():
-        monkeypatch.setattr(object_save, name, seconds)
+        monkeypatch.setattr(object_store, name, seconds)
     gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % (beats != "not permitted"))
     reads = []
 
@@ -146,7 +146,7 @@ def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
 
     gcs.watch = watch
     nothing = lambda *args: b""  # noqa: E731
-    save = object_save.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), (nothing,) * 2)
+    save = object_store.ObjectSave(Directory("gs://bkt/run"), "model-1", "data.1-a", [], False, (1, 2), (nothing,) * 2)
     if beats == "stopped":
         with pytest.raises(jstep.CheckpointError, match="the first process has not reported the outcome"):
             save.wait()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.optimizers.blocks import from_direction
+from jstep.optimizers.elements import from_direction
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_slices_make_the_same_values(name, dtype, in_slices):
 
 
 def test_the_shape_of_slices(monkeypatch):
-    from jstep.core.block_codes import Blocks
+    from jstep.core.slot_roles import Blocks
 
     def of(*shape, blocks=None):
         return by_slices.slice_shape("w", shape, blocks)
