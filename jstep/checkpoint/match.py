@@ -11,17 +11,7 @@ import numpy as np
 
 from jstep.checkpoint import slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.checkpoint.slots import (
-    GLOBAL_STEP,
-    Keys,
-    Kind,
-    dtype_name,
-    from_stored,
-    ids,
-    leaves_by_id,
-    nested_leaves,
-    zeros_of,
-)
+from jstep.checkpoint.slots import GLOBAL_STEP, Keys, Kind
 from jstep.core import trees
 from jstep.core.checks import SHOWN, array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
@@ -114,8 +104,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         TypeError: A leaf of the target has no shape and dtype, or names has values other than paths.
         ValueError: names has a path that does not exist.
     """
-    records = leaves_by_id(manifest.leaves)
-    saved: dict[_Id, Leaf | LeftOut] = {**leaves_by_id(manifest.left_out), **records}
+    records = slots.leaves_by_id(manifest.leaves)
+    saved: dict[_Id, Leaf | LeftOut] = {**slots.leaves_by_id(manifest.left_out), **records}
     leaves = _leaves_of(target)
     steps = next((leaf.kind[0] for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
     renamed = _renamed(names, target, leaves, {path for path, _ in saved}, where)
@@ -153,7 +143,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
 
 def _leaves_of(target: Any) -> list[_TargetLeaf]:
     flat = jax.tree_util.tree_leaves_with_path(target)
-    by_path = ids(trees.path_str(keys) for keys, _ in flat)
+    by_path = slots.ids(trees.path_str(keys) for keys, _ in flat)
     return [
         _TargetLeaf(name, slots.keys_of(keys), leaf, _kind(leaf, name[0]))
         for name, (keys, leaf) in zip(by_path, flat, strict=True)
@@ -317,7 +307,7 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        return tuple(leaf.shape), dtype_name(leaf.dtype)
+        return tuple(leaf.shape), slots.dtype_name(leaf.dtype)
     raise TypeError(
         f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a shape for each leaf, such as "
         "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
@@ -447,7 +437,7 @@ def dtype_of(wanted: Wanted) -> str:
     """Return the dtype of a leaf of a target."""
     leaf = wanted.leaf
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    return dtype_name(dtype)
+    return slots.dtype_name(dtype)
 
 
 def place_leaf(wanted: Wanted, read: Any) -> Any:
@@ -459,11 +449,11 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
     """
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
-    array = zeros_of(record) if read is None else read
+    array = slots.zeros_of(record) if read is None else read
     if record.dtype != (wanted_dtype := dtype_of(wanted)) and jnp.issubdtype(record.dtype, jnp.integer):
         record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
     if isinstance(leaf, np.ndarray | np.generic):
-        return np.array(from_stored(record, np.asarray(array)), leaf.dtype)
+        return np.array(slots.from_stored(record, np.asarray(array)), leaf.dtype)
     sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(array, jax.Array):
         value = _on_default_device(wanted, record, np.asarray(array))
@@ -473,7 +463,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
         def leaf_of(stored: Any) -> Any:
             if record.key_impl is not None:
                 return jax.random.wrap_key_data(stored, impl=record.key_impl)
-            return from_stored(record, stored).astype(leaf.dtype)
+            return slots.from_stored(record, stored).astype(leaf.dtype)
 
         array = jax.jit(leaf_of, out_shardings=sharding)(array)
     return array if array.sharding == sharding else jax.device_put(array, sharding)
@@ -492,7 +482,7 @@ def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
     if record.key_impl is not None:
         return jax.random.wrap_key_data(place_anywhere(array), impl=record.key_impl)
-    value = from_stored(record, array)
+    value = slots.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
     if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
@@ -502,15 +492,15 @@ def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
     values = {}
-    for key, record in leaves_by_id(leaves).items():
-        array = zeros_of(record) if record.array is None else arrays[record.array]
-        values[key] = array if record.key_impl is not None else from_stored(record, array)
+    for key, record in slots.leaves_by_id(leaves).items():
+        array = slots.zeros_of(record) if record.array is None else arrays[record.array]
+        values[key] = array if record.key_impl is not None else slots.from_stored(record, array)
     out = []
-    for key, record in leaves_by_id(leaves).items():
+    for key, record in slots.leaves_by_id(leaves).items():
         average = average_of(key, values, averages)
         value = values[key] if average is None else values[average].astype(values[key].dtype)
         out.append((record, value))
-    return nested_leaves(out)
+    return slots.nested_leaves(out)
 
 
 def copy_of(wanted: Wanted, original: Any) -> Any:

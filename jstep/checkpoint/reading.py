@@ -10,23 +10,10 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import slots
+from jstep.checkpoint import match, slots
 from jstep.checkpoint.listing import CorruptedError, Store, misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.match import (
-    PARAMS,
-    Match,
-    Names,
-    check,
-    check_averages,
-    copy_of,
-    keep_target_leaf,
-    match,
-    match_params,
-    nested_values,
-    place_leaf,
-    stored_sharding,
-)
+from jstep.checkpoint.match import PARAMS, Match, Names
 from jstep.checkpoint.slots import changed_leaves
 from jstep.core import trees
 from jstep.core.checks import listing
@@ -67,11 +54,11 @@ class Reader:
 
         def read(path: str, manifest: Manifest) -> Any:
             if averages is not None:
-                check_averages(averages, manifest.leaves, path)
+                match.check_averages(averages, manifest.leaves, path)
             if target is None:
                 return self._read_nested(path, manifest, averages)
-            found = match(target, manifest, averages, names, path)
-            check(found, manifest, partial, path)
+            found = match.match(target, manifest, averages, names, path)
+            match.check(found, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
@@ -84,8 +71,8 @@ class Reader:
 
         def read(path: str, manifest: Manifest) -> Any:
             if averages is not None:
-                check_averages(averages, manifest.leaves, path)
-            found = match_params(target, manifest, averages, names, path)
+                match.check_averages(averages, manifest.leaves, path)
+            found = match.match_params(target, manifest, averages, names, path)
             return jax.tree.unflatten(trees.structure(params), self._read_leaves(path, manifest, found))
 
         return self._retry(step, read)
@@ -153,13 +140,13 @@ class Reader:
 
     def _read_nested(self, path: str, manifest: Manifest, averages: Sequence[str] | None) -> dict[str, Any]:
         arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
-        return nested_values(manifest.leaves, arrays, averages)
+        return match.nested_values(manifest.leaves, arrays, averages)
 
     def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
         """Return the leaves of a target in its order: restored, or kept."""
         with internal_transfers():
             kept = {
-                i: keep_target_leaf(want, manifest.step)
+                i: match.keep_target_leaf(want, manifest.step)
                 for i, want in enumerate(found.wanted)
                 if want.source is None and want.copy_of is None
             }
@@ -168,7 +155,7 @@ class Reader:
             shardings: dict[str, Any] = {}
             for want in found.wanted:
                 if want.source is not None and want.source.array is not None:
-                    shardings.setdefault(want.source.array, stored_sharding(want))
+                    shardings.setdefault(want.source.array, match.stored_sharding(want))
             arrays = self._read(path, manifest, shardings)
 
             def value(i: int) -> Any:
@@ -177,12 +164,12 @@ class Reader:
                     return kept.get(i)
                 array: Any = arrays.get(want.source.array or "")
                 shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-                return place_leaf(want, array.copy() if shared else array)
+                return match.place_leaf(want, array.copy() if shared else array)
 
             values = [value(i) for i in range(len(found.wanted))]
             for i, want in enumerate(found.wanted):
                 if want.copy_of is not None:
-                    values[i] = copy_of(want, values[want.copy_of])
+                    values[i] = match.copy_of(want, values[want.copy_of])
         self._warn_of_changed(path, found, values)
         return values
 

@@ -12,41 +12,17 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_function, as_int, kind, setting, shown
-from jstep.core.meshes import (
-    Attempts,
-    atomic,
-    dims_of,
-    explicit_mesh,
-    mesh_axes_of,
-    sharded_like,
-    spec_of,
-    without_explicit_axes,
-)
+from jstep.core.meshes import Attempts
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.trees import Array, IndexedSlices, Number, Params
+from jstep.differentiate import microbatches
 from jstep.differentiate.gradients import tables
 from jstep.differentiate.lanes import Lanes, alike, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
-from jstep.differentiate.microbatches import (
-    AggregationMethod,
-    Part,
-    Squares,
-    accumulate,
-    checked_sharpness,
-    microbatch,
-    number_of_parts,
-    perturbed,
-    rows_of_batch,
-    specs_of_rows,
-    split,
-    squared_norm,
-    summand,
-    weighed,
-    weight_of,
-)
+from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 
 # Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
 #
@@ -74,7 +50,7 @@ def reduced_once(
     leaves, treedef = trees.flatten(params)
     able = [i for i in indices if axes and _is_able(leaves[i], axes)]
     if able:
-        first = microbatch(parts, 0)
+        first = microbatches.microbatch(parts, 0)
         traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
             [leaves[i] for i in able]
         )
@@ -88,7 +64,7 @@ def reduced_once(
             return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
 
         try:
-            return atomic(typed, params, parts)
+            return meshes.atomic(typed, params, parts)
         except Exception:  # JAX has no rule for an operation of the loss: fall back
             pass
     return run(params, parts)
@@ -97,10 +73,10 @@ def reduced_once(
 def zeros_of_gradient(leaf: Array) -> Array:
     """Return zeros to accumulate the gradients of a leaf in: at least float32, with the type of its gradient."""
     dtype = trees.compute_dtype(leaf.dtype)
-    mesh = explicit_mesh(leaf)
+    mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
         return jnp.zeros_like(leaf, dtype=dtype)
-    spec = PartitionSpec(*dims_of(spec_of(leaf)), unreduced=spec_of(leaf).reduced)
+    spec = PartitionSpec(*meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced)
     return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
 
 
@@ -108,22 +84,22 @@ def _axes_of_rows(parts: Any) -> frozenset[str]:
     """Return the mesh axes over which the rows of each part are sharded."""
     axes: set[str] = set()
     for leaf in jax.tree.leaves(parts):
-        if explicit_mesh(leaf) is not None and dims_of(spec_of(leaf)):
-            axes |= set(mesh_axes_of(dims_of(spec_of(leaf))[0]))
+        if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
+            axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
     return frozenset(axes)
 
 
 def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
-    if explicit_mesh(leaf) is None:
+    if meshes.explicit_mesh(leaf) is None:
         return False
-    spec = spec_of(leaf)
-    split = set().union(*map(mesh_axes_of, dims_of(spec)))
+    spec = meshes.spec_of(leaf)
+    split = set().union(*map(meshes.mesh_axes_of, meshes.dims_of(spec)))
     return not (split & axes or spec.reduced or spec.unreduced)
 
 
 def _typed(leaf: Array, axes: frozenset[str]) -> Array:
     sharding: Any = jax.typeof(leaf).sharding
-    spec = PartitionSpec(*dims_of(sharding.spec), reduced=axes)
+    spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=axes)
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 
@@ -398,7 +374,7 @@ class Differentiation:
                 f"aggregation_method={shown(self.aggregation_method)}: must be AggregationMethod.DEFAULT or .ADD_N, "
                 f"got {kind(self.aggregation_method)}"
             )
-        if checked_sharpness(self.sharpness) is None and self.adaptive:
+        if microbatches.checked_sharpness(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
@@ -413,8 +389,10 @@ class Differentiation:
                 )
         if given.lanes is not None:
             return self._of_batch(given)
-        given = given._replace(batch_specs=specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None)
-        there = sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
+        given = given._replace(
+            batch_specs=microbatches.specs_of_rows(given.args, given.batch_specs) if self.looks_at_rows else None
+        )
+        there = meshes.sharded_like(Part(None, given.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
         return self.attempts(self._of_batch, given, place=there)
 
@@ -430,8 +408,8 @@ class Differentiation:
         part = self._whole(given, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
-            move = functools.partial(perturbed, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(without_explicit_axes, move, place=sharded_like(some))
+            move = functools.partial(microbatches.perturbed, adaptive=self.adaptive)
+            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.sharded_like(some))
             there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
             calm = dataclasses.replace(self, gathers=False)
@@ -444,10 +422,10 @@ class Differentiation:
         """Differentiate the batch, at once or in parts; gradients are a list for the leaves at `indices`."""
         if given.lanes is not None:
             return self._in_lanes(given.lanes, given, indices)
-        n = number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
+        n = microbatches.number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
         if n == 1:
             return self._one(given, indices)
-        parts = split(given.args, n, given.batch_specs)
+        parts = microbatches.split(given.args, n, given.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
             def part_fn(model_state: Any, batch: Any, i: Array) -> Part:
@@ -456,8 +434,8 @@ class Differentiation:
 
             leaves = jax.tree.leaves(params)
             sums = [zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = functools.partial(squared_norm, scale=given.scale) if self.squares else None
-            return accumulate(
+            square = functools.partial(microbatches.squared_norm, scale=given.scale) if self.squares else None
+            return microbatches.accumulate(
                 part_fn,
                 parts,
                 given.model_state,
@@ -484,7 +462,7 @@ class Differentiation:
         leaves of model_state are means, the others are those of lane 0.
         """
         alone = dataclasses.replace(self, lanes=None, squares=False)
-        first, size = rows_of_batch(given.args, f"lanes={lanes.number}")
+        first, size = microbatches.rows_of_batch(given.args, f"lanes={lanes.number}")
         if size % lanes.number or size == 0:
             raise ValueError(
                 f"lanes={lanes.number} does not divide the batch: {first} has {size} rows; use a multiple of it"
@@ -496,18 +474,20 @@ class Differentiation:
             here = filled(whole)
             args = of_rows.unflatten(rows)
             key = None if here.key is None else jax.random.fold_in(here.key, i)
-            found = alone._whole(here._replace(args=args, key=key, batch_specs=specs_of_rows(args)), indices)
-            weight = weight_of(self.weight_fn, args)
+            found = alone._whole(
+                here._replace(args=args, key=key, batch_specs=microbatches.specs_of_rows(args)), indices
+            )
+            weight = microbatches.weight_of(self.weight_fn, args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
-            grads = [None if g is None else weighed(g, weight) for g in dense]
-            terms = functools.partial(summand, weight)
+            grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
+            terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
             state = jax.tree.map(functools.partial(_of_state, i), found.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size // lanes.number) if weight is None else weight
-                norms = of_each_lane(lanes, i, (of_lane, squared_norm(found.gradients, here.scale)))
-            return grads, weighed(found.loss, weight), weight, others, state, norms
+                norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
+            return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
 
         summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
         grads, loss, weight, others, state, norms = summed
@@ -525,7 +505,7 @@ class Differentiation:
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         found = None
         if norms is not None:
-            found = Squares(norms[0], norms[1], alike(lanes, squared_norm, grads, given.scale))
+            found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
         return Part(loss, state, aux, grads, summaries, found)
 
     def _one(self, given: Inputs, indices: list[int]) -> Part:
@@ -651,7 +631,7 @@ def compute_gradients(
         def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
-        place = sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
+        place = meshes.sharded_like(Part(None, None, None, params))  # type: ignore[arg-type]
         part = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
         return ((part.loss, part.aux), part.gradients) if has_aux else (part.loss, part.gradients)
 

@@ -12,17 +12,9 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import as_function, kind, scoped, setting
-from jstep.core.meshes import (
-    Attempts,
-    dims_of,
-    explicit_mesh,
-    mesh_axes_of,
-    sharded_like,
-    spec_of,
-    without_explicit_axes,
-)
+from jstep.core.meshes import Attempts
 from jstep.core.trees import Array, IndexedSlices, Updates, combined, is_slices, within
 
 # Embedding lookup with sparse gradients.
@@ -68,8 +60,8 @@ class Tables:
         taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
         if not taken:
             return dense
-        return without_explicit_axes(
-            functools.partial(_joined, self._shapes[place]), taken, dense, place=sharded_like(dense)
+        return meshes.without_explicit_axes(
+            functools.partial(_joined, self._shapes[place]), taken, dense, place=meshes.sharded_like(dense)
         )
 
 
@@ -82,11 +74,13 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 def _rows(table: Array, ids: Array) -> Array:
     """Return `table[ids]`; on Explicit axes the result is sharded like the ids and, within rows, like the table."""
-    if explicit_mesh((table, ids)) is None:
+    if meshes.explicit_mesh((table, ids)) is None:
         return table[ids]
-    of_ids = dims_of(spec_of(ids))
-    used = {name for axis in of_ids for name in mesh_axes_of(axis)}
-    of_row = [None if used & set(mesh_axes_of(axis)) else axis for axis in dims_of(spec_of(table))[1:]]
+    of_ids = meshes.dims_of(meshes.spec_of(ids))
+    used = {name for axis in of_ids for name in meshes.mesh_axes_of(axis)}
+    of_row = [
+        None if used & set(meshes.mesh_axes_of(axis)) else axis for axis in meshes.dims_of(meshes.spec_of(table))[1:]
+    ]
     return table.at[ids].get(out_sharding=PartitionSpec(*of_ids, *of_row))
 
 
@@ -197,7 +191,7 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
         return list(found)
 
     some = [jnp.asarray(leaves[i]) for i in indices]
-    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=sharded_like(some))
+    found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
 
 

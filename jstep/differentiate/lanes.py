@@ -12,22 +12,11 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jstep.core import trees
+from jstep.core import programs, trees
 from jstep.core.checks import as_int, explain_jax
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import on_devices, sharded, sharding_on_mesh, shardings_of
-from jstep.core.programs import (
-    ELEMENTWISE,
-    Operation,
-    Subprogram,
-    all_equations,
-    apply,
-    body_of,
-    evaluate,
-    manual_axes,
-    variables,
-    walk,
-)
+from jstep.core.programs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
 
@@ -373,10 +362,10 @@ def _traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tupl
 def _named_axes(program: Any) -> set[str]:
     """The mesh axes that shardings, shard_maps and collectives of a program name."""
     found: set[Any] = set()
-    for params in (eqn.params for *_, eqn in all_equations(program)):
+    for params in (eqn.params for *_, eqn in programs.all_equations(program)):
         specs = [dims_of(value.spec) for value in params.values() if isinstance(value, NamedSharding)]
         named = [*(axis for spec in specs for axis in spec), params.get("axis_name"), params.get("axes")]
-        found.update(manual_axes(params) or (), *map(mesh_axes_of, named))
+        found.update(programs.manual_axes(params) or (), *map(mesh_axes_of, named))
     return {name for name in found if isinstance(name, str)}
 
 
@@ -421,21 +410,21 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
     # Data that XLA cannot know: constants are not traced.
     known = [x for x in arrays if x.size and not trees.is_key(x)]
     witness = min(known, key=lambda x: (not trees.is_traced(x), x.size))
-    return made[-1](_evaluated(lanes, body_of(program), arrays, witness))
+    return made[-1](_evaluated(lanes, programs.body_of(program), arrays, witness))
 
 
 def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
-    program, _ = traced(lanes, lambda values: evaluate(body, values, _inlined), list(values))
+    program, _ = traced(lanes, lambda values: programs.evaluate(body, values, _inlined), list(values))
     jaxpr = program.jaxpr
-    users = {atom: {-1} for atom in variables(jaxpr.outvars)}
+    users = {atom: {-1} for atom in programs.variables(jaxpr.outvars)}
     operations: list[Operation] = []
-    for one in reversed(body_of(program).operations):
+    for one in reversed(programs.body_of(program).operations):
         if one.eqn.effects or any(atom in users for atom in one.eqn.outvars):  # it is needed
             operations.insert(0, one)
-            for atom in variables(one.eqn.invars):
+            for atom in programs.variables(one.eqn.invars):
                 users.setdefault(atom, set()).add(one.number)
     # Operations without operands, such as zeros, are computed where they are used.
-    free = {atom: one.eqn for one in operations if not variables(one.eqn.invars) for atom in one.eqn.outvars}
+    free = {atom: one.eqn for one in operations if not programs.variables(one.eqn.invars) for atom in one.eqn.outvars}
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
     def read(atom: Any) -> Any:
@@ -449,7 +438,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, of which the others see only what they use."""
         made = dict.fromkeys(atom for one in some for atom in one.eqn.outvars)
-        used = dict.fromkeys(atom for one in some for atom in variables(one.eqn.invars))
+        used = dict.fromkeys(atom for one in some for atom in programs.variables(one.eqn.invars))
         given = [atom for atom in used if atom not in made and atom not in free]
         numbers = {one.number for one in some}
         kept = [atom for atom in made if users.get(atom, numbers) - numbers]
@@ -471,7 +460,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         run = lanes.spread(lambda args, witness: isolated(fn, args, shapes, witness), everywhere, everywhere)
         return list(run(args, witness))
 
-    for level in _levels(lanes.number, [one for one in operations if variables(one.eqn.invars)]):
+    for level in _levels(lanes.number, [one for one in operations if programs.variables(one.eqn.invars)]):
         if level[PARTS]:
             together(on_parts, level[PARTS])
         if level[SUM]:
@@ -487,8 +476,8 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
     """Apply an operation; a call that is not all on parts, operation by operation."""
     if operation.kind == "call" and not is_in_lanes(operation.eqn) and _way(1, operation) != PARTS:
-        return evaluate(operation.bodies[0], values, _inlined)
-    return apply(operation, values)
+        return programs.evaluate(operation.bodies[0], values, _inlined)
+    return programs.apply(operation, values)
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
@@ -500,7 +489,7 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     inside: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
-        given = variables(operation.eqn.invars)
+        given = programs.variables(operation.eqn.invars)
         arrays = [atom for atom in given if atom.aval.shape]
         way = _way(number, operation)
         if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
@@ -524,7 +513,7 @@ def _way(number: int, operation: Operation) -> str:
         of_platforms = eqn.params.get("branches_platforms") is not None  # XLA must not see the others
         return PARTS if ways <= {PARTS} else WHOLE if of_platforms else APART
     if operation.bodies:
-        return APART if any(is_in_lanes(one.eqn) for body in operation.bodies for one in walk(body)) else WHOLE
+        return APART if any(is_in_lanes(one.eqn) for body in operation.bodies for one in programs.walk(body)) else WHOLE
     if eqn.primitive.name in ON_PARTS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return PARTS
     is_sum = eqn.primitive.name == "reduce_sum" and not eqn.outvars[0].aval.shape
@@ -546,7 +535,7 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
-        used = [group_of[atom] for atom in variables(operation.eqn.invars) if atom in group_of]
+        used = [group_of[atom] for atom in programs.variables(operation.eqn.invars) if atom in group_of]
         first, *others = {id(group): group for group in used}.values() or [[]]
         added = [operation, *(one for group in others for one in group)]
         first.extend(added)
@@ -568,4 +557,4 @@ def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: A
         of_test, of_body = (operation.eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
         test, body, start = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
         return jax.lax.while_loop(lambda now: run(0, *test, *now)[0], lambda now: run(1, *body, *now), list(start))
-    return apply(operation, values)
+    return programs.apply(operation, values)

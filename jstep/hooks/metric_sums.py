@@ -24,10 +24,6 @@ from jstep.hooks.metric_sums_program import (
     WATCHED,
     Columns,
     Sums,
-    host,
-    is_number,
-    is_ready,
-    shown,
 )
 from jstep.training.step import Constants
 
@@ -99,7 +95,7 @@ class Piece:
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
-        return not isinstance(self._array, jax.Array) or is_ready({"": self._array})
+        return not isinstance(self._array, jax.Array) or metric_sums_program.is_ready({"": self._array})
 
     @functools.cached_property
     def totals(self) -> Totals:
@@ -108,7 +104,7 @@ class Piece:
         if self._array is None:
             return Totals(last, self._fixed)
         with internal_transfers():
-            row = host(self._array)
+            row = metric_sums_program.host(self._array)
         names, m = self._columns.names, len(self._columns.names)
         watched = row[3 * m :]
         sums = dict(self._fixed)
@@ -178,7 +174,7 @@ class PendingMeans:
     """The means of an interval, in display order, being transferred to the host."""
 
     def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
-        self._interval, self._names = interval, shown(interval.names(), leave_out)
+        self._interval, self._names = interval, metric_sums_program.shown(interval.names(), leave_out)
 
     def start(self) -> None:
         """Do nothing: the transfer has started already."""
@@ -429,7 +425,9 @@ class MetricSums:
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
         computed = {name: value for name, value in metrics.items() if isinstance(value, jax.Array)}
-        plain = tuple(name for name, value in metrics.items() if name not in computed and is_number(value))
+        plain = tuple(
+            name for name, value in metrics.items() if name not in computed and metric_sums_program.is_number(value)
+        )
         columns = metric_sums_program.columns_of(computed, skip, self.limits, plain)
         wanted = tuple(n for n in computed if n in columns.names or (n == LOSS and columns.loss is not None))
         room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(wanted))))
@@ -441,7 +439,7 @@ class MetricSums:
         steps, self._constant_steps = self._constant_steps, 0
         constants = NONE if self._constants is None or not steps else self._constants
         for name, value in constants.values.items():
-            if is_number(value):
+            if metric_sums_program.is_number(value):
                 total, count = self._fixed.get(name, (0.0, 0.0))
                 self._fixed[name] = total + float(value) * steps, count + steps
 
@@ -453,7 +451,7 @@ class MetricSums:
         sharding = _sharding_of(like)
         if _sharding_of(skips) != sharding:  # another stage, on other devices
             with internal_transfers():
-                skips = _put(host(skips), sharding)
+                skips = _put(metric_sums_program.host(skips), sharding)
         return empty._replace(skips=skips)
 
 
@@ -467,7 +465,7 @@ def kinds_of(metrics: Metrics) -> tuple[Any, ...]:
 
 def _halves(values: list[Any], dtype: str) -> np.ndarray[Any, Any]:
     """Split numbers of the host into two floats each: [2, 1, metrics]."""
-    both = np.array([[float(host(value)) for value in values]])
+    both = np.array([[float(metric_sums_program.host(value)) for value in values]])
     with np.errstate(over="ignore", invalid="ignore"):
         high = both.astype(dtype)
         low = np.where(np.isfinite(high), both - high, 0).astype(dtype)

@@ -14,32 +14,12 @@ import jax
 
 from jstep.core.checks import as_function, as_int, as_number, kind, note, scoped, shown
 from jstep.core.meshes import internal_transfers
+from jstep.hooks import metric_sums_program as sums
+from jstep.hooks import run_hook
 from jstep.hooks.counters import StepCounterHook, shown_share
 from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.metric_sums_program import (
-    LeaveOut,
-    NewResults,
-    PendingValues,
-    is_ready,
-    names_of_arrays,
-    nothing,
-    scalars,
-    start_transfer,
-    text,
-)
-from jstep.hooks.run_hook import (
-    UNSET,
-    Cadence,
-    ReportingHook,
-    RunHook,
-    Selection,
-    cadence,
-    check_writer,
-    histograms_of,
-    made_in,
-    of_metrics,
-    scalars_summary,
-)
+from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
+from jstep.hooks.run_hook import UNSET, Cadence, ReportingHook, RunHook, Selection
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -119,13 +99,13 @@ class LoggingHook(ReportingHook):
         every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
         counter: StepCounterHook | None = None,
-        leave_out: LeaveOut = nothing,
+        leave_out: LeaveOut = sums.nothing,
         level: int | str = logging.INFO,
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            cadence(
+            run_hook.cadence(
                 steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
             ),
             mean,
@@ -150,7 +130,7 @@ class LoggingHook(ReportingHook):
 
     def _log(self, step: int, values: dict[str, Any], evaluated: Sequence[tuple[int, dict[str, Any]]] = ()) -> None:
         if jax.process_index() == 0:
-            words = [text(values), *(_of_step(at, results, step) for at, results in evaluated)]
+            words = [sums.text(values), *(_of_step(at, results, step) for at, results in evaluated)]
             _logger.log(self._level, "step %d  %s%s", step, "  ".join(filter(None, words)), self._speed(step))
 
     def _speed(self, step: int) -> str:
@@ -171,7 +151,7 @@ class LoggingHook(ReportingHook):
 def _of_step(at: int, results: dict[str, Any], step: int) -> str:
     """Format results of an evaluation, each with the step of the evaluation if that is not the step of the line."""
     note = "" if at == step else f" (step {at})"
-    return "  ".join(text({name: value}) + note for name, value in results.items())
+    return "  ".join(sums.text({name: value}) + note for name, value in results.items())
 
 
 # Send metrics to an external logger.
@@ -236,7 +216,7 @@ class MetricsHook(ReportingHook):
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
         """The numbers to pass on; metrics that are arrays are logged once per run."""
-        names = sorted({*names_of_arrays(metrics)} - self._named)
+        names = sorted({*sums.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
             _logger.info(
@@ -362,10 +342,10 @@ class ProgressHook(RunHook):
         """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
         if self.run.is_over:
             return self._draw_last(step)
-        if self._held and is_ready(self._held):
+        if self._held and sums.is_ready(self._held):
             self._show(self._held)
         self._held = self._numbers()
-        start_transfer(self._held)
+        sums.start_transfer(self._held)
         self._bar.update(step - self._bar.n)
         return None
 
@@ -379,10 +359,10 @@ class ProgressHook(RunHook):
         self._bar.refresh()
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
+        return {name: value for name, value in sums.scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        words = text({**numbers, **self._results.all()})
+        words = sums.text({**numbers, **self._results.all()})
         examples = getattr(self._counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
         share = shown_share(getattr(self._counter, "utilization", None))
@@ -440,17 +420,19 @@ class SummarySaverHook(ReportingHook):
         save_steps: int | None = UNSET,
         save_secs: float | None = None,
         histograms: Selection = (),
-        leave_out: LeaveOut = nothing,
+        leave_out: LeaveOut = sums.nothing,
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
             # The state is sharded over all processes, so all of them compute histograms.
-            cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
+            run_hook.cadence(
+                steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
+            ),
             mean,
             self._write_means,
         )
-        self._writer, self._constants = check_writer(summary_writer), nothing
+        self._writer, self._constants = run_hook.check_writer(summary_writer), sums.nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
@@ -480,15 +462,15 @@ class SummarySaverHook(ReportingHook):
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        for summary in made_in(metrics) if self._mean else of_metrics(metrics, leave_out):
+        for summary in run_hook.made_in(metrics) if self._mean else run_hook.of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
-            self._writer.add_summary(histograms_of(state, self._histograms), step)
+            self._writer.add_summary(run_hook.histograms_of(state, self._histograms), step)
         self.run.transfers.deliver_ready()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:
-            self._writer.add_summary(scalars_summary(values), step)
+            self._writer.add_summary(run_hook.scalars_summary(values), step)
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:

@@ -13,20 +13,8 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_int, kind, setting, shown
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.hook import (
-    NEVER,
-    Clock,
-    Hook,
-    Metrics,
-    StopWith,
-    check_hook_result,
-    check_owners,
-    check_step,
-    get_states,
-    key_of,
-    name_of,
-    set_states,
-)
+from jstep.hooks import hook
+from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith
 from jstep.hooks.run_hook import RunHook, cadence_or_never, positive
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -122,7 +110,7 @@ class CheckpointSaverHook(RunHook):
             prevented = [bool(check(step)) for check in checks]  # a list: each must be called
             if any(prevented):
                 return False
-            check_step(step, state)
+            hook.check_step(step, state)
             if self._saver is None:  # closed at the end of an earlier run
                 self._saver = Saver(self._directory or "")
             extra = self._extra() if self._extra else None
@@ -372,17 +360,17 @@ class Callbacks:
             TypeError: A callback has `get_state` without `set_state`.
             ValueError: Two callbacks have the same `key`.
         """
-        check_owners(self._functions, self._where)
+        hook.check_owners(self._functions, self._where)
         self.stopped_by = None
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
         """Return the states of the callbacks."""
-        return get_states(self._functions, self._where)
+        return hook.get_states(self._functions, self._where)
 
     def set_state(self, value: Any) -> bool:
         """Restore the states; return whether one of the callbacks ends the run."""
-        return set_states(self._functions, value, self._where)
+        return hook.set_states(self._functions, value, self._where)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
         """Call the callbacks and combine their results: one may stop the run while another replaces the state.
@@ -398,9 +386,9 @@ class Callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, given, results)
-            stop_now, given = check_hook_result(result, given, step, f"{self._argument}: {name_of(function)}")
+            stop_now, given = hook.check_hook_result(result, given, step, f"{self._argument}: {hook.name_of(function)}")
             if stop_now and self.stopped_by is None:
-                self.stopped_by = key_of(function)
+                self.stopped_by = hook.key_of(function)
             stop = stop or stop_now
         if stop and given is not state:
             return StopWith(given)

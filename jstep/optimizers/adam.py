@@ -9,17 +9,8 @@ import jax.numpy as jnp
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.elements import (
-    Result,
-    Scalar,
-    Values,
-    average,
-    decay_mask,
-    decays,
-    from_direction,
-    from_update,
-    positive,
-)
+from jstep.optimizers import elements
+from jstep.optimizers.elements import Result, Scalar, Values
 from jstep.optimizers.hyperparameters import bias_correction, deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, SLOW, SQUARE, Slot
 
@@ -63,12 +54,12 @@ def adam(
     `tf.train.AdamOptimizer`. TF accumulates powers of β in float32; here they are computed from the step.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
+    return elements.from_update("adam", adam_update, M_V, hyper, prepare=signed_rate)
 
 
 def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The paper's efficient form, with both bias corrections in the rate."""
-    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
     return h.signed_rate * m / (jnp.sqrt(v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -132,8 +123,8 @@ def adamw(
         "epsilon": epsilon,
         "weight_decay": weight_decay,
     }
-    flags = decay_mask(weight_decay_mask)
-    return from_direction("adamw", adam_direction, slots, hyper, flags=flags, prepare=corrections)
+    flags = elements.decay_mask(weight_decay_mask)
+    return elements.from_direction("adamw", adam_direction, slots, hyper, flags=flags, prepare=corrections)
 
 
 def scale_by_adam(
@@ -163,12 +154,12 @@ def scale_by_adam(
     Source: Kingma and Ba (2014); `optax.scale_by_adam`.
     """
     hyper = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return from_update("scale_by_adam", adam_direction, M_V, hyper, prepare=corrections)
+    return elements.from_update("scale_by_adam", adam_direction, M_V, hyper, prepare=corrections)
 
 
 def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The direction m̂ / (√v̂ + ε), with the largest v so far if there is a slot for it."""
-    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
     new = {"m": m, "v": v}
     if "v_max" in s:
         v = new["v_max"] = jnp.maximum(s.v_max, v)
@@ -214,13 +205,18 @@ def adamax(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
     `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": positive("epsilon", epsilon)}
-    return from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": elements.positive("epsilon", epsilon),
+    }
+    return elements.from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
 
 
 def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update by the infinity norm u."""
-    m, u = average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
+    m, u = elements.average(s.m, g, h.beta1), jnp.maximum(h.beta2 * s.v, jnp.abs(g) + h.epsilon)
     return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
 
 
@@ -271,16 +267,16 @@ def nadam(
         "epsilon": epsilon,
         "weight_decay": weight_decay,
     }
-    flags = decay_mask(weight_decay_mask)
+    flags = elements.decay_mask(weight_decay_mask)
     if momentum_decay is None:
-        return from_direction("nadam", nadam_direction, M_V, hyper, flags=flags, prepare=nadam_weights)
+        return elements.from_direction("nadam", nadam_direction, M_V, hyper, flags=flags, prepare=nadam_weights)
     slots, hyper = M_V | {"mu_product": Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
-    return from_direction("nadam", nadam_direction, slots, hyper, flags=flags, prepare=growing_nadam_weights)
+    return elements.from_direction("nadam", nadam_direction, slots, hyper, flags=flags, prepare=growing_nadam_weights)
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The direction with Nesterov momentum."""
-    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
     return (h.of_m * m + h.of_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
@@ -358,13 +354,13 @@ def radam(
         "threshold": threshold,
         "weight_decay": weight_decay,
     }
-    flags = decay_mask(weight_decay_mask)
-    return from_direction("radam", radam_direction, M_V, hyper, flags=flags, prepare=rectification)
+    flags = elements.decay_mask(weight_decay_mask)
+    return elements.from_direction("radam", radam_direction, M_V, hyper, flags=flags, prepare=rectification)
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The rectified direction or, in the first steps, m̂."""
-    m, v = average(s.m, g, h.beta1), average(s.v, g * g, h.beta2)
+    m, v = elements.average(s.m, g, h.beta1), elements.average(s.v, g * g, h.beta2)
     factor = h.r / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return h.unbias1 * m * jnp.where(h.rectified, factor, jnp.ones_like(factor)), {"m": m, "v": v}
 
@@ -422,13 +418,15 @@ def adabelief(
         "epsilon_root": epsilon_root,
     }
     # v is computed from the old m.
-    return from_direction("adabelief", adabelief_direction, {"v": SQUARE, "m": MEAN}, hyper, prepare=corrections)
+    return elements.from_direction(
+        "adabelief", adabelief_direction, {"v": SQUARE, "m": MEAN}, hyper, prepare=corrections
+    )
 
 
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with the variance of g around m."""
-    m = average(s.m, g, h.beta1)
-    v = average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
+    m = elements.average(s.m, g, h.beta1)
+    v = elements.average(s.v, jnp.square(g - m), h.beta2) + h.epsilon_root
     return unbiased(m, v, h), {"m": m, "v": v}
 
 
@@ -461,7 +459,7 @@ def yogi(
     Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return from_direction(
+    return elements.from_direction(
         "yogi",
         yogi_direction,
         {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")},
@@ -472,7 +470,7 @@ def yogi(
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with a v that changes by at most (1−β2)·g²."""
-    m, square = average(s.m, g, h.beta1), g * g
+    m, square = elements.average(s.m, g, h.beta1), g * g
     v = s.v - (1 - h.beta2) * jnp.sign(s.v - square) * square
     return unbiased(m, v, h), {"m": m, "v": v}
 
@@ -529,13 +527,17 @@ def ademamix(
         "alpha": alpha,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"m1": MEAN, "m2": SLOW, "v": SQUARE}, decay_mask(weight_decay_mask)
-    return from_direction("ademamix", ademamix_direction, slots, hyper, flags=flags, prepare=corrections)
+    slots, flags = {"m1": MEAN, "m2": SLOW, "v": SQUARE}, elements.decay_mask(weight_decay_mask)
+    return elements.from_direction("ademamix", ademamix_direction, slots, hyper, flags=flags, prepare=corrections)
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with a second, slow average."""
-    m1, m2, v = average(s.m1, g, h.beta1), average(s.m2, g, h.beta3), average(s.v, g * g, h.beta2)
+    m1, m2, v = (
+        elements.average(s.m1, g, h.beta1),
+        elements.average(s.m2, g, h.beta3),
+        elements.average(s.v, g * g, h.beta2),
+    )
     u = (h.unbias1 * m1 + h.alpha * m2) / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return u, {"m1": m1, "m2": m2, "v": v}
 
@@ -588,18 +590,18 @@ def adan(
         "beta3": beta3,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}, decay_mask(weight_decay_mask)
-    return from_update("adan", adan_update, slots, hyper, flags=flags, prepare=adan_corrections)
+    slots, flags = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}, elements.decay_mask(weight_decay_mask)
+    return elements.from_update("adan", adan_update, slots, hyper, flags=flags, prepare=adan_corrections)
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update with proximal weight decay; the change of the gradient is 0 at the first update."""
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
-    m, d = average(s.m, g, h.beta1), average(s.d, change, h.beta2)
-    n = average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
+    m, d = elements.average(s.m, g, h.beta1), elements.average(s.d, change, h.beta2)
+    n = elements.average(s.v, jnp.square(g + h.beta2 * change), h.beta3)
     u = h.unbias1 * m + h.beta2 * h.unbias2 * d
     update = -h.learning_rate * u / (jnp.sqrt(h.unbias3 * n) + h.epsilon)
-    if decays(h):
+    if elements.decays(h):
         shrink = h.learning_rate * h.weight_decay
         update = (update - shrink * p) / (1 + shrink)
     return update, {"m": m, "d": d, "v": n, "previous": g}
@@ -639,8 +641,13 @@ def adopt(
     Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any β2 with the Optimal Rate" (2024); the results
     match `optax.contrib.adopt`.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": positive("epsilon", epsilon)}
-    return from_direction("adopt", adopt_direction, M_V, hyper, prepare=adopt_weights)
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": elements.positive("epsilon", epsilon),
+    }
+    return elements.from_direction("adopt", adopt_direction, M_V, hyper, prepare=adopt_weights)
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

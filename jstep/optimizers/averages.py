@@ -16,18 +16,8 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Role
-from jstep.core.trees import (
-    Array,
-    Held,
-    Optimizer,
-    Params,
-    ScalarOrSchedule,
-    Slots,
-    Step,
-    Updates,
-    is_slices,
-    require_optimizer,
-)
+from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.optimizers import leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
 from jstep.optimizers.hyperparameters import (
     age_of,
@@ -39,15 +29,7 @@ from jstep.optimizers.hyperparameters import (
     partial_params,
     value_at,
 )
-from jstep.optimizers.leafwise import (
-    Slot,
-    call_update,
-    fresh_slot,
-    inner_context,
-    map_updates,
-    refuse_formats,
-    wide_updates,
-)
+from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.updates import add, apply_updates, find_slot
 from jstep.state.train_state import TrainState, values_of
@@ -293,7 +275,7 @@ def with_moving_average(
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {type(ema).__name__}")
     if initial is not None and (ema.zero_debias or ema.start_step):
@@ -317,8 +299,8 @@ def with_moving_average(
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         now = dataclasses.replace(ema, decay=at.h[f"{ema.name}/{DECAY}"]) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -482,19 +464,19 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (2019).
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
-        updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context)
         treedef = trees.structure(params)
-        found = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
+        found = trees.flatten_like(params, updates, "updates", is_leaf=trees.is_slices)
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
         def rule(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
-            return _synchronised(u.to_dense() if is_slices(u) else u, p, own[SLOW], rate, due)
+            return _synchronised(u.to_dense() if trees.is_slices(u) else u, p, own[SLOW], rate, due)
 
         for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
             start = at.starts[i]
@@ -509,7 +491,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         "lookahead",
         update,
         Own(
-            {SLOW: lambda params, step: fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
+            {SLOW: lambda params, step: leafwise.fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
             {SLOW: Role.COPY},
             {SLOW: "weight"},
             hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
@@ -586,8 +568,10 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
     """
-    require_optimizer("optimizer", optimizer)
-    refuse_formats("master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"})
+    trees.require_optimizer("optimizer", optimizer)
+    leafwise.refuse_formats(
+        "master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"}
+    )
     wide = _floating_dtype(dtype)
 
     def widened(leaf: Any) -> Any:
@@ -603,9 +587,13 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        at_rounding = inner_context(at.context, lambda masters: jax.tree.map(_rounded, params, masters), wide_updates)
+        at_rounding = leafwise.inner_context(
+            at.context, lambda masters: jax.tree.map(_rounded, params, masters), leafwise.wide_updates
+        )
         with partial_params(params):
-            updates, inner = call_update(optimizer, wide_updates(updates), inner, whole, step, at_rounding, exact=True)
+            updates, inner = leafwise.call_update(
+                optimizer, leafwise.wide_updates(updates), inner, whole, step, at_rounding, exact=True
+            )
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
             if not trees.is_none(found[i]):
@@ -678,22 +666,24 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
 
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
-    require_optimizer("optimizer", optimizer)
-    refuse_formats("stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"})
+    trees.require_optimizer("optimizer", optimizer)
+    leafwise.refuse_formats(
+        "stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"}
+    )
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
         of_step = jax.random.fold_in(key, at.step)
 
         def rounded(u: Any, p: Array, i: int) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            dense = u.to_dense() if is_slices(u) else u
+            dense = u.to_dense() if trees.is_slices(u) else u
             return _stochastically_rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, i))
 
         leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
-        return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
+        return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     return wrap_optimizer(
         optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")

@@ -10,20 +10,8 @@ from jstep.core.checks import as_bool
 from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
-from jstep.optimizers.elements import (
-    BETA,
-    RATE,
-    Result,
-    Rule,
-    Values,
-    average,
-    decay_mask,
-    from_direction,
-    from_update,
-    in_bounds,
-    positive,
-    with_decay,
-)
+from jstep.optimizers import elements
+from jstep.optimizers.elements import BETA, RATE, Result, Rule, Values
 from jstep.optimizers.hyperparameters import checked
 from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE, Slot
 
@@ -49,7 +37,7 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     Source: `tf.train.GradientDescentOptimizer`.
     """
     hyper = {"learning_rate": learning_rate}
-    return from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+    return elements.from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
 
 
 def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
@@ -76,7 +64,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     `tf.train.MomentumOptimizer`.
     """
     hyper = {"learning_rate": learning_rate, "momentum": momentum}
-    return from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+    return elements.from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
 def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
@@ -98,7 +86,9 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
     Source: `optax.trace`.
     """
-    return from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, {"momentum": momentum}, by_rows=True)
+    return elements.from_update(
+        "trace", _direction(use_nesterov), {"momentum": MEAN}, {"momentum": momentum}, by_rows=True
+    )
 
 
 def _direction(use_nesterov: bool) -> Rule:
@@ -155,7 +145,7 @@ def sgd(
     Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
-    hyper = in_bounds(
+    hyper = elements.in_bounds(
         {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     )
     keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
@@ -164,12 +154,12 @@ def sgd(
             f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
             f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
         )
-    return from_update(
+    return elements.from_update(
         "sgd",
         sgd_nesterov_update if use_nesterov else sgd_momentum_update if keeps else sgd_update,
         {"momentum": MEAN} if keeps else {},
         hyper,
-        flags=decay_mask(weight_decay_mask),
+        flags=elements.decay_mask(weight_decay_mask),
         prepare=share_of_gradient if keeps and damped else None,
         by_rows=not decays,
     )
@@ -186,21 +176,21 @@ def share_of_gradient(h: Values) -> dict[str, Any]:
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update without momentum."""
-    return -h.learning_rate * with_decay(g, p, h), {}
+    return -h.learning_rate * elements.with_decay(g, p, h), {}
 
 
 def sgd_momentum_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the buffer."""
-    a = buffer(with_decay(g, p, h), s, h)
+    a = buffer(elements.with_decay(g, p, h), s, h)
     return -h.learning_rate * a, {"momentum": a}
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the gradient and the new buffer."""
-    a = buffer(with_decay(g, p, h), s, h)
+    a = buffer(elements.with_decay(g, p, h), s, h)
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
-    return -h.learning_rate * (with_decay(g, p, h) + h.momentum * a), {"momentum": a}
+    return -h.learning_rate * (elements.with_decay(g, p, h) + h.momentum * a), {"momentum": a}
 
 
 def buffer(g: Array, s: Values, h: Values) -> Array:
@@ -230,9 +220,9 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
     """
-    first = positive("initial_accumulator_value", initial_accumulator_value)
+    first = elements.positive("initial_accumulator_value", initial_accumulator_value)
     slots = {"accumulator": Slot(first, holds="square")}
-    return from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
+    return elements.from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
 
 
 def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -279,7 +269,7 @@ def rmsprop(
     slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
     slots |= {"mg": Slot()} if is_centered else {}
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
-    return from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
+    return elements.from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
 
 
 def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -314,12 +304,12 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
     Source: Tieleman and Hinton (2012); `optax.scale_by_rms`.
     """
     hyper = {"decay": decay, "epsilon": epsilon}
-    return from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
+    return elements.from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
 
 
 def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The gradient over the root of an average of squares."""
-    rms = average(s.rms, g * g, h.decay)
+    rms = elements.average(s.rms, g * g, h.decay)
     return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
 
 
@@ -351,7 +341,7 @@ def adadelta(
     """
     slots = {"accum_update": SQUARE, "accum": SQUARE}
     hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
-    return from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
+    return elements.from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
 
 
 def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -361,10 +351,10 @@ def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
         return g * jnp.sqrt(x + h.epsilon) / jnp.sqrt(e + h.epsilon)
 
     # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of being stored.
-    e, x, g = compute_first(average(s.accum, g * g, h.rho), s.accum_update, g)
+    e, x, g = compute_first(elements.average(s.accum, g * g, h.rho), s.accum_update, g)
     d = direction(e, x, g)
     e, x, g = compute_first(e, x, g)
-    return d, {"accum": e, "accum_update": average(x, jnp.square(direction(e, x, g)), h.rho)}
+    return d, {"accum": e, "accum_update": elements.average(x, jnp.square(direction(e, x, g)), h.rho)}
 
 
 # Optimizers that compute the parameter from sums of gradients: FTRL-Proximal and MADGRAD.
@@ -411,14 +401,14 @@ def ftrl(
     # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
     slots = {"accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE), "linear": SLOW}
     hyper = {
-        "learning_rate": positive("learning_rate", learning_rate),
+        "learning_rate": elements.positive("learning_rate", learning_rate),
         "learning_rate_power": learning_rate_power,
         "l1_regularization_strength": l1_regularization_strength,
         "l2_regularization_strength": l2_regularization_strength,
         "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
         "beta": beta,
     }
-    return from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
+    return elements.from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
 
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -487,7 +477,7 @@ def madgrad(
         "epsilon": epsilon,
     }
     # Momentum also moves rows without a gradient.
-    return from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
+    return elements.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
 
 
 def madgrad_weight(h: Values) -> dict[str, Any]:

@@ -8,59 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import slot_roles, trees
 from jstep.core.checks import as_int, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.programs import without_calls
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import (
-    HALVES,
-    KINDS,
-    SMALLEST_BLOCK,
-    Blocks,
-    Init,
-    Labels,
-    Role,
-    Roles,
-    Turn,
-    blocks_between,
-    blocks_of,
-    codes_of,
-    encoded,
-    fractions_at,
-    in_blocks,
-    labels_of,
-    opened,
-    roles_in,
-    roles_of,
-    scales_of,
-    split,
-)
+from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Init, Labels, Role, Roles, Turn
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
-from jstep.optimizers import by_slices
+from jstep.optimizers import by_slices, leafwise
+from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
-from jstep.optimizers.hyperparameters import (
-    Conditions,
-    Projected,
-    collecting_conditions,
-    is_projected,
-    is_update,
-    leaf_numbers,
-    mask,
-    partial_params,
-)
+from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
-from jstep.optimizers.leafwise import (
-    EMPTY_CONTEXT,
-    call_update,
-    inner_context,
-    is_guarded,
-    makes_finished_updates,
-    refuse_formats,
-    slot_names,
-    wide_updates,
-)
+from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import add, missing_slot
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
 
@@ -113,7 +74,7 @@ class Stored(NamedTuple):
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         return [
             {name: Turn(step, np.uint32(len(names) * number + i)) for i, name in enumerate(names)}
-            for number in leaf_numbers(self.params)
+            for number in hyper.leaf_numbers(self.params)
         ]
 
     def large(self) -> list[bool]:
@@ -134,7 +95,7 @@ def value_of(stored: Any, half: Any) -> Any:
     return stored if half is None else _opened(stored, half)
 
 
-_opened = jax.jit(opened)  # one trace for all leaves of a shape, as in leafwise
+_opened = jax.jit(slot_roles.opened)  # one trace for all leaves of a shape, as in leafwise
 
 
 def _values(row: Row, halves: Mapping[str, str]) -> Row:
@@ -151,7 +112,7 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
 
     def on(*platform: str) -> Any:
         conditions.clear()
-        with collecting_conditions(conditions):
+        with hyper.collecting_conditions(conditions):
             result = (_by_leaf if platform else _at_once)(stored, inner, updates, *platform)
         return result, [condition for _, condition in conditions]
 
@@ -177,7 +138,7 @@ def _closed(
     There is a new value in place of the update of a parameter that has a remainder, or is large. `done` has this value
     and what is stored for the leaves that were updated by themselves.
     """
-    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
+    found = trees.flatten_like(stored.params, updates, "updates", is_leaf=hyper.is_update)
     rows, old, new = stored.rows(stored.slots), stored.rows(before), stored.rows(after)
     halves, turns, large, whole = tuple(stored.halves.items()), stored.turns(), stored.large(), jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
@@ -194,7 +155,7 @@ def _closed_leaf(
     row: Row, old: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
     found = _found(row, old, new, blocks, dict(halves))
-    at = functools.partial(fractions_at, np.shape(master))
+    at = functools.partial(slot_roles.fractions_at, np.shape(master))
     return _closed_row(row, new, master, u, found, lambda name: at(turns[name]), blocks, dict(halves))
 
 
@@ -203,8 +164,10 @@ def _found(row: Row, old: Row, new: Row, blocks: Blocks | None, halves: Mapping[
     if blocks is None:
         return {}
     coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
-    changed = {name: jnp.any(in_blocks(new[name] != old[name], blocks), axis=blocks.axis + 1) for name in coded}
-    return {name: (scales_of(new[name], blocks), changed[name]) for name in coded}
+    changed = {
+        name: jnp.any(slot_roles.in_blocks(new[name] != old[name], blocks), axis=blocks.axis + 1) for name in coded
+    }
+    return {name: (slot_roles.scales_of(new[name], blocks), changed[name]) for name in coded}
 
 
 def _closed_row(
@@ -216,16 +179,20 @@ def _closed_row(
         half = halves.get(name, "")
         if name in found:
             scales, changed = found[name]
-            codes = in_blocks(codes_of(x, scales, blocks, row[name].dtype, fractions(name)), blocks)
-            kept = jnp.where(jnp.expand_dims(changed, blocks.axis + 1), codes, in_blocks(row[name], blocks))
+            codes = slot_roles.in_blocks(
+                slot_roles.codes_of(x, scales, blocks, row[name].dtype, fractions(name)), blocks
+            )
+            kept = jnp.where(jnp.expand_dims(changed, blocks.axis + 1), codes, slot_roles.in_blocks(row[name], blocks))
             made[name], made[half] = kept.reshape(x.shape), jnp.where(changed, scales, row[half])
         elif half in row:
-            made[name], made[half] = split(x, fractions(name))  # values that are unchanged have no bits to drop
+            made[name], made[half] = slot_roles.split(
+                x, fractions(name)
+            )  # values that are unchanged have no bits to drop
         else:
             made[name] = x
     value = None if trees.is_none(u) else add(master, u)
     if value is not None and REMAINDER in row:
-        value, made[REMAINDER] = split(value, fractions(REMAINDER))
+        value, made[REMAINDER] = slot_roles.split(value, fractions(REMAINDER))
     return value, made
 
 
@@ -261,7 +228,7 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
 
     def traced(*xs: Any) -> Any:
         conditions.clear()
-        with collecting_conditions(conditions):
+        with hyper.collecting_conditions(conditions):
             made = inner(*treedef.unflatten(xs))
         return made, [condition for _, condition in conditions]
 
@@ -269,7 +236,7 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     results, structure = program.jaxpr.outvars, trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
     (found, after), _ = structure.unflatten(range(len(results)))
-    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=is_update)
+    nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=hyper.is_update)
     rows = zip(
         stored.rows(stored.slots), stored.turns(), stored.blocks, stored.rows(slots), stored.rows(after), strict=True
     )
@@ -280,9 +247,9 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
         if large[i] and u is not None and not is_slices(u):
             part = by_slices.slice_shape(named[i][0], shape, blocks) if platform == TPU else shape
             mine = {name: var for name, var in variables.items() if results[numbers[name]].aval.shape == shape}
-            wanted = [u.value if is_projected(u) else u, *(numbers[name] for name in mine)]
+            wanted = [u.value if hyper.is_projected(u) else u, *(numbers[name] for name in mine)]
             ending = by_slices.ending_of(program, wanted, shape)
-            leaves[i] = _Leaf(row, turns, blocks, part, ending, is_projected(u), mine, masters[i])
+            leaves[i] = _Leaf(row, turns, blocks, part, ending, hyper.is_projected(u), mine, masters[i])
     done = {number for leaf in leaves.values() for number in leaf.ending.numbers}
     rest = [None if number in done else var for number, var in enumerate(results)]
     needed = [var for leaf in leaves.values() for var in leaf.ending.needs]
@@ -318,7 +285,7 @@ def _closed_by_itself(
             master, old, u, new = values(now, read)
 
         def fractions(name: str) -> Array:
-            return fractions_at(leaf.part, leaf.turns[name], position)
+            return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
 
         return _closed_row(now[1], new, master, u, found, fractions, leaf.blocks, halves)
 
@@ -330,7 +297,7 @@ def _closed_by_itself(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def nearest(x: Array, blocks: Blocks, dtype: Any) -> tuple[Array, Array]:
     """Both halves of values, rounded to nearest, for codes of a dtype; a bfloat16 and its remainder for None."""
-    return split(x) if dtype is None else encoded(x, blocks, dtype)
+    return slot_roles.split(x) if dtype is None else slot_roles.encoded(x, blocks, dtype)
 
 
 # Compact storage between updates: slots as 8- or 16-bit codes, bfloat16 parameters with an 8-bit remainder.
@@ -393,12 +360,12 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     "Revisiting BFloat16 Training" (2020), for split weights.
     """
     require_optimizer("optimizer", optimizer)
-    refuse_formats("compact", optimizer, _REFUSED)
+    leafwise.refuse_formats("compact", optimizer, _REFUSED)
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
         raise ValueError(f"block={shown(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
-    kept = None if keep is None else mask("keep", keep)
+    kept = None if keep is None else hyper.mask("keep", keep)
 
     def blocks_in(params: Params) -> list[Blocks | None]:
         leaves = jax.tree.leaves(params)
@@ -406,7 +373,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
 
     def roles(params: Params) -> Roles:
-        inner, own, halves = roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
+        inner, own, halves = slot_roles.roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
         if any(blocks_in(params)):
             for name, what in inner.holds.items():
                 halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
@@ -425,7 +392,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
                 )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
         leaves, treedef = trees.flatten(params)
-        with partial_params(params):
+        with hyper.partial_params(params):
             fresh = optimizer.init(treedef.unflatten(map(value_of, leaves, lows)), global_step)
         known = roles(params)
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in known else {}
@@ -438,24 +405,34 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         for name in (*known.halves, *known.halves.values(), *([REMAINDER] if REMAINDER in known else [])):
             if name not in slots:
                 raise missing_slot(name, slots)
-        names = slot_names(optimizer, params)
+        names = leafwise.slot_names(optimizer, params)
         halves = {*known.halves.values(), REMAINDER}
         names = [name for name in slots if name not in halves] if names is None else [n for n in names if n in slots]
         stored = Stored(params, slots, known.halves, names, blocks_in(params), step)
-        at_params = inner_context(context, lambda masters: jax.tree.map(_rounded, params, masters), wide_updates)
+        at_params = leafwise.inner_context(
+            context, lambda masters: jax.tree.map(_rounded, params, masters), leafwise.wide_updates
+        )
 
         def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            with partial_params(params):
-                return call_update(optimizer, wide_updates(updates), values, masters, step, at_params, exact=True)
+            with hyper.partial_params(params):
+                return leafwise.call_update(
+                    optimizer, leafwise.wide_updates(updates), values, masters, step, at_params, exact=True
+                )
 
         return updated(stored, inner, updates)
 
     def labels(params: Params) -> Labels | None:
-        with partial_params(params):
-            return labels_of(optimizer, params)
+        with hyper.partial_params(params):
+            return slot_roles.labels_of(optimizer, params)
 
     return Optimizer(
-        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer), labels=labels),
+        Init(
+            init,
+            roles,
+            leafwise.makes_finished_updates(optimizer),
+            guarded=leafwise.is_guarded(optimizer),
+            labels=labels,
+        ),
         update,
         optimizer.hyperparameters,
         optimizer.takes_context,
@@ -464,7 +441,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
     """The leaves of params in order, with None for those that are not updated."""
-    with partial_params(params):
+    with hyper.partial_params(params):
         found = trees.structure(params).flatten_up_to(trained(optimizer, params))
     return [p if p is not None and trees.is_trainable(p) else None for p in found]
 
@@ -475,11 +452,11 @@ def _blocks(leaf: Any, least: int, near: int) -> Blocks | None:
     small = not shape or np.size(leaf) < max(least, 1)
     if small or not trees.is_trainable(leaf) or trees.compute_dtype(jnp.result_type(leaf)) != np.float32:
         return None
-    return blocks_of(shape, near)
+    return slot_roles.blocks_of(shape, near)
 
 
 def _rounded(p: Any, master: Any) -> Any:
-    return master if p.dtype == master.dtype else split(master)[0]
+    return master if p.dtype == master.dtype else slot_roles.split(master)[0]
 
 
 def _first_slots(values: Slots, params: Params, known: Roles, blocks: list[Blocks | None]) -> Slots:
@@ -537,14 +514,16 @@ def repack(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
-    known = TrainState(state.params, held, state.global_step, roles=roles_of(old_optimizer, state.params).of_state())
-    old, treedef = roles_in(known), trees.structure(state.params)
+    known = TrainState(
+        state.params, held, state.global_step, roles=slot_roles.roles_of(old_optimizer, state.params).of_state()
+    )
+    old, treedef = slot_roles.roles_in(known), trees.structure(state.params)
     masters = jax.tree.leaves(masters_of(known))
     for name in old.of(Role.MASTER):
         kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")
         masters = [p if master is None else master for p, master in zip(masters, kept, strict=True)]
 
-    wanted, roles = _shapes(state, new_optimizer), roles_of(new_optimizer, state.params)
+    wanted, roles = _shapes(state, new_optimizer), slot_roles.roles_of(new_optimizer, state.params)
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):
@@ -587,7 +566,7 @@ def _stored(name: str, tree: Any, wanted: Slots, half: str | None, params: Any) 
     tops, codes, halves = (trees.flatten_like(params, one, name) for one in (tree, wanted[name], wanted[half]))
     for i, like in enumerate(halves):
         if like is not None:
-            blocks = blocks_between(codes[i].shape, like.shape)
+            blocks = slot_roles.blocks_between(codes[i].shape, like.shape)
             dtype = None if codes[i].dtype == jnp.bfloat16 else codes[i].dtype
             tops[i], halves[i] = nearest(tops[i].astype(jnp.float32), blocks, dtype)
     treedef = trees.structure(params)

@@ -13,18 +13,8 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, Init, Labels, Role, Roles, labels_of, roles_of
-from jstep.core.trees import (
-    Array,
-    Context,
-    Optimizer,
-    Params,
-    Slots,
-    Step,
-    Updates,
-    is_slices,
-    on_table,
-    require_optimizer,
-)
+from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.optimizers import leafwise
 from jstep.optimizers.hyperparameters import (
     Conditions,
     Hyper,
@@ -42,21 +32,7 @@ from jstep.optimizers.hyperparameters import (
     report_condition,
     values_at,
 )
-from jstep.optimizers.leafwise import (
-    EMPTY_CONTEXT,
-    call_update,
-    check_names,
-    inner_context,
-    is_guarded,
-    makes_finished_updates,
-    map_updates,
-    merge,
-    merged_hyperparameters,
-    merged_roles,
-    merged_slots,
-    own_slots,
-    prefixed,
-)
+from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.updates import NoGradientsError, apply_updates, missing_slot
 from jstep.state.train_state import START_STEP
@@ -194,7 +170,7 @@ def wrap_optimizer(
         Init(own.init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
     )
     parts = {f"the optimizer in {by}": optimizer, by: added}
-    check_names(parts)
+    leafwise.check_names(parts)
     age_role = Role.AGE if own.counted is None else Role.OWN_AGE
     age_scope = by if own.age_scope is None else own.age_scope
 
@@ -223,7 +199,7 @@ def wrap_optimizer(
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
             ages = age_slots(params)
-        slots = merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
+        slots = leafwise.merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
         return slots | {age: new_start_step(global_step) for age, is_own in ages.slots.items() if is_own}
 
     def all_roles(params: Params) -> Roles:
@@ -238,21 +214,21 @@ def wrap_optimizer(
         for name in (*own_roles, *ages.slots):
             if name not in slots:
                 raise missing_slot(name, slots)
-        inner = own_slots(optimizer, slots, params)
+        inner = leafwise.own_slots(optimizer, slots, params)
         mine = {name: slots[name] for name in own_roles}
         starts = {name: slots[name] for name in ages.slots}
-        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
+        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices), own, step)
         at = StepInputs(
             params, step, context, values_at(hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
         )
         updates, inner, changed = update(updates, inner, mine, at)
         return updates, mine | later | changed | inner
 
-    is_safe = is_guarded(optimizer) if guarded is None else guarded
+    is_safe = leafwise.is_guarded(optimizer) if guarded is None else guarded
     return Optimizer(
-        Init(init, all_roles, makes_finished_updates(optimizer), guarded=is_safe, labels=labels),
+        Init(init, all_roles, leafwise.makes_finished_updates(optimizer), guarded=is_safe, labels=labels),
         whole,
-        merged_hyperparameters(parts),
+        leafwise.merged_hyperparameters(parts),
         optimizer.takes_context or takes_context,
     )
 
@@ -289,8 +265,8 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements; pass them as separate "
             "arguments: chain(*[…]), or chain(first, second)"
         )
-    parts = {f"optimizers[{i}]": require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
-    finished = [part for part, one in parts.items() if makes_finished_updates(one)]
+    parts = {f"optimizers[{i}]": trees.require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
+    finished = [part for part, one in parts.items() if leafwise.makes_finished_updates(one)]
     warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
         "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
@@ -298,7 +274,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         "jstep.adam(…); or train different leaves with each, using jstep.partition."
     )
     try:
-        check_names(parts)
+        leafwise.check_names(parts)
     except ValueError as error:
         if warning:
             error.add_note(warning)
@@ -312,9 +288,9 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
         for i, optimizer in enumerate(optimizers):
-            mine = own_slots(optimizer, slots, params)
+            mine = leafwise.own_slots(optimizer, slots, params)
             is_last = i == len(optimizers) - 1
-            updates, own = call_update(optimizer, updates, mine, params, step, context, exact=is_last)
+            updates, own = leafwise.call_update(optimizer, updates, mine, params, step, context, exact=is_last)
             new |= own
         return updates, new
 
@@ -324,13 +300,13 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
 
     init = Init(
-        lambda params, step: merged_slots(parts, params, step),
-        lambda params: merged_roles(parts, params),
+        lambda params, step: leafwise.merged_slots(parts, params, step),
+        lambda params: leafwise.merged_roles(parts, params),
         finished=bool(finished),
-        guarded=is_guarded(optimizers[0]),
+        guarded=leafwise.is_guarded(optimizers[0]),
         labels=labels,
     )
-    return Optimizer(init, update, merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
+    return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
@@ -351,11 +327,11 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
         ['fast/m', 'fast/v']
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
     check_prefix("name", as_text(name, "name"))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        return prefixed(name, optimizer.init(params, global_step))
+        return leafwise.prefixed(name, optimizer.init(params, global_step))
 
     def roles(params: Params) -> Roles:
         return roles_of(optimizer, params).prefixed(name)
@@ -364,18 +340,24 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        mine = own_slots(optimizer, slots, params, f"{name}/")
-        updates, own = call_update(optimizer, updates, mine, params, step, context, exact=True)
-        return updates, prefixed(name, own)
+        mine = leafwise.own_slots(optimizer, slots, params, f"{name}/")
+        updates, own = leafwise.call_update(optimizer, updates, mine, params, step, context, exact=True)
+        return updates, leafwise.prefixed(name, own)
 
     def labels(params: Params) -> Labels | None:
         inner = labels_of(optimizer, params)
         return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
 
     return Optimizer(
-        Init(init, roles, makes_finished_updates(optimizer), guarded=is_guarded(optimizer), labels=labels),
+        Init(
+            init,
+            roles,
+            leafwise.makes_finished_updates(optimizer),
+            guarded=leafwise.is_guarded(optimizer),
+            labels=labels,
+        ),
         update,
-        lambda step: prefixed(name, optimizer.hyperparameters(step)),
+        lambda step: leafwise.prefixed(name, optimizer.hyperparameters(step)),
         optimizer.takes_context,
     )
 
@@ -419,9 +401,11 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     if not optimizers:
         raise ValueError("optimizers={}: partition needs at least one optimizer")
     as_function(labels, "labels", "(path, leaf) -> label")
-    parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
+    parts = {
+        label: scope(label, trees.require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()
+    }
     called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
-    check_names(called)
+    leafwise.check_names(called)
 
     def labelled(params: Params) -> Labels:
         found: Labels = []
@@ -452,7 +436,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
                 (name, part.optimizer.init(part.params, global_step))
                 for name, part in zip(called, split(params).values(), strict=True)
             ]
-        return merge(made, "slot")
+        return leafwise.merge(made, "slot")
 
     def roles(params: Params) -> Roles:
         with partial_params(params):
@@ -465,7 +449,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
@@ -492,12 +476,12 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     init_of_all = Init(
         init,
         roles,
-        finished=any(makes_finished_updates(part) for part in parts.values()),
-        guarded=all(is_guarded(part) for part in parts.values()),
+        finished=any(leafwise.makes_finished_updates(part) for part in parts.values()),
+        guarded=all(leafwise.is_guarded(part) for part in parts.values()),
         labels=inner_labels,
     )
     takes_context = any(part.takes_context for part in parts.values())
-    return Optimizer(init_of_all, update, merged_hyperparameters(called), takes_context)
+    return Optimizer(init_of_all, update, leafwise.merged_hyperparameters(called), takes_context)
 
 
 class _Part:
@@ -529,10 +513,10 @@ class _Part:
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
         """The updates of these leaves, and the new slots."""
         own = self._restricted(gradients)
-        if not jax.tree.leaves(own, is_leaf=is_slices):
+        if not jax.tree.leaves(own, is_leaf=trees.is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
-        own_context = inner_context(context, self._in_whole, self._of_gradients)
-        return call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
+        own_context = leafwise.inner_context(context, self._in_whole, self._of_gradients)
+        return leafwise.call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
 
 
 def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
@@ -572,24 +556,24 @@ def cautious(optimizer: Optimizer) -> Optimizer:
 
     Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
-        updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context)
-        return map_updates(_masked, at.params, updates, gradients, what="updates"), inner, {}
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=trees.is_slices)
+        updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
+        return leafwise.map_updates(_masked, at.params, updates, gradients, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)
 
 
 def _masked(u: Any, g: Any) -> Any:
-    g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+    g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
 
     def masked(u: Array) -> Array:
         agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
         return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
 
-    return on_table(masked, u)
+    return trees.on_table(masked, u)
 
 
 # Projection of the parameters after each update: bounds, unit norms, manifolds.
@@ -633,13 +617,13 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
     Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, conditions = at.params, Conditions()
         with collecting_conditions(conditions):
-            updates, inner = call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+            updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         for one in conditions:
             report_condition(*one)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)

@@ -16,28 +16,8 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.placement import as_key
 from jstep.core.selection import VarList
-from jstep.core.trees import (
-    Array,
-    Held,
-    IndexedSlices,
-    Number,
-    Optimizer,
-    Params,
-    ScalarOrSchedule,
-    Step,
-    Updates,
-    combined,
-    is_slices,
-    on_table,
-    within,
-)
-from jstep.differentiate.clipping import (
-    clip_by_average_norm,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    global_norm,
-)
+from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
+from jstep.differentiate import clipping
 from jstep.optimizers.hyperparameters import (
     Flag,
     Hyper,
@@ -102,7 +82,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
 
 def _noisy(g: Any, sigma: Array, key: Array, i: int) -> Array:
-    g = g.to_dense() if is_slices(g) else jnp.asarray(g)
+    g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
     dtype = trees.compute_dtype(g.dtype)
     noise = jax.random.normal(jax.random.fold_in(key, i), g.shape, dtype)
     return g.astype(dtype) + sigma.astype(dtype) * noise
@@ -148,8 +128,8 @@ def _centred(g: Any, over: tuple[int, ...]) -> Any:
         wide = g.astype(trees.compute_dtype(g.dtype))
         return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
 
-    mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
-    return centred(g.to_dense()) if mixes else on_table(centred, g)
+    mixes = trees.is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
+    return centred(g.to_dense()) if mixes else trees.on_table(centred, g)
 
 
 def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
@@ -175,19 +155,19 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
     each = as_bool(per_leaf, "per_leaf")
 
     def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        norm = None if each else global_norm(updates)
-        return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
+        norm = None if each else clipping.global_norm(updates)
+        return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=trees.is_slices)
 
     return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)})
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
     if isinstance(g, IndexedSlices):
-        rows = combined(g)
+        rows = trees.combined(g)
         values = _normalized(rows.values, norm, scale)
-        return within(dataclasses.replace(rows, values=values))
+        return trees.within(dataclasses.replace(rows, values=values))
     dtype = trees.compute_dtype(g.dtype)
-    by = scale / ((global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
+    by = scale / ((clipping.global_norm(g) if norm is None else norm).astype(dtype) + EPSILON)
     return g.astype(dtype) * by.astype(dtype)
 
 
@@ -750,13 +730,13 @@ def clip_gradients(
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
             high = h["clip_by_value_max"]
-            return clip_by_value(updates, h.get("clip_by_value_min", -high), high)
+            return clipping.clip_by_value(updates, h.get("clip_by_value_min", -high), high)
         if how == "by_global_norm":
-            return clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
+            return clipping.clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
         if how == "by_norm":
-            return clip_by_norm(updates, h["clip_by_norm"])
+            return clipping.clip_by_norm(updates, h["clip_by_norm"])
         if how == "by_average_norm":
-            return clip_by_average_norm(updates, h["clip_by_average_norm"])
+            return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
         return clip_by_unit_norm(updates, params, h["clip_adaptive"], axes)
 
     made = element(clip, hyper)
@@ -792,7 +772,7 @@ def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAx
     """
 
     def clipped(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
-        return on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, *leaf, _unit_axes)), g)
+        return trees.on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, *leaf, _unit_axes)), g)
 
     return map_updates(clipped, params, updates, jax.tree.leaves(params), own_leaves(params))
 

@@ -12,30 +12,11 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, Roles, roles_of
-from jstep.core.trees import (
-    Array,
-    GradientNoise,
-    IndexedSlices,
-    Optimizer,
-    Params,
-    Slots,
-    Step,
-    Updates,
-    combined,
-    is_slices,
-    require_optimizer,
-    rows_in_order,
-)
+from jstep.core.trees import Array, GradientNoise, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
+from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
-from jstep.optimizers.hyperparameters import (
-    Projected,
-    constant,
-    is_projected,
-    is_update,
-    new_start_step,
-    report_condition,
-)
+from jstep.optimizers.hyperparameters import Projected
 from jstep.optimizers.leafwise import Slot, call_update, fresh_slot
 from jstep.optimizers.offloading import only_if, per_leaf
 from jstep.optimizers.updates import match_gradients, slot_leaves
@@ -79,7 +60,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     Source: dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training" (2017), section 3.2.
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, at.params)
@@ -88,7 +69,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         made = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
-    added = {LAST_FINITE_STEP: lambda params, step: new_start_step(step)}
+    added = {LAST_FINITE_STEP: lambda params, step: hyper.new_start_step(step)}
     roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
     own = Own(added, roles)
     return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=Roles.of_own_age)
@@ -142,10 +123,10 @@ def conditional_update(
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
     """
     roles = roles_of(optimizer, at.params)
-    report_condition(at.params, condition)
+    hyper.report_condition(at.params, condition)
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
-    found = trees.flatten_like(at.params, updates, "updates", is_leaf=is_update)
+    found = trees.flatten_like(at.params, updates, "updates", is_leaf=hyper.is_update)
     leaves, treedef = trees.flatten(at.params)
     updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
 
@@ -169,7 +150,7 @@ def _select(condition: Array, before: Array, after: Array) -> Array:
 
 def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
     """The update if `condition`, else one that leaves the parameter as it is."""
-    if is_projected(update):
+    if hyper.is_projected(update):
         return Projected(_select(condition, on_devices(leaf), update.value))
     return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
@@ -224,7 +205,7 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.2; `torch.amp.GradScaler`.
     """
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
     first = as_number(initial, "initial", low=0, above=True, high=LARGEST)
     length = as_int(period, "period", at_least=1)
     by = as_number(factor, "factor", low=1, above=True)
@@ -243,7 +224,7 @@ def dynamic_loss_scale(
     def scale_slot(params: Params, global_step: Step) -> Any:
         return jnp.array(first, dtype=jnp.float32)
 
-    added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: new_start_step(step)}
+    added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: hyper.new_start_step(step)}
     roles = {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE}
     return wrap_optimizer(
         optimizer,
@@ -281,7 +262,7 @@ def unscaled(updates: Updates, scale: Any) -> Updates:
         # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
         return g.astype(dtype) * (1 / scale).astype(dtype)
 
-    return jax.tree.map(leaf, updates, is_leaf=is_slices)
+    return jax.tree.map(leaf, updates, is_leaf=trees.is_slices)
 
 
 # The gradient noise scale, averaged over steps.
@@ -340,8 +321,8 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """
-    require_optimizer("optimizer", optimizer)
-    share = 1 - constant("decay", decay, low=0, high=1, below=True)
+    trees.require_optimizer("optimizer", optimizer)
+    share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
@@ -459,7 +440,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     if offset >= every:
         raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
-    require_optimizer("optimizer", optimizer)
+    trees.require_optimizer("optimizer", optimizer)
 
     def due_at(step: Step) -> Array:
         return (jnp.asarray(step) - offset) % every == every - 1
@@ -507,7 +488,7 @@ def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     total, count = _added(own[GRADIENT_SUM], gradient), own[GRADIENT_COUNT] + 1
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
-        mean = rows_in_order(mean, _named(total))
+        mean = trees.rows_in_order(mean, _named(total))
     rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
 
@@ -521,7 +502,7 @@ def _added(total: Array, gradient: Any) -> Array:
     """Add a gradient to the sum."""
     if not isinstance(gradient, IndexedSlices):
         return total + _named_zeros(gradient.astype(total.dtype))
-    rows = combined(gradient)
+    rows = trees.combined(gradient)
     return total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
 
 

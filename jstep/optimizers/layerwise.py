@@ -17,20 +17,9 @@ from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
 from jstep.differentiate.clipping import norm_of
+from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.elements import (
-    BETA,
-    POSITIVE,
-    Result,
-    Values,
-    average,
-    decay_mask,
-    decays,
-    from_direction,
-    from_update,
-    positive,
-    with_decay,
-)
+from jstep.optimizers.elements import BETA, POSITIVE, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
 from jstep.optimizers.leafwise import MEAN, Slot, element
 from jstep.optimizers.updates import match_gradients
@@ -76,7 +65,7 @@ def lion(
     """
     slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean")}
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    return from_direction("lion", lion_direction, slots, hyper, flags=decay_mask(weight_decay_mask))
+    return elements.from_direction("lion", lion_direction, slots, hyper, flags=elements.decay_mask(weight_decay_mask))
 
 
 def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99) -> Optimizer:
@@ -98,12 +87,12 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
     """
-    return from_update("scale_by_lion", lion_direction, {"m": MEAN}, {"beta1": beta1, "beta2": beta2})
+    return elements.from_update("scale_by_lion", lion_direction, {"m": MEAN}, {"beta1": beta1, "beta2": beta2})
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The sign of an average that leans more to the gradient than the one that is kept."""
-    return jnp.sign(average(s.m, g, h.beta1)), {"m": average(s.m, g, h.beta2)}
+    return jnp.sign(elements.average(s.m, g, h.beta1)), {"m": elements.average(s.m, g, h.beta2)}
 
 
 def signum(
@@ -129,12 +118,12 @@ def signum(
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
     """
     hyper = {"learning_rate": learning_rate, "beta": checked("beta", beta, **BETA)}
-    return from_direction("signum", signum_direction, {"m": MEAN}, hyper)
+    return elements.from_direction("signum", signum_direction, {"m": MEAN}, hyper)
 
 
 def signum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The sign of the average."""
-    m = average(s.m, g, h.beta)
+    m = elements.average(s.m, g, h.beta)
     return jnp.sign(m), {"m": m}
 
 
@@ -177,7 +166,7 @@ def rprop(
         "min_step_size": min_step_size,
         "max_step_size": max_step_size,
     }
-    return from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
+    return elements.from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
 
 
 def rprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -237,13 +226,15 @@ def lamb(
         "epsilon": epsilon,
         "weight_decay": weight_decay,
     }
-    return from_update("lamb", lamb_update, M_V, hyper, flags=decay_mask(weight_decay_mask), prepare=corrections)
+    return elements.from_update(
+        "lamb", lamb_update, M_V, hyper, flags=elements.decay_mask(weight_decay_mask), prepare=corrections
+    )
 
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with weight decay, scaled to the norm of the parameter."""
     u, new = adam_direction(g, p, s, h)
-    return scale_by_ratio(p, with_decay(u, p, h), -h.learning_rate), new
+    return scale_by_ratio(p, elements.with_decay(u, p, h), -h.learning_rate), new
 
 
 def lars(
@@ -294,14 +285,14 @@ def lars(
         "epsilon": epsilon,
         "weight_decay": weight_decay,
     }
-    flags = decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
+    flags = elements.decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
     rule = lars_nesterov_update if as_bool(use_nesterov, "use_nesterov") else lars_update
-    return from_update("lars", rule, {"momentum": MEAN}, hyper, flags=flags)
+    return elements.from_update("lars", rule, {"momentum": MEAN}, hyper, flags=flags)
 
 
 def scaled(g: Array, p: Array, h: Values) -> Array:
     """The gradient with weight decay, multiplied by the trust ratio and the learning rate."""
-    g = with_decay(g, p, h)
+    g = elements.with_decay(g, p, h)
     return scale_by_ratio(p, g, h.learning_rate, h.trust_coefficient, h.epsilon) if h.trusts else h.learning_rate * g
 
 
@@ -362,15 +353,15 @@ def novograd(
         "epsilon": epsilon,
         "weight_decay": weight_decay,
     }
-    return from_update(
-        "novograd", novograd_update, slots, hyper, flags=decay_mask(weight_decay_mask), prepare=share_of_old
+    return elements.from_update(
+        "novograd", novograd_update, slots, hyper, flags=elements.decay_mask(weight_decay_mask), prepare=share_of_old
     )
 
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the average of normalized gradients."""
-    v = average(s.v, jnp.sum(g * g), h.kept)
-    m = h.beta1 * s.m + with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
+    v = elements.average(s.v, jnp.sum(g * g), h.kept)
+    m = h.beta1 * s.m + elements.with_decay(g / (jnp.sqrt(v) + h.epsilon), p, h)
     return -h.learning_rate * m, {"m": m, "v": v}
 
 
@@ -494,7 +485,7 @@ def adafactor(
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {
         "decay_rate": decay_rate,
-        "epsilon": positive("epsilon", epsilon),
+        "epsilon": elements.positive("epsilon", epsilon),
         "epsilon_scale": epsilon_scale,
         "weight_decay": weight_decay,
     }
@@ -531,8 +522,8 @@ def adafactor(
         "v_col": Slot(shape=without(0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
-    flags = decay_mask(weight_decay_mask)
-    made = from_update("adafactor", adafactor_update, slots, hyper, flags=flags, prepare=prepare)
+    flags = elements.decay_mask(weight_decay_mask)
+    made = elements.from_update("adafactor", adafactor_update, slots, hyper, flags=flags, prepare=prepare)
     assert isinstance(made.init, Init)
     return made._replace(init=dataclasses.replace(made.init, finished=True))  # also without a learning_rate
 
@@ -552,12 +543,12 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
         axes = factored_axes(p.shape, 1)
         assert axes is not None
         second, largest = axes
-        row = new["v_row"] = average(s.v_row, jnp.mean(square, largest), h.beta)
-        col = new["v_col"] = average(s.v_col, jnp.mean(square, second), h.beta)
+        row = new["v_row"] = elements.average(s.v_row, jnp.mean(square, largest), h.beta)
+        col = new["v_col"] = elements.average(s.v_col, jnp.mean(square, second), h.beta)
         mean = jnp.mean(row, second - 1 if second > largest else second, keepdims=True)
         u = g * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest) * jnp.expand_dims(1 / jnp.sqrt(col), second)
     else:
-        v = new["v"] = average(s.v, square, h.beta)
+        v = new["v"] = elements.average(s.v, square, h.beta)
         u = g / jnp.sqrt(v)
     size = h.step_size
     if "clip_threshold" in h:
@@ -566,8 +557,8 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
         size = size * jnp.maximum(h.epsilon_scale, root_mean_square(p))
     u = size * u
     if "momentum" in h:
-        u = new["m"] = average(s.m, u, h.momentum)
-    return -(u + h.decay_size * h.weight_decay * p if decays(h) else u), new
+        u = new["m"] = elements.average(s.m, u, h.momentum)
+    return -(u + h.decay_size * h.weight_decay * p if elements.decays(h) else u), new
 
 
 def root_mean_square(x: Array) -> Array:

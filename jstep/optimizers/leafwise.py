@@ -12,21 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
 from jstep.core.slot_roles import KINDS, Init, Role, Roles, abstractly, roles_of
-from jstep.core.trees import (
-    Array,
-    Context,
-    Held,
-    IndexedSlices,
-    Optimizer,
-    Params,
-    RowsInOrder,
-    Slots,
-    Step,
-    Updates,
-    combined,
-    is_slices,
-    within,
-)
+from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers.hyperparameters import (
     Flag,
     Hyper,
@@ -82,13 +68,13 @@ def wide_updates(updates: Updates) -> Updates:
     """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots."""
 
     def wide(u: Any) -> Any:
-        if is_slices(u):
+        if trees.is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
         if not (trees.is_array(u) and trees.is_floating(u.dtype)):
             return u
         return u.astype(trees.compute_dtype(u.dtype))
 
-    return jax.tree.map(wide, updates, is_leaf=is_slices)
+    return jax.tree.map(wide, updates, is_leaf=trees.is_slices)
 
 
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
@@ -137,7 +123,7 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
         {'b': None, 'n': None, 'w': Array(0.5, dtype=float32)}
     """
     as_function(fn, "fn", "(path, leaf, …)")
-    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
+    found = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=trees.is_slices) for i, tree in enumerate(others)]
     results: list[Any] = []
     for (path, leaf), *rest in zip(trees.leaves_with_paths(params), *found, strict=True):
         if not trees.is_trainable(leaf) or any(trees.is_none(one) for one in rest):
@@ -160,13 +146,13 @@ def map_updates(
         *others: Values to pass with each update: one for each leaf of params, in order.
         what: The name of `updates`, for errors.
     """
-    found = trees.flatten_like(params, updates, what, is_leaf=is_slices)
+    found = trees.flatten_like(params, updates, what, is_leaf=trees.is_slices)
     rows = zip(found, *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
 
 
 def _wide(x: Any, dtype: Any) -> Any:
-    x = x.to_dense() if is_slices(x) else jnp.asarray(x)
+    x = x.to_dense() if trees.is_slices(x) else jnp.asarray(x)
     return x.astype(dtype) if trees.is_floating(x.dtype) else x
 
 
@@ -665,18 +651,18 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool, alon
         if not isinstance(gradient, IndexedSlices):
             result, new = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
             return result, {name: narrow(name, value) for name, value in new.items()}
-        rows = combined(gradient)
+        rows = trees.combined(gradient)
         if isinstance(rows, RowsInOrder):
             update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
             kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
-            return within(dataclasses.replace(rows, values=update)), kept
+            return trees.within(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
         old = {name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()}
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
         kept = {name: slots[name].at[rows.indices].set(narrow(name, x), mode="drop") for name, x in new.items()}
-        return within(dataclasses.replace(rows, values=update)), kept
+        return trees.within(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
     shared = jax.jit(on_leaf, static_argnums=4)

@@ -13,17 +13,8 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots
-from jstep.optimizers.elements import (
-    POSITIVE,
-    Result,
-    Scalar,
-    Sums,
-    Values,
-    average,
-    decay_mask,
-    from_update,
-    with_decay,
-)
+from jstep.optimizers import elements
+from jstep.optimizers.elements import POSITIVE, Result, Scalar, Sums, Values
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE
 from jstep.optimizers.updates import find_slot
@@ -102,12 +93,12 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
-    return from_update(
+    return elements.from_update(
         "prodigy",
         prodigy_update,
         slots | scalars,
         hyper,
-        flags=decay_mask(weight_decay_mask),
+        flags=elements.decay_mask(weight_decay_mask),
         prepare=lambda h: decayed_sizes(h, corrected, guarded),
         sums=Sums(progress, estimate),
     )
@@ -182,7 +173,7 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    return -h.size * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
+    return -h.size * elements.with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
 
 
 # Schedule-free optimizers, which average iterates instead of decaying the learning rate.
@@ -246,8 +237,8 @@ def schedule_free_adamw(
         "r": r,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"z": COPY, "v": SQUARE} | _scalars(beta1), decay_mask(weight_decay_mask)
-    return from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
+    slots, flags = {"z": COPY, "v": SQUARE} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
+    return elements.from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
 
 
 def schedule_free_sgd(
@@ -295,8 +286,8 @@ def schedule_free_sgd(
         "r": r,
         "weight_decay": weight_decay,
     }
-    slots, flags = {"z": COPY} | _scalars(beta1), decay_mask(weight_decay_mask)
-    return from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
+    slots, flags = {"z": COPY} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
+    return elements.from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
 
 
 def _beta1(value: float) -> float:
@@ -326,7 +317,7 @@ def adamw_weights(h: Values) -> dict[str, Any]:
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, and z."""
-    u = with_decay(g, p, h)
+    u = elements.with_decay(g, p, h)
     z = s.z - h.learning_rate * u
     return h.c * (z - p) - h.of_u * u, {"z": z}
 
@@ -334,7 +325,7 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, z and the second moment."""
     # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
-    v, g, p = compute_first(average(s.v, g * g, h.beta2), g, p)
+    v, g, p = compute_first(elements.average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
     return h.c * (z - p) - h.of_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
@@ -342,7 +333,7 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     """The direction u, with weight decay."""
-    return with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
+    return elements.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
 @on_any_mesh

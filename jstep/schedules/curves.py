@@ -13,24 +13,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_number, one_of
 from jstep.core.trees import Array, Number, Schedule, Step
-from jstep.schedules.arithmetic import (
-    Periods,
-    between,
-    cosine,
-    count,
-    duration,
-    exp,
-    flag,
-    half_cosine,
-    period,
-    power,
-    ramp,
-    scalar,
-    since,
-    split,
-    steps,
-    straight,
-)
+from jstep.schedules import arithmetic
+from jstep.schedules.arithmetic import Periods
 from jstep.schedules.arithmetic import steps as exact
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
@@ -64,14 +48,14 @@ def exponential_decay(
     in floats, which cannot represent every step from 2^24.
     """
     start, length, rate = (
-        scalar("learning_rate", learning_rate),
-        period("decay_steps", decay_steps),
-        scalar("decay_rate", decay_rate, low=0, finite=True),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.period("decay_steps", decay_steps),
+        arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True),
     )
-    staircase = flag("staircase", staircase)
+    staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
-        return start * power(rate, None, split(exact(step), length), staircase=staircase)
+        return start * arithmetic.power(rate, None, arithmetic.split(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -103,15 +87,15 @@ def natural_exp_decay(
     Source: `tf.train.natural_exp_decay`.
     """
     start, length, rate = (
-        scalar("learning_rate", learning_rate),
-        period("decay_steps", decay_steps),
-        scalar("decay_rate", decay_rate),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.period("decay_steps", decay_steps),
+        arithmetic.scalar("decay_rate", decay_rate),
     )
-    staircase = flag("staircase", staircase)
+    staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
-        base, log = (exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
-        return start * power(base, log, split(exact(step), length), staircase=staircase)
+        base, log = (arithmetic.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
+        return start * arithmetic.power(base, log, arithmetic.split(exact(step), length), staircase=staircase)
 
     return schedule
 
@@ -143,14 +127,14 @@ def inverse_time_decay(
     Source: `tf.train.inverse_time_decay`.
     """
     start, length, rate = (
-        scalar("learning_rate", learning_rate),
-        period("decay_steps", decay_steps),
-        scalar("decay_rate", decay_rate, low=0, finite=True),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.period("decay_steps", decay_steps),
+        arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True),
     )
-    staircase = flag("staircase", staircase)
+    staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
-        periods = split(exact(step), length)
+        periods = arithmetic.split(exact(step), length)
         return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
@@ -187,16 +171,16 @@ def polynomial_decay(
     Source: `tf.train.polynomial_decay`.
     """
     start, length, end, exponent = (
-        scalar("learning_rate", learning_rate),
-        duration("decay_steps", decay_steps, polynomial_decay),
-        scalar("end_learning_rate", end_learning_rate),
-        scalar("power", power, low=0, finite=True),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.duration("decay_steps", decay_steps, polynomial_decay),
+        arithmetic.scalar("end_learning_rate", end_learning_rate),
+        arithmetic.scalar("power", power, low=0, finite=True),
     )
-    cycle = flag("cycle", cycle)
+    cycle = arithmetic.flag("cycle", cycle)
 
     def schedule(step: Step, /) -> Any:
         step = exact(step)
-        periods = split(step, length)
+        periods = arithmetic.split(step, length)
         left = _cycled(step, periods) if cycle else jnp.where(periods.whole > 0, 0.0, periods.remaining)
         left = left.astype(periods.remaining.dtype)
         return (start - end) * (
@@ -235,11 +219,11 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
     has rate 0; `linear_warmup` has a first rate above zero.
     """
-    start, end = scalar("init_value", init_value), scalar("end_value", end_value)
-    length = count("steps", steps, linear)
+    start, end = arithmetic.scalar("init_value", init_value), arithmetic.scalar("end_value", end_value)
+    length = arithmetic.count("steps", steps, linear)
 
     def schedule(step: Step, /) -> Any:
-        return between(start, end, exact(step), Fraction(0), length, straight)
+        return arithmetic.between(start, end, exact(step), Fraction(0), length, arithmetic.straight)
 
     return schedule
 
@@ -273,15 +257,15 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
     """
     start, length, floor = (
-        scalar("learning_rate", learning_rate),
-        duration("decay_steps", decay_steps, cosine_decay),
-        scalar("alpha", alpha),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.duration("decay_steps", decay_steps, cosine_decay),
+        arithmetic.scalar("alpha", alpha),
     )
 
     def schedule(step: Step, /) -> Any:
-        periods = split(steps(step), length)
+        periods = arithmetic.split(arithmetic.steps(step), length)
         remaining = periods.remaining
-        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), half_cosine(remaining))
+        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), arithmetic.half_cosine(remaining))
         return start * ((1 - floor) * cosine + floor)
 
     return schedule
@@ -323,22 +307,22 @@ def cosine_decay_restarts(
     float logarithm and therefore misplaces restarts; here they are tabulated.
     """
     start, length, floor = (
-        scalar("learning_rate", learning_rate),
-        duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
-        scalar("alpha", alpha),
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
+        arithmetic.scalar("alpha", alpha),
     )
-    stretch = period("t_mul", t_mul)
+    stretch = arithmetic.period("t_mul", t_mul)
     height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
     def periodic(step: Step, /) -> Any:
-        periods = split(steps(step), length)
-        peak = 1.0 if height == 1.0 else power(height, None, periods, staircase=True)
-        return start * ((1 - floor) * peak * half_cosine(periods.remaining) + floor)
+        periods = arithmetic.split(arithmetic.steps(step), length)
+        peak = 1.0 if height == 1.0 else arithmetic.power(height, None, periods, staircase=True)
+        return start * ((1 - floor) * peak * arithmetic.half_cosine(periods.remaining) + floor)
 
     def growing(step: Step, /) -> Any:
-        step = steps(step)
+        step = arithmetic.steps(step)
         real, last = trees.default_float(), int(np.iinfo(step.dtype).max)
         begins = _restarts(length, stretch, last)
         firsts = [math.ceil(begin) for begin in begins[1:-1]]
@@ -350,7 +334,7 @@ def cosine_decay_restarts(
         left = (jnp.asarray(np.array(whole_ends, step.dtype))[index] - step).astype(real)
         remaining = (left + jnp.asarray(rests, real)[index]) / jnp.asarray(lengths, real)[index]
         peaks = jnp.asarray(np.power(height, np.arange(len(lengths))), real)[index]
-        return start * ((1 - floor) * peaks * half_cosine(remaining) + floor)
+        return start * ((1 - floor) * peaks * arithmetic.half_cosine(remaining) + floor)
 
     if stretch == 1:
         return periodic
@@ -402,11 +386,18 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start, length = scalar("learning_rate", learning_rate), duration("decay_steps", decay_steps, linear_cosine_decay)
-    count, above, floor = scalar("num_periods", num_periods), scalar("alpha", alpha), scalar("beta", beta)
+    start, length = (
+        arithmetic.scalar("learning_rate", learning_rate),
+        arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay),
+    )
+    count, above, floor = (
+        arithmetic.scalar("num_periods", num_periods),
+        arithmetic.scalar("alpha", alpha),
+        arithmetic.scalar("beta", beta),
+    )
 
     def schedule(step: Step, /) -> Any:
-        periods = split(steps(step), length)
+        periods = arithmetic.split(arithmetic.steps(step), length)
         over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
         fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
         remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
@@ -455,20 +446,20 @@ def one_cycle(
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
-    top, length = scalar("max_value", max_value), count("total_steps", total_steps, one_cycle)
-    first = top / scalar("div_factor", div_factor, low=0, above=True, finite=True)
-    last = first / scalar("final_div_factor", final_div_factor, low=0, above=True, finite=True)
-    share = period("pct_start", pct_start, zero=True)
+    top, length = arithmetic.scalar("max_value", max_value), arithmetic.count("total_steps", total_steps, one_cycle)
+    first = top / arithmetic.scalar("div_factor", div_factor, low=0, above=True, finite=True)
+    last = first / arithmetic.scalar("final_div_factor", final_div_factor, low=0, above=True, finite=True)
+    share = arithmetic.period("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps, got {pct_start}")
-    weight = {"cos": cosine, "linear": straight}[one_of(anneal, "anneal", ["cos", "linear"])]
+    weight = {"cos": arithmetic.cosine, "linear": arithmetic.straight}[one_of(anneal, "anneal", ["cos", "linear"])]
     peak, end = share * length - 1, length - 1
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
-        up = between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
-        down = between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
-        return down if up is None else jnp.where(since(step, peak) <= 0, up, down)
+        step = arithmetic.steps(step)
+        up = arithmetic.between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
+        down = arithmetic.between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
+        return down if up is None else jnp.where(arithmetic.since(step, peak) <= 0, up, down)
 
     return schedule
 
@@ -497,13 +488,13 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
     `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
-    foot, top = scalar("base", base), scalar("peak", peak)
-    up = count("step_size_up", step_size_up, cyclical)
-    down = up if step_size_down is None else count("step_size_down", step_size_down, cyclical)
+    foot, top = arithmetic.scalar("base", base), arithmetic.scalar("peak", peak)
+    up = arithmetic.count("step_size_up", step_size_up, cyclical)
+    down = up if step_size_down is None else arithmetic.count("step_size_down", step_size_down, cyclical)
     length = up + down
 
     def schedule(step: Step, /) -> Any:
-        periods = split(steps(step), length)
+        periods = arithmetic.split(arithmetic.steps(step), length)
         real = periods.fraction.dtype
         # The triangle is the minimum of two lines.
         rising = periods.fraction * jnp.asarray(float(length / up), real)
@@ -517,8 +508,8 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
 # Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and those of AdEMAMix.
 
 SHAPES = {
-    "linear": straight,
-    "cosine": cosine,
+    "linear": arithmetic.straight,
+    "cosine": arithmetic.cosine,
     # 1 − √x without the cancellation near x = 1.
     "sqrt": lambda passed, left: (left / (1 + jnp.sqrt(passed)), jnp.sqrt(passed)),
 }
@@ -557,9 +548,13 @@ def warmup_cosine_decay(
 
     Source: `optax.warmup_cosine_decay_schedule`.
     """
-    top, begin, end = scalar("peak", peak), scalar("init_value", init_value), scalar("end_value", end_value)
-    warm = count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
-    length = count("decay_steps", decay_steps, warmup_cosine_decay)
+    top, begin, end = (
+        arithmetic.scalar("peak", peak),
+        arithmetic.scalar("init_value", init_value),
+        arithmetic.scalar("end_value", end_value),
+    )
+    warm = arithmetic.count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
+    length = arithmetic.count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
         raise ValueError(
             f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, got {decay_steps}; "
@@ -567,11 +562,15 @@ def warmup_cosine_decay(
         )
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
-        later = between(top, end, step, warm, length, cosine)
+        step = arithmetic.steps(step)
+        later = arithmetic.between(top, end, step, warm, length, arithmetic.cosine)
         if not warm:
             return later
-        return jnp.where(step >= _first_at(step, warm), later, between(begin, top, step, Fraction(0), warm, straight))
+        return jnp.where(
+            step >= _first_at(step, warm),
+            later,
+            arithmetic.between(begin, top, step, Fraction(0), warm, arithmetic.straight),
+        )
 
     return schedule
 
@@ -614,15 +613,17 @@ def warmup_stable_decay(
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
     Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
-    top, end = scalar("peak", peak), scalar("end_value", end_value)
-    warm = count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
-    stable = count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
-    length = count("decay_steps", decay_steps, warmup_stable_decay)
+    top, end = arithmetic.scalar("peak", peak), arithmetic.scalar("end_value", end_value)
+    warm = arithmetic.count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
+    stable = arithmetic.count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
+    length = arithmetic.count("decay_steps", decay_steps, warmup_stable_decay)
     weight = SHAPES[one_of(shape, "shape", list(SHAPES))]
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
-        return ramp(step, warm) * between(top, end, step, warm + stable, warm + stable + length, weight)
+        step = arithmetic.steps(step)
+        return arithmetic.ramp(step, warm) * arithmetic.between(
+            top, end, step, warm + stable, warm + stable + length, weight
+        )
 
     return schedule
 
@@ -650,12 +651,12 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
     warmup is step / w.
     """
-    top, length = scalar("peak", peak), count("warmup_steps", warmup_steps, inverse_sqrt_decay)
+    top, length = arithmetic.scalar("peak", peak), arithmetic.count("warmup_steps", warmup_steps, inverse_sqrt_decay)
 
     def schedule(step: Step, /) -> Any:
-        step = steps(step)
-        past = jnp.maximum(since(step, Fraction(0)), float(length))
-        return top * ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
+        step = arithmetic.steps(step)
+        past = jnp.maximum(arithmetic.since(step, Fraction(0)), float(length))
+        return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
 
     return schedule
 
@@ -686,10 +687,13 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height, length = scalar("alpha", alpha, low=0, finite=True), count("steps", steps, ademamix_alpha)
+    height, length = (
+        arithmetic.scalar("alpha", alpha, low=0, finite=True),
+        arithmetic.count("steps", steps, ademamix_alpha),
+    )
 
     def schedule(step: Step, /) -> Any:
-        return height * ramp(exact(step), length)
+        return height * arithmetic.ramp(exact(step), length)
 
     return schedule
 
@@ -719,12 +723,12 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
-    first, last = scalar("beta1", beta1, **inside), scalar("beta3", beta3, **inside)
-    length = count("steps", steps, ademamix_beta3)
+    first, last = arithmetic.scalar("beta1", beta1, **inside), arithmetic.scalar("beta3", beta3, **inside)
+    length = arithmetic.count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 
     def schedule(step: Step, /) -> Any:
-        x = ramp(exact(step), length)
+        x = arithmetic.ramp(exact(step), length)
         grown = jnp.exp(logs[0] * logs[1] / ((1 - x) * logs[1] + x * logs[0]))
         return jnp.where(x >= 1, last, jnp.minimum(grown, last))
 

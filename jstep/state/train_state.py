@@ -11,17 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jstep.core import trees
+from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_text, html_table, kind, size
-from jstep.core.meshes import (
-    explicit_mesh,
-    internal_transfers,
-    require_mesh,
-    sharded_like,
-    spec_of,
-    using_mesh,
-    without_explicit_axes,
-)
 from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
@@ -65,7 +56,7 @@ def made_on(
         tree = jax.tree_util.tree_map_with_path(prepared, tree)
         return jax.tree.map(layout.put, tree, shardings(tree))
 
-    with internal_transfers():
+    with meshes.internal_transfers():
         given = None if is_function else placed(params, of_params)
         others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
@@ -76,10 +67,10 @@ def made_on(
         def specs(state: Any) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return without_explicit_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+        return meshes.without_explicit_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
 
     build = layout.planned if abstract else layout.build
-    with using_mesh(mesh):
+    with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
             # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
             # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
@@ -228,7 +219,7 @@ class TrainState:
 
         def make(params: Any, model_state: Any) -> TrainState:
             params = params() if is_function else params
-            with internal_transfers():
+            with meshes.internal_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, params, optimizer, step, model_state, copy=copy)
 
@@ -240,7 +231,7 @@ class TrainState:
             run_checks(waiting, state.params)
             return state
         jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
-        mesh = require_mesh(mesh)
+        mesh = meshes.require_mesh(mesh)
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
         def of_params(params: Any) -> Any:
@@ -350,23 +341,25 @@ def _fresh(
 
 
 def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -> Slots:
-    mesh = explicit_mesh(params)
+    mesh = meshes.explicit_mesh(params)
     if mesh is None:
         return optimizer.init(params, step)
     everywhere = sharding.everywhere(mesh)
-    specs = jax.tree.map(lambda leaf: spec_of(leaf) if explicit_mesh(leaf) else everywhere.spec, params)
+    specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
         return jax.tree.map(lambda one: one.spec, sharding.state_shardings(params, slots, mesh, specs, None, roles)[1])
 
-    return without_explicit_axes(lambda params, step: dict(optimizer.init(params, step)), params, step, place=place)
+    return meshes.without_explicit_axes(
+        lambda params, step: dict(optimizer.init(params, step)), params, step, place=place
+    )
 
 
 def _is_equal(a: Any, b: Any) -> bool:
     """Whether two trees are bitwise identical; leaves without accessible values are compared by identity."""
     (leaves, structure), (others, other) = trees.flatten(a), trees.flatten(b)
     try:
-        with internal_transfers():
+        with meshes.internal_transfers():
             return bool(structure == other) and all(map(_has_same_bits, leaves, others))
     except Exception:  # static parts of a user's class that cannot be compared
         return False
@@ -411,7 +404,7 @@ def _numbers_as_arrays(model_state: Any) -> Any:
             return leaf
         return trees.as_leaf(leaf, trees.path_str(keys), copy=False, argument=MODEL_STATE)
 
-    with internal_transfers():
+    with meshes.internal_transfers():
         return jax.tree_util.tree_map_with_path(converted, model_state)
 
 
@@ -563,9 +556,9 @@ def values_of(state: TrainState, name: str) -> Any:
         pairs = zip(*(trees.flatten_like(state.params, one, name) for one in (tree, half)), strict=True)
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
-    with internal_transfers():
+    with meshes.internal_transfers():
         whole = on_devices((state.slots[name], half))
-        return without_explicit_axes(values, *whole, place=sharded_like(state.slots[name]))
+        return meshes.without_explicit_axes(values, *whole, place=meshes.sharded_like(state.slots[name]))
 
 
 def masters_of(state: TrainState) -> Params:
@@ -656,11 +649,11 @@ def shard_state(
     Source: Rajbhandari et al., "ZeRO" (2019), stage 1, for `slot_axis`.
     """
     require_state(state)
-    mesh = require_mesh(mesh)
+    mesh = meshes.require_mesh(mesh)
     params, slots, everywhere = state_shardings(
         state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
     )
     slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
     step: Any = None if state.global_step is None else everywhere
-    with internal_transfers():
+    with meshes.internal_transfers():
         return jax.tree.map(put, state, state.replace(params=params, slots=slots, global_step=step))

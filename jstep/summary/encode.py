@@ -21,19 +21,8 @@ from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.trees import Array, is_traced
 from jstep.stores.files import ObjectAppender, make_folders, sync, sync_folder
 from jstep.stores.objects import Objects, is_url
-from jstep.summary.make import (
-    DEFAULT,
-    Histogram,
-    Images,
-    Part,
-    Scalars,
-    Summary,
-    Text,
-    check_tag,
-    has_tracers,
-    is_here,
-    register,
-)
+from jstep.summary import make
+from jstep.summary.make import DEFAULT, Histogram, Images, Part, Scalars, Summary, Text
 from jstep.summary.read import frame, is_event_file, pillow_image, proto
 
 # Histogram summaries, counted on the device into TensorFlow's exponential buckets.
@@ -91,7 +80,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
 
     Source: TensorFlow's `histogram_summary` and `histogram::Histogram`.
     """
-    check_tag(tag, "histogram")
+    make.check_tag(tag, "histogram")
     if not is_traced(values):
         with internal_transfers():
             values = _eager(tag, values)
@@ -101,7 +90,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
     with internal_transfers():
         part = Histogram((tag,), **_count(values))
-    register(part, collections)
+    make.register(part, collections)
     return Summary((part,))
 
 
@@ -119,7 +108,7 @@ def _eager(tag: str, values: Any) -> Any:
             kind = type(given).__name__ if values.dtype == object else values.dtype
             raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {kind}")
         values = _as_device_dtype(values)
-    elif values.size > _READ_AT_ONCE or not is_here(values):
+    elif values.size > _READ_AT_ONCE or not make.is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
         bad = values.size - int(np.count_nonzero(np.isfinite(np.asarray(values).astype(np.float64))))
@@ -272,7 +261,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
     if all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
         return _numbers(summary, last_step or 0, wall_time), []
     for leaf in jax.tree.leaves(summary):
-        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or make.is_here(leaf)) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()  # start all transfers before waiting for the first
     by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
     errors: list[Exception] = []
@@ -462,7 +451,7 @@ def to_proto(summary: Summary) -> Any:
     if not isinstance(summary, Summary):
         raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {type(summary).__name__}")
     for part in summary.parts:
-        if has_tracers(part):
+        if make.has_tracers(part):
             raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")
     with internal_transfers():
         events, errors = encode(summary, None, 0.0)

@@ -21,21 +21,8 @@ from jstep.core.checks import is_inexact, kind, range_of, size
 from jstep.stores.files import is_directory
 from jstep.stores.objects import is_url, location
 from jstep.summary.read import DataLossError
-from jstep.tools.cli_common import (
-    OK,
-    TROUBLE,
-    Checkpoint,
-    Command,
-    as_json,
-    at,
-    below,
-    cell,
-    complain,
-    names_of,
-    printable,
-    table,
-    time_text,
-)
+from jstep.tools import cli_common as common
+from jstep.tools.cli_common import OK, TROUBLE, Checkpoint, Command
 from jstep.weights.files import INDEX, SUFFIX, Weights, find_weights, folder_of, name_of
 
 if TYPE_CHECKING:
@@ -78,7 +65,7 @@ def _run_cost(arguments: argparse.Namespace) -> int:
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
-    print(as_json(_fields(found)) if arguments.json else found)
+    print(common.as_json(_fields(found)) if arguments.json else found)
     return OK  # even if the step does not fit into memory
 
 
@@ -139,7 +126,7 @@ def are_at(path: str) -> bool:
     if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
         return False
     try:
-        return at(path) is None and not below(path)[0]
+        return common.at(path) is None and not common.below(path)[0]
     except CheckpointError:
         return True  # a folder such as gpt-2, whose name looks like that of a checkpoint
 
@@ -209,17 +196,19 @@ def _print(
     about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
 ) -> None:
     if arguments.json:
-        print(as_json({**about, "tensors": rows}))
+        print(common.as_json({**about, "tensors": rows}))
         return
-    print(printable(about["path"]))
+    print(common.printable(about["path"]))
     print(
         f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, {size(about['bytes'])}, {where}"
     )
     if about["metadata"]:
-        print(f"metadata {printable(as_json(about['metadata']))}")
+        print(f"metadata {common.printable(common.as_json(about['metadata']))}")
     print()
     heads = ["tensor", *(column.replace("_", " ") for column in columns)]
-    table(heads, [[cell(row[column]) for column in ("name", *columns)] for row in rows], left=heads.index("bytes"))
+    common.table(
+        heads, [[common.cell(row[column]) for column in ("name", *columns)] for row in rows], left=heads.index("bytes")
+    )
 
 
 def _rows(weights: Weights) -> list[dict[str, Any]]:
@@ -256,7 +245,7 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
         folder, problem = None, error
     if folder is not None:
         return show_orbax(folder, arguments)
-    one = at(path)
+    one = common.at(path)
     if one is not None:
         return _checkpoint(one, arguments)
     if not is_directory(path):
@@ -267,35 +256,38 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     problems = one.problems(every=True) if arguments.verify else []
     for problem in problems:
-        complain("inspect", f"{one.path} is corrupted: {problem}")
+        common.complain("inspect", f"{one.path} is corrupted: {problem}")
     if problems:
         return TROUBLE
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
-        for name, (leaf, array) in zip(names_of(one), one.leaves(), strict=True)
+        for name, (leaf, array) in zip(common.names_of(one), one.leaves(), strict=True)
     ]
     about = _about(one)
     if arguments.json:
         verified = {"verified": True} if arguments.verify else {}
         absent = [leaf.to_json() for leaf in one.manifest.left_out]
         left_out = {"left_out": absent} if absent else {}
-        print(as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
+        print(common.as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
         return OK
-    print(printable(f"{one.path}"))
+    print(common.printable(f"{one.path}"))
     print(
-        f"step {one.step}, saved {about['time']}, by jstep {printable(one.manifest.jstep)}, {len(rows)} leaves, "
+        f"step {one.step}, saved {about['time']}, by jstep {common.printable(one.manifest.jstep)}, "
+        f"{len(rows)} leaves, "
         f"{size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}"
     )
     if one.manifest.extra is not None:
-        print(f"extra {printable(as_json(one.manifest.extra))}")
+        print(f"extra {common.printable(common.as_json(one.manifest.extra))}")
     print()
     heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
-    table(heads, [[cell(row.get(key)) for key in ("path", "dtype", "shape", "bytes", "min", "max", "mean")]
-                   + [cell(row["nonfinite"])] for row in rows], left=3)  # fmt: skip
+    columns = ("path", "dtype", "shape", "bytes", "min", "max", "mean", "nonfinite")
+    common.table(heads, [[common.cell(row.get(column)) for column in columns] for row in rows], left=3)
     if one.manifest.left_out:
         print("\nleft out by Saver(leave_out=…); restore takes them from the target\n")
-        rest = [[cell(x.path), x.dtype, cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out]
-        table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
+        rest = [
+            [common.cell(x.path), x.dtype, common.cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out
+        ]
+        common.table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
     return OK
 
 
@@ -321,7 +313,7 @@ def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
-    checkpoints, problems = below(path)
+    checkpoints, problems = common.below(path)
     if not checkpoints and not problems:
         if not_one is not None:
             raise not_one
@@ -341,14 +333,18 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
         if arguments.verify:
             rows[-1]["verified"] = not wrong
     if arguments.json:
-        print(as_json({"path": path, "checkpoints": rows, "problems": problems}))
+        print(common.as_json({"path": path, "checkpoints": rows, "problems": problems}))
     elif rows:
         heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
         verdict = {True: "as written", False: "CORRUPTED", None: ""}
-        table(heads, [[printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
-                       + [verdict[row.get("verified")]] * arguments.verify for row in rows], left=2)  # fmt: skip
+        cells = [
+            [common.printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
+            + [verdict[row.get("verified")]] * arguments.verify
+            for row in rows
+        ]
+        common.table(heads, cells, left=2)
     for problem in problems:
-        complain("inspect", problem)
+        common.complain("inspect", problem)
     return TROUBLE if problems else OK
 
 
@@ -357,7 +353,7 @@ def _about(one: Checkpoint) -> dict[str, Any]:
         "path": one.path,
         "step": one.step,
         "saved_at": one.manifest.saved_at,
-        "time": time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
+        "time": common.time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
         "jstep": one.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
     }
@@ -411,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
-        complain(arguments.command, error)
+        common.complain(arguments.command, error)
         return TROUBLE
     except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
         traceback.print_exc()

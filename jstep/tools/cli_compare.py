@@ -13,19 +13,8 @@ from jstep.core.checks import columns, is_inexact
 from jstep.hooks.timeline import fields_with
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
-from jstep.tools.cli_common import (
-    DIFFERENT,
-    OK,
-    TROUBLE,
-    Checkpoint,
-    Command,
-    as_json,
-    at,
-    below,
-    complain,
-    names_of,
-    printable,
-)
+from jstep.tools import cli_common
+from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE, Checkpoint, Command
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
@@ -223,11 +212,11 @@ def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifferenc
 
 def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     """Return the records that saved leaves would have if they had been left out."""
-    if not paths & set(names_of(one)):
+    if not paths & set(cli_common.names_of(one)):
         return {}
     from jstep.checkpoint.slots import started_slots  # imports JAX, which is not needed above
 
-    pairs = zip(names_of(one), one.leaves(), strict=True)
+    pairs = zip(cli_common.names_of(one), one.leaves(), strict=True)
     return {name: started_slots([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
 
 
@@ -265,15 +254,15 @@ def _run(arguments: argparse.Namespace) -> int:
     of_cards = differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
     if not arguments.json:
         for line in text(of_cards):
-            print(printable(line))
+            print(cli_common.printable(line))
     result = _checkpoints(a, b) if a.kind == "a checkpoint" else _runs(a, b)
     if arguments.json:
-        print(as_json(result | ({} if of_cards is None else {"cards": of_cards})))
+        print(cli_common.as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
         print("\n".join(_text(result)))
     problems = [*a.problems, *b.problems]
     for problem in problems:
-        complain("diff", problem)
+        cli_common.complain("diff", problem)
     return TROUBLE if problems else OK if result["same"] else DIFFERENT
 
 
@@ -287,12 +276,12 @@ def _prefix(side: _Side) -> str | None:
 
 
 def _side(path: str) -> _Side:
-    one = at(path)
+    one = cli_common.at(path)
     if one is not None:
         return _Side(path, "a checkpoint", {(one.step, one.prefix): one})
     in_directory = is_directory(path)
     if in_directory:
-        checkpoints, problems = below(path)
+        checkpoints, problems = cli_common.below(path)
         if checkpoints or problems:
             found = {(one.step, one.prefix): one for one in checkpoints}
             return _Side(path, "a directory of checkpoints", found, problems)
@@ -323,7 +312,7 @@ def _log_at(path: str, in_directory: bool) -> _Side:
 def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
     (one,), (other,) = a.steps.values(), b.steps.values()
     absent = {*absent_from(one), *absent_from(other)}
-    count = len({*names_of(one), *names_of(other), *absent})
+    count = len({*cli_common.names_of(one), *cli_common.names_of(other), *absent})
     return _result(a, b, list(_leaves(one, other)), steps={"a": one.step, "b": other.step}, compared=count)
 
 
@@ -365,7 +354,7 @@ def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] 
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    names_a, names_b = names_of(a), names_of(b)
+    names_a, names_b = cli_common.names_of(a), cli_common.names_of(b)
     in_a, in_b = set(names_a), set(names_b)
     absent = {*absent_from(a), *absent_from(b)}
     for one in (a, b):
@@ -431,7 +420,7 @@ def _text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(printable(one["path"]), printable(one["detail"])) for one in leaves[:_SHOWN]]
+    shown = [(cli_common.printable(one["path"]), cli_common.printable(one["detail"])) for one in leaves[:_SHOWN]]
     lines += [f"  {line}" for line in columns(shown, left=2)]
     if len(leaves) > _SHOWN:
         lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")

@@ -13,17 +13,8 @@ from jstep.core.checks import figure
 from jstep.hooks.timeline import goodput, read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
-from jstep.summary.read import (
-    DataLossError,
-    Point,
-    decode_error,
-    event_files,
-    find_runs,
-    is_event_file,
-    proto,
-    read_scalars,
-    summary_iterator,
-)
+from jstep.summary import read
+from jstep.summary.read import DataLossError, Point
 from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
@@ -84,12 +75,12 @@ def _read(
     for logdir in logdirs:
         if not is_url(logdir) and not os.path.exists(logdir):
             raise FileNotFoundError(f"no such directory: {logdir}")
-        found = find_runs(logdir) if is_directory(logdir) else [logdir]
+        found = read.find_runs(logdir) if is_directory(logdir) else [logdir]
         if not found:
             raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {logdir} or below")
         paths += found
     paths = list(dict.fromkeys(map(absolute, paths)))
-    return {name: read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
+    return {name: read.read_scalars(path, on_corrupted) for name, path in zip(_names(paths), paths, strict=True)}
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -202,14 +193,14 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
     Raises:
         FileNotFoundError: The file does not exist, or the directory contains no event files.
     """
-    files = event_files(path)
+    files = read.event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
     code = OK
     for file in files:
         found = False
         try:
-            for event in summary_iterator(file):
+            for event in read.summary_iterator(file):
                 found = True
                 entry = _entry(event, tags)
                 if entry is not None:
@@ -219,7 +210,7 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
             code = TROUBLE
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
-            if not found and file == path and not (is_event_file(file) and _is_empty(file)):
+            if not found and file == path and not (read.is_event_file(file) and _is_empty(file)):
                 complain("events", f"{file}: is not an event file, or ends inside its first event")
                 code = TROUBLE
     return code
@@ -253,13 +244,13 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
 
 def _graph(data: bytes) -> dict[str, Any]:
     try:
-        return {"nodes": len(proto("GraphDef").FromString(data).node), "bytes": len(data)}
-    except decode_error():
+        return {"nodes": len(read.proto("GraphDef").FromString(data).node), "bytes": len(data)}
+    except read.decode_error():
         return {"nodes": None, "bytes": len(data)}
 
 
 def _status(number: int) -> str:
-    statuses = proto("SessionLog").SessionStatus
+    statuses = read.proto("SessionLog").SessionStatus
     name: str = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
     return name
 

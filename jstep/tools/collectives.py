@@ -7,18 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.programs import MOVES, Operation, Subprogram, body_of, counts_of, evaluate, programs_in
-from jstep.tools.compiled import (
-    Array,
-    Computation,
-    Frame,
-    Instruction,
-    Program,
-    Shape,
-    containing,
-    quoted,
-    size_of,
-    trip_count,
-)
+from jstep.tools import compiled
+from jstep.tools.compiled import Array, Computation, Frame, Instruction, Program, Shape
 
 # Counting how often a traced program uses each of its arguments.
 
@@ -159,8 +149,8 @@ class Exchange:
     def parts(self) -> list[tuple[str, int]]:
         """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
         operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
-        total = sum(size_of(operand.shape) for operand in operands)
-        return [(one.name, self.bytes * size_of(one.shape) // max(total, 1)) for one in operands]
+        total = sum(compiled.size_of(operand.shape) for operand in operands)
+        return [(one.name, self.bytes * compiled.size_of(one.shape) // max(total, 1)) for one in operands]
 
 
 def collectives_of(program: Program) -> dict[str, Collective]:
@@ -196,7 +186,7 @@ def exchanges_of(program: Program) -> list[Exchange]:
     entry = program.computations.get(program.entry)
     if entry is None:
         return []
-    reached = containing(program, _may_exchange)
+    reached = compiled.containing(program, _may_exchange)
     started = {chain for one in program.computations.values() for chain in _starts(one)}
     return list(_exchanges(Frame(program, entry), 1, reached, started))
 
@@ -209,7 +199,7 @@ def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -
         if kind is not None and not _is_continued(frame, one, started):
             yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
         elif one.opcode == "while":
-            count = trip_count(frame, one)
+            count = compiled.trip_count(frame, one)
             for role, often in (("body", count), ("condition", None if count is None else count + 1)):
                 for inner in frame.inner(one, role):
                     yield from _exchanges(inner, times * (1 if often is None else often), reached, started)
@@ -236,9 +226,9 @@ def _kind(frame: Frame, one: Instruction) -> str | None:
 
 def _rendezvous(one: Instruction) -> str:
     """Return the exchange between slices that a send or receive belongs to; empty for a transfer with the host."""
-    if not quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
+    if not compiled.quoted(one.attributes, "_xla_host_transfer_handler_name").startswith("xla_megascale"):
         return ""
-    return quoted(one.attributes, "_xla_host_transfer_rendezvous")
+    return compiled.quoted(one.attributes, "_xla_host_transfer_rendezvous")
 
 
 def _moved(computation: Computation, one: Instruction, kind: str) -> int:
@@ -250,21 +240,21 @@ def _moved(computation: Computation, one: Instruction, kind: str) -> int:
     taken = _taken(computation, one)
     data = _DATA.get(kind, len(one.operands))
     operands = [computation.instructions.get(name) for name in one.operands[:data]]
-    return max(taken, sum(size_of(operand.shape) for operand in operands if operand is not None))
+    return max(taken, sum(compiled.size_of(operand.shape) for operand in operands if operand is not None))
 
 
 def _taken(computation: Computation, one: Instruction) -> int:
     """Return the bytes that a device receives; for an asynchronous exchange, the size of the result of its end."""
     if not one.opcode.endswith("-start"):
-        return size_of(one.shape)
+        return compiled.size_of(one.shape)
     ends = [user for user in computation.users.get(one.name, ()) if user.opcode.endswith("-done")]
-    return size_of(ends[0].shape) if ends else _payload(one.shape, 1)
+    return compiled.size_of(ends[0].shape) if ends else _payload(one.shape, 1)
 
 
 def _payload(shape: Shape, index: int = 0) -> int:
     if isinstance(shape, Array):
-        return size_of(shape)
-    return size_of(shape[index]) if index < len(shape) else 0
+        return compiled.size_of(shape)
+    return compiled.size_of(shape[index]) if index < len(shape) else 0
 
 
 def _is_scattered(frame: Frame, one: Instruction) -> bool:
@@ -284,7 +274,7 @@ def _is_scattered(frame: Frame, one: Instruction) -> bool:
 
 
 def _chain(one: Instruction) -> str:
-    return quoted(one.attributes, "chain_id")
+    return compiled.quoted(one.attributes, "chain_id")
 
 
 def _starts(computation: Computation) -> Iterator[str]:
@@ -296,7 +286,7 @@ def _starts(computation: Computation) -> Iterator[str]:
 
 def _is_started(computation: Computation, one: Instruction) -> bool:
     users = computation.users.get(one.name, ())
-    return any(quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
+    return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
 
 
 def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:

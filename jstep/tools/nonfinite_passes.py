@@ -14,21 +14,10 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import checks
+from jstep.core import checks, programs
 from jstep.core.checks import Range
 from jstep.core.meshes import reduced
-from jstep.core.programs import (
-    HARMLESS,
-    MOVES,
-    Operation,
-    Subprogram,
-    apply,
-    counts_of,
-    evaluate,
-    path_to,
-    shard_counts,
-    walk,
-)
+from jstep.core.programs import HARMLESS, MOVES, Operation, Subprogram
 
 # Tests for non-finite numbers, also of traced values.
 
@@ -172,7 +161,7 @@ class Pass:
 
     def __init__(self, body: Subprogram) -> None:
         self._body = body
-        self._width = 2 + 2 * max((one.depth for one in walk(body)), default=0)
+        self._width = 2 + 2 * max((one.depth for one in programs.walk(body)), default=0)
 
     def _enters(self, operation: Operation) -> bool:
         """Whether to evaluate the inner programs of an operation with instruments."""
@@ -247,12 +236,12 @@ class Pass:
                     ins = [one._replace(mark=_on_current_mesh(one.mark)) for one in ins]
                     outs, marks = getattr(self, f"_{operation.kind}")(operation, ins, level)
                 else:
-                    outs, marks = apply(operation, [one.value for one in ins]), None
+                    outs, marks = programs.apply(operation, [one.value for one in ins]), None
             if marks is None:
                 marks = self._note(operation, ins, outs, level)
             return _values(outs, _on_current_mesh(marks), _depends(ins))
 
-        return evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
+        return programs.evaluate(body, args, by, lambda value: Value(value, self._constant(value), False))
 
     def _call(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         return _columns(self._run(operation.bodies[0], ins, level))
@@ -272,7 +261,7 @@ class Pass:
 
     def _scan(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         params = operation.eqn.params
-        first, second = itertools.accumulate(counts_of(params))
+        first, second = itertools.accumulate(programs.counts_of(params))
         split, count = ins[second:], second - first
 
         def step(state: Any, xs: Any) -> Any:
@@ -323,7 +312,7 @@ class Pass:
         return self._inside(body, _values(values, marks, _depends(ins)), at)
 
     def _shard_map(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
-        params, axes = operation.eqn.params, tuple(shard_counts(operation))
+        params, axes = operation.eqn.params, tuple(programs.shard_counts(operation))
 
         def on_shard(values: list[Any], marks: list[Any], iterations: tuple[Any, ...]) -> Any:
             at = Level(iterations, axes)
@@ -457,7 +446,7 @@ class Ranges(Pass):
     def __init__(self, body: Subprogram, position: Position) -> None:
         super().__init__(body)
         self._target = position
-        chain = [operation for _, operation in path_to(body, number_of(position))]
+        chain = [operation for _, operation in programs.path_to(body, number_of(position))]
         self._path = {operation.number for operation in chain}
         used = [var for var in chain[-1].eqn.outvars if not isinstance(var, core.DropVar)]
         self._avals = [atom.aval for atom in (*chain[-1].eqn.invars, *used)]

@@ -12,20 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import (
-    WIDTH,
-    as_int,
-    columns,
-    count,
-    cut,
-    cut_path,
-    figure,
-    html_picture,
-    html_table,
-    kind,
-    shown,
-    wrapped,
-)
+from jstep.core import checks
+from jstep.core.checks import WIDTH
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Optimizer, Schedule
 from jstep.data.batches import Batches, weights_of
@@ -94,18 +82,18 @@ _ROWS = 11
 def plan_text(plan: Any) -> str:
     """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
     changing, rows = _changing(plan), _rows_shown(plan.steps)
-    lines = [f"steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"]
-    for names in _column_groups(list(changing), max(4, *(len(count(plan.steps[row])) for row in rows))):
-        heads = [f"{'step':>4}", *(f"{cut_path(name):>12}" for name in names)]
-        cells = [[count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
-        lines += ["", *columns([heads, *cells], left=0)]
+    lines = [f"steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"]
+    for names in _column_groups(list(changing), max(4, *(len(checks.count(plan.steps[row])) for row in rows))):
+        heads = [f"{'step':>4}", *(f"{checks.cut_path(name):>12}" for name in names)]
+        cells = [[checks.count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
+        lines += ["", *checks.columns([heads, *cells], left=0)]
     constant = _constants(plan, longest=36)
     if constant:
-        lines += ["", *wrapped("constant", constant)]
+        lines += ["", *checks.wrapped("constant", constant)]
     due = named_due(plan)
     if due:
-        hooks = columns([(cut_path(name, 40), due_text(when)) for name, when in due], left=2)
-        lines += ["", *(cut(line, WIDTH) for line in hooks)]
+        hooks = checks.columns([(checks.cut_path(name, 40), due_text(when)) for name, when in due], left=2)
+        lines += ["", *(checks.cut(line, WIDTH) for line in hooks)]
     schedule = _schedule(plan)
     return "\n".join([*lines, "", *schedule] if schedule else lines)
 
@@ -119,11 +107,11 @@ def plan_html(plan: Any) -> str:
         *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
     ]
     cells = [
-        (count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
+        (checks.count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
         for row in (_rows_shown(plan.steps) if changing else [])
     ]
-    title = f"Plan of the steps {count(plan.steps[0])} to {count(plan.last_step - 1)}"
-    return html_table(title, cells, ("step", *changing) if changing else (), notes)
+    title = f"Plan of the steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"
+    return checks.html_table(title, cells, ("step", *changing) if changing else (), notes)
 
 
 def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -134,7 +122,9 @@ def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
 def _constants(plan: Any, longest: int | None = None) -> list[str]:
     changing = _changing(plan)
     same = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
-    return [f"{cut_path(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()]
+    return [
+        f"{checks.cut_path(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()
+    ]
 
 
 def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
@@ -143,19 +133,19 @@ def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
 
 def _schedule(plan: Any) -> list[str]:
     """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
-    each = [f"{count(total)} ({plan.passes[name]:.3g} passes)" for name, total in plan.rows.items()]
+    each = [f"{checks.count(total)} ({plan.passes[name]:.3g} passes)" for name, total in plan.rows.items()]
     is_one = list(plan.rows) == ["rows"]
     words = {
-        "stages    ": [f"{count(first)}: {name}" for first, name in plan.stages.items()],
-        "batch size": [f"{count(first)}: {size}" for first, size in plan.batch_size.items()],
+        "stages    ": [f"{checks.count(first)}: {name}" for first, name in plan.stages.items()],
+        "batch size": [f"{checks.count(first)}: {size}" for first, size in plan.batch_size.items()],
         "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(plan.rows, each, strict=True)],
         "weights   ": [
-            (f"{count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+            (f"{checks.count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
             for first, of in plan._weights.items()
             for i, (name, weight) in enumerate(of.items())
         ],
     }
-    return [line for title, some in words.items() if some for line in wrapped(title, some)]
+    return [line for title, some in words.items() if some for line in checks.wrapped(title, some)]
 
 
 def named_due(plan: Any) -> list[tuple[str, Any]]:
@@ -169,8 +159,8 @@ def due_text(due: Any) -> str:
         return "not due"
     if isinstance(due, range) and len(due) > 1:
         if due.step == 1:
-            return f"every step, {count(len(due))} times"
-        return f"every {count(due.step)} steps, {count(len(due))} times: {_listed(due)}"
+            return f"every step, {checks.count(len(due))} times"
+        return f"every {checks.count(due.step)} steps, {checks.count(len(due))} times: {_listed(due)}"
     return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
 
 
@@ -186,8 +176,8 @@ def _constant(column: np.ndarray[Any, Any]) -> str:
 
 def _listed(due: Any) -> str:
     if len(due) <= 4:
-        return ", ".join(map(count, due))
-    return f"{count(due[0])}, {count(due[1])}, …, {count(due[-1])}"
+        return ", ".join(map(checks.count, due))
+    return f"{checks.count(due[0])}, {checks.count(due[1])}, …, {checks.count(due[-1])}"
 
 
 def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
@@ -195,7 +185,7 @@ def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
     groups: list[list[str]] = []
     left = 0
     for name in names:
-        width = max(12, len(cut_path(name))) + 2
+        width = max(12, len(checks.cut_path(name))) + 2
         if not groups or width > left:
             groups.append([])
             left = WIDTH - step_width
@@ -224,7 +214,7 @@ def draw_plan(plan: Any, file: Any, **options: Any) -> None:
     panels += [_rows] if plan._rows_at and len(plan.steps) > 1 else []
     across = 1 if len(panels) <= 2 else 2
     down = math.ceil(len(panels) / across)
-    fig = figure()
+    fig = checks.figure()
     heights = [1.0] * down
     heights += [0.3 + 0.17 * len(plan.stages)] if len(plan.stages) > 1 else []
     heights += [0.25 + 0.17 * len(due)] if due else []
@@ -283,7 +273,7 @@ def _stage_figures(axes: Any, plan: Any) -> None:
     stops = [*firsts[1:], plan.last_step]
     for row, (first, stop, name) in enumerate(zip(firsts, stops, plan.stages.values(), strict=True)):
         axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
-        _labelled(axes, row, f"{name}:  from {count(first)}")
+        _labelled(axes, row, f"{name}:  from {checks.count(first)}")
     axes.set_title("stages", fontsize=9, loc="left")
     _as_lines(axes, len(plan.stages))
 
@@ -345,7 +335,7 @@ class Due(Mapping[Any, Any]):
             found = [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
             names = ", ".join(name_of(one) for one, _ in self._pairs)
-            raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
+            raise KeyError(f"{len(found)} hooks match {checks.shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -406,7 +396,7 @@ class Plan:
         draw_plan(self, file, **options)
 
     def _repr_html_(self) -> str:
-        return plan_html(self) + html_picture(self._picture(), "the plan, drawn")
+        return plan_html(self) + checks.html_picture(self._picture(), "the plan, drawn")
 
     def _picture(self) -> bytes | None:
         """Return the plot as a PNG; None if matplotlib is not installed."""
@@ -469,8 +459,8 @@ def plan(
     """
     if last_step is None:
         raise TypeError("last_step=None: must be an integer; a plan has an end, also that of a run without a last_step")
-    last_step = as_int(last_step, "last_step", 1)
-    start, points = as_int(start, "start", 0), as_int(points, "points", 1)
+    last_step = checks.as_int(last_step, "last_step", 1)
+    start, points = checks.as_int(start, "start", 0), checks.as_int(points, "points", 1)
     if start >= last_step:
         raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
     functions = _functions(optimizer)
@@ -499,12 +489,15 @@ def _functions(optimizer: Any) -> Any:
     if isinstance(optimizer, Mapping):
         for name, one in optimizer.items():
             if not (callable(one) or _is_number(one)) or isinstance(one, type):
-                raise TypeError(f"optimizer[{name!r}]={shown(one)}: must be a schedule or a number, got {kind(one)}")
+                raise TypeError(
+                    f"optimizer[{name!r}]={checks.shown(one)}: must be a schedule or a number, got {checks.kind(one)}"
+                )
         return lambda step: {str(name): one(step) if callable(one) else one for name, one in optimizer.items()}
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
-        f"optimizer={shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got {kind(optimizer)}"
+        f"optimizer={checks.shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, "
+        f"got {checks.kind(optimizer)}"
     )
 
 
@@ -547,7 +540,7 @@ def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any])
         return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
-        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
+        raise ValueError(f"batches={checks.shown(batches)}: they end at step {stop}, before start={start}")
     size, rows = batches.batch_size, _by_source(batches, stop)
     total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
     at = [_by_source(batches, min(int(step), stop)) for step in steps]

@@ -13,35 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from jstep.core import trees
+from jstep.core import placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
-from jstep.core.placement import (
-    Layouts,
-    Unroll,
-    as_key,
-    back,
-    collecting_in_place,
-    on_devices,
-    parts_of,
-    refuse_shapes,
-    sharding_on_mesh,
-    shardings_of,
-    using_layouts,
-)
+from jstep.core.placement import Layouts, Unroll
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
+from jstep.differentiate import engine
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.engine import (
-    GATE_NONE,
-    GATE_OP,
-    Differentiation,
-    Inputs,
-    gated,
-    join_returned,
-    merge_summaries,
-)
+from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
 from jstep.optimizers.averages import as_average_names, averaged_params
@@ -135,19 +116,19 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     """Return the next state with the details of the update."""
     require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
-    refuse_shapes((state, grads), "state and gradients")
+    placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
     slots: Slots
     limit: int | None
     if is_worth_loops(state):
         slots, limit = with_small_ones_loaded(state.params, state.slots)
     else:
-        slots, limit = on_devices(state.slots), None
+        slots, limit = placement.on_devices(state.slots), None
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with collecting_in_place():
+        with placement.collecting_in_place():
             with using_transfers(transfers):
                 found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
             shown = moves(state.params, found.updates)  # as added to the parameters
@@ -156,10 +137,10 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         return found._replace(state=new, updates=shown, slots=slots)
 
     place = sharded_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
-    with using_layouts(layouts_of(state)):
+    with placement.using_layouts(layouts_of(state)):
         here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
-    return done._replace(state=jax.tree.map(back, done.state, state))
+    return done._replace(state=jax.tree.map(placement.back, done.state, state))
 
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
@@ -216,7 +197,7 @@ def layouts_of(state: TrainState) -> Layouts:
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
-    known = shardings_of(state) or [sharding_on_mesh(leaf) for leaf in leaves]
+    known = placement.shardings_of(state) or [placement.sharding_on_mesh(leaf) for leaf in leaves]
     if not any(known):
         return {}
     indices = treedef.unflatten(range(len(leaves)))
@@ -228,7 +209,7 @@ def layouts_of(state: TrainState) -> Layouts:
             sharding = None if place is None else known[place]
             if sharding is None or leaves[place].shape != param.shape:
                 continue
-            if path not in found or parts_of(sharding) > parts_of(found[path]):
+            if path not in found or placement.parts_of(sharding) > placement.parts_of(found[path]):
                 found[path] = sharding
     return found
 
@@ -310,8 +291,8 @@ class SeveralLosses:
             _sum([part.loss for part in parts.values()]),
             None,
             {name: (part.loss, part.aux) for name, part in parts.items()},
-            treedef.unflatten(gated(gradients, self.gate_gradients)),
-            merge_summaries([part.summaries for part in parts.values()]),
+            treedef.unflatten(engine.gated(gradients, self.gate_gradients)),
+            engine.merge_summaries([part.summaries for part in parts.values()]),
             together_squared([part.squares for part in parts.values()]),
         )
 
@@ -357,7 +338,7 @@ def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
     if not is_several:
-        aux, made = join_returned(_by_name(part.aux), part.summaries)
+        aux, made = engine.join_returned(_by_name(part.aux), part.summaries)
         found = {"the loss": {"loss": part.loss}, "aux": aux if has_aux else {}}
     else:
         made, found = part.summaries, {"the sum of the losses": {"loss": part.loss}}
@@ -544,7 +525,7 @@ def minimize(
     lanes = as_lanes(lanes)
     compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
     norms, measures_noise = _requested_metrics(metrics, **compared)
-    rng = None if rng is None else as_key(rng, "rng")
+    rng = None if rng is None else placement.as_key(rng, "rng")
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
@@ -668,7 +649,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
         leaves = trees.leaves_with_paths(state.params)
         places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
         new, *others = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
-        return jax.tree.map(back, new, state), *others
+        return jax.tree.map(placement.back, new, state), *others
 
     return parts
 

@@ -14,18 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, listing, note, shown
-from jstep.core.placement import (
-    ShardBounds,
-    bounds,
-    lengths,
-    local_parts,
-    place,
-    place_anywhere,
-    slices,
-    target_sharding,
-)
+from jstep.core.placement import ShardBounds
 from jstep.core.selection import ambiguous, assign, entries, names_of
 from jstep.core.trees import is_floating
 from jstep.weights.files import Tensor, dtype_of
@@ -322,15 +313,15 @@ def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds])
     """
     dtype = dtype_of(tensor.code)
     assert dtype is not None
-    sizes = [math.prod(lengths(part)) for part in parts]
+    sizes = [math.prod(placement.lengths(part)) for part in parts]
     if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
         whole = read_whole(file, tensor)
-        return [whole[slices(part)].copy() for part in parts]
+        return [whole[placement.slices(part)].copy() for part in parts]
     return [_part(file, tensor, dtype, part) for part in parts]
 
 
 def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardBounds) -> np.ndarray[Any, Any]:
-    array = np.empty(lengths(part), dtype)
+    array = np.empty(placement.lengths(part), dtype)
     view = array.reshape(-1).view(np.uint8).data
     length = _run(tensor.shape, part)[1] * dtype.itemsize
     for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
@@ -347,7 +338,7 @@ def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
     while axes and part[axes - 1] == (0, shape[axes - 1]):
         axes -= 1
     axes = max(axes - 1, 0)
-    return axes, math.prod(lengths(part[axes:]))
+    return axes, math.prod(placement.lengths(part[axes:]))
 
 
 def _starts(shape: Sequence[int], part: ShardBounds) -> Iterator[int]:
@@ -383,12 +374,12 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
     """
     tensor = wanted.tensor
     assert tensor is not None
-    sharding = None if wanted.on_host else target_sharding(wanted.leaf, wanted.path)
+    sharding = None if wanted.on_host else placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
         return from_host(wanted, read_whole(file, tensor))
-    parts = local_parts(wanted.shape, sharding)
+    parts = placement.local_parts(wanted.shape, sharding)
     values = (_cast(wanted, array) for array in read_parts(file, tensor, parts))
-    return place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
+    return placement.place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
@@ -396,17 +387,17 @@ def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     array = _cast(wanted, array)
     if wanted.on_host:
         return np.array(array)
-    sharding = target_sharding(wanted.leaf, wanted.path)
+    sharding = placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
-        return place_anywhere(array)
-    parts = {part: array[slices(part)] for part in local_parts(wanted.shape, sharding)}
-    return place(wanted.shape, wanted.dtype, sharding, parts)
+        return placement.place_anywhere(array)
+    parts = {part: array[placement.slices(part)] for part in placement.local_parts(wanted.shape, sharding)}
+    return placement.place(wanted.shape, wanted.dtype, sharding, parts)
 
 
 def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndarray[Any, Any]]]) -> jax.Array:
     """Return a leaf from the parts of this process on the host, as pairs (index, values)."""
-    values = {bounds(index, wanted.shape): _cast(wanted, part) for index, part in parts}
-    return place(wanted.shape, wanted.dtype, sharding, values)
+    values = {placement.bounds(index, wanted.shape): _cast(wanted, part) for index, part in parts}
+    return placement.place(wanted.shape, wanted.dtype, sharding, values)
 
 
 def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
