@@ -12,7 +12,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import tensorstore as ts
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError
-from jstep.checkpoint.manifest import Leaf, Manifest
+from jstep.checkpoint.manifest import Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import in_background
 from jstep.core.placement import is_of_host, local_parts, place, slices
@@ -98,16 +97,11 @@ def in_folder(path: str) -> dict[str, Any]:
     return {"driver": "file", "path": path + "/"}
 
 
-def _wait(future: Any, nbytes: int) -> Any:
-    del nbytes
-    return future.result()
-
-
 def read(
     base: Mapping[str, Any],
     manifest: Manifest,
     shardings: Mapping[str, Any],
-    wait: Callable[[Any, int], Any] = _wait,
+    wait: Callable[[Any, int], Any] = lambda future, nbytes: future.result(),
 ) -> dict[str, Any]:
     """Read arrays of a checkpoint by name, with the given shardings (None for NumPy arrays).
 
@@ -121,16 +115,52 @@ def read(
         CorruptedError: The shape or dtype of a stored array differs from the manifest. No byte of it was decoded.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}})
-    opening = {name: ts.open(_spec(base, name), open=True, read=True, context=context) for name in shardings}
+    opening = {}
+    for name in shardings:
+        store = {"driver": "ocdbt", "base": dict(base), "path": _within(name), "cache_pool": "cache_pool#ocdbt"}
+        array = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_data": False}
+        opening[name] = ts.open(array, open=True, read=True, context=context)
     opened = {name: wait(future, 0) for name, future in opening.items()}
-    problems = [
-        problem
-        for leaf in manifest.leaves
-        if leaf.array in opened and (problem := _difference(leaf, opened[leaf.array]))
-    ]
+    _check(manifest, opened)
+    placed: dict[str, Any] = {}
+    under_way: collections.deque[tuple[str, int, dict[Any, Any]]] = collections.deque()
+    ahead = 0  # bytes
+
+    def place_first() -> None:
+        nonlocal ahead
+        name, nbytes, reads = under_way.popleft()
+        stored, sharding = opened[name], shardings[name]
+        parts = {part: wait(future, ahead) for part, future in reads.items()}
+        if sharding is None:
+            (placed[name],) = parts.values()
+        else:
+            placed[name] = place(stored.shape, stored.dtype.numpy_dtype, sharding, parts)
+        ahead -= nbytes
+
+    for name, stored in opened.items():
+        bounds = local_parts(stored.shape, shardings[name])
+        nbytes = int(stored.size * stored.dtype.numpy_dtype.itemsize)
+        under_way.append((name, nbytes, {part: stored[slices(part)].read(order="C") for part in bounds}))
+        ahead += nbytes
+        while ahead > _IN_FLIGHT and len(under_way) > 1:
+            place_first()
+    while under_way:
+        place_first()
+    return placed
+
+
+def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
+    """Check the shapes and dtypes of the stored arrays."""
+    problems = []
+    for leaf in manifest.leaves:
+        if leaf.array is not None and leaf.array in opened:
+            shape, dtype = stored_kind(leaf)
+            found = tuple(opened[leaf.array].shape), opened[leaf.array].dtype.numpy_dtype
+            if found != (shape, jnp.dtype(dtype)):
+                what = f"{found[1]}{list(found[0])}, and {dtype}{list(shape)} in the manifest"
+                problems.append(f"the array of {leaf.path!r} is {what}")
     if problems:
         raise CorruptedError(problems)
-    return dict(_read_ahead(opened, shardings, wait))
 
 
 def read_copy(objects: Objects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,11 +177,6 @@ def read_copy(objects: Objects, above: str, manifest: Manifest, shardings: Mappi
         return Pending(objects, future, "read", above, nbytes).result()
 
     return read(spec(objects.at(above.rstrip("/"))), manifest, shardings, wait)
-
-
-def _spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    store = {"driver": "ocdbt", "base": dict(base), "path": _within(name), "cache_pool": "cache_pool#ocdbt"}
-    return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False, "recheck_cached_data": False}
 
 
 def missing(path: str, manifest: Manifest) -> str | None:
@@ -183,42 +208,6 @@ def _within(name: str) -> str:
     return name if name.endswith("/") else name + "/"
 
 
-def _difference(leaf: Leaf, stored: Any) -> str:
-    shape, dtype = stored_kind(leaf)
-    found = tuple(stored.shape), stored.dtype.numpy_dtype
-    if found == (shape, jnp.dtype(dtype)):
-        return ""
-    return f"the array of {leaf.path!r} is {found[1]}{list(found[0])}, and {dtype}{list(shape)} in the manifest"
-
-
-def _read_ahead(
-    opened: Mapping[str, Any], shardings: Mapping[str, Any], wait: Callable[[Any, int], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield each array placed, while the next ones are read."""
-    under_way: collections.deque[tuple[str, dict[Any, Any]]] = collections.deque()
-    ahead = 0
-    for name, stored in opened.items():
-        parts = {part: stored[slices(part)].read(order="C") for part in local_parts(stored.shape, shardings[name])}
-        under_way.append((name, parts))
-        ahead += _nbytes(stored)
-        while ahead > _IN_FLIGHT and len(under_way) > 1:
-            first, found = under_way.popleft()
-            yield first, _placed(opened[first], shardings[first], {part: wait(found[part], ahead) for part in found})
-            ahead -= _nbytes(opened[first])
-    for name, parts in under_way:
-        yield name, _placed(opened[name], shardings[name], {part: wait(parts[part], ahead) for part in parts})
-
-
-def _nbytes(stored: Any) -> int:
-    return int(stored.size * stored.dtype.numpy_dtype.itemsize)
-
-
-def _placed(stored: Any, sharding: Any, parts: Mapping[Any, Any]) -> Any:
-    if sharding is None:
-        return next(iter(parts.values()))
-    return place(stored.shape, stored.dtype.numpy_dtype, sharding, parts)
-
-
 # Writing of named arrays to a folder with Orbax.
 #
 # It is all that uses more than Orbax's public API.
@@ -227,37 +216,25 @@ def _placed(stored: Any, sharding: Any, parts: Mapping[Any, Any]) -> Any:
 # folder is passed to `publish` instead, which adds the manifest and renames it.
 
 
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
-def _is_not_jsteps(record: logging.LogRecord) -> bool:
-    """Return whether an asyncio record is unrelated to jstep; Orbax leaves failed futures to garbage collection."""
-    return TEMPORARY not in record.getMessage()
-
-
-_FILTERS = {"absl": _is_not_orbax, "asyncio": _is_not_jsteps}
 _lock = threading.Lock()
 _writers = 0
 
 
-def silence() -> None:
-    """Drop Orbax's log lines from all threads, until `unsilence` was called as often."""
-    global _writers
-    with _lock:
-        _writers += 1
-        for name, one in _FILTERS.items():
-            logging.getLogger(name).addFilter(one)  # adding it again has no effect
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Return whether a record is neither Orbax's nor of a failed save, whose futures Orbax leaves to the collector."""
+    return "orbax" not in record.pathname and (record.name != "asyncio" or TEMPORARY not in record.getMessage())
 
 
-def unsilence() -> None:
-    """Undo one call of `silence`."""
+def silence(writers: int = 1) -> None:
+    """Drop Orbax's log lines from all threads, until as many writers were taken back: `silence(-1)`."""
     global _writers
     with _lock:
-        _writers -= 1
-        if not _writers:
-            for name, one in _FILTERS.items():
-                logging.getLogger(name).removeFilter(one)
+        _writers += writers
+        for logger in (logging.getLogger("absl"), logging.getLogger("asyncio")):
+            if _writers:
+                logger.addFilter(_is_of_others)  # adding it again has no effect
+            else:
+                logger.removeFilter(_is_of_others)
 
 
 @contextlib.contextmanager
@@ -267,7 +244,7 @@ def silenced() -> Iterator[None]:
     try:
         yield
     finally:
-        unsilence()
+        silence(-1)
 
 
 class _OneTransaction:
@@ -308,43 +285,19 @@ _ERRORS = 16  # a save writes its metadata twice, and each write may fail
 _logger = logging.getLogger("jstep")
 
 
-class _Failure:
-    """The error of this process while several processes write together.
-
-    A process that gave up alone would leave the others waiting for hours. So each one continues to the end, and
-    raises its error at `wait`; nothing is published without the parts of all processes.
-    """
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """A context whose error is raised at `wait`, or immediately if there is one process."""
-        try:
-            yield
-        except Exception as error:
-            if jax.process_count() == 1:
-                raise
-            self.error = self.error or error
-
-
 class _Written:
     """A future for all writes of this process, whether they succeed or fail."""
 
-    def __init__(self, futures: Sequence[Any], temporary: str, failure: _Failure) -> None:
-        self._futures, self._temporary, self._failure = futures, temporary, failure
+    def __init__(self, owner: "Checkpointer", futures: Sequence[Any], temporary: str) -> None:
+        self._owner, self._futures, self._temporary = owner, futures, temporary
 
     def result(self, timeout: float | None = None) -> None:
-        with self._failure.deferred():
-            self._end(timeout)
-
-    def _end(self, timeout: float | None) -> None:
-        errors = _ended(self._futures, timeout)
-        if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
-            raise errors[0]
-        if jax.process_count() > 1:
-            listing.write_part(self._temporary, jax.process_index())
+        with self._owner.deferred():
+            errors = _ended(self._futures, timeout)
+            if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
+                raise errors[0]
+            if jax.process_count() > 1:
+                listing.write_part(self._temporary, jax.process_index())
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -373,8 +326,8 @@ class _NumpyArrays(_OneTransaction, ocp.type_handlers.NumpyHandler):  # type: ig
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writer of arrays, compressed or not; on several processes it also writes the checksums of each one's files."""
 
-    def __init__(self, failure: _Failure, begun: list[Any], **options: Any) -> None:
-        self._failure, self._begun = failure, begun
+    def __init__(self, owner: "Checkpointer", begun: list[Any], **options: Any) -> None:
+        self._owner, self._begun = owner, begun
         self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
 
     async def async_save(self, directory: Any, args: "SaveArgs") -> list[Any]:
@@ -382,41 +335,33 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
             futures = await self._handlers[args.compress].async_save(directory, args=arrays)
-            return [_Written([*(futures or []), *self._begun], str(directory), self._failure)]
+            return [_Written(self._owner, [*(futures or []), *self._begun], str(directory))]
         except Exception:
             _ended(self._begun)
             raise
         finally:
             self._begun.clear()
 
-    def save(self, directory: Any, args: "SaveArgs") -> None:
-        """Unused: `AsyncCheckpointer` calls `async_save`."""
+    def save(self, directory: Any, args: Any) -> None:
+        """Unused, and `restore`, too: `AsyncCheckpointer` calls `async_save`, and `read` reads."""
         raise NotImplementedError
 
-    def restore(self, directory: Any, args: Any) -> Any:
-        """Unused: `tensors` reads."""
-        raise NotImplementedError
+    restore = save
 
     def finalize(self, directory: Any) -> None:
         """Merge the files of all processes, on the first one."""
-        with self._failure.deferred():
-            if self._failure.error is None:
+        with self._owner.deferred():
+            if self._owner.error is None:
                 self._handlers[False].finalize(directory)
 
 
-@ocp.args.register_with_handler(Handler, for_save=True)
+@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)  # Orbax accepts a handler only with both
 @dataclasses.dataclass
 class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """The arrays to write, by name."""
 
     arrays: dict[str, Any]
     compress: bool
-
-
-@ocp.args.register_with_handler(Handler, for_restore=True)
-@dataclasses.dataclass
-class RestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Empty: Orbax accepts a handler only if it has both kinds of arguments."""
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
@@ -437,7 +382,13 @@ class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 
 class Checkpointer:
-    """Writer of named arrays to a folder with Orbax, all processes together."""
+    """Writer of named arrays to a folder with Orbax, all processes together.
+
+    Attributes:
+        error: The error of this process while several processes write together. A process that gave up alone would
+            leave the others waiting for hours. So each one continues to the end, and raises its error at `wait`;
+            nothing is published without the parts of all processes.
+    """
 
     @silenced()
     def __init__(self, prefix: str) -> None:
@@ -449,9 +400,9 @@ class Checkpointer:
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
         self._publish: Callable[[str, str], None] = _nothing
-        self._failure = _Failure()
+        self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
-            Handler(self._failure, begun, type_handler_registry=registry, multiprocessing_options=processes),
+            Handler(self, begun, type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are created within `save`, so that it raises their errors immediately.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
@@ -459,6 +410,16 @@ class Checkpointer:
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
             temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
         )
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A context whose error is raised at `wait`, or immediately if there is one process."""
+        try:
+            yield
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            self.error = self.error or error
 
     @silenced()
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
@@ -476,8 +437,8 @@ class Checkpointer:
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, _nothing  # do not keep the function, and what it references, alive
-        with self._failure.deferred():
-            if self._failure.error is None:
+        with self.deferred():
+            if self.error is None:
                 publish(temporary, final)
 
     def wait(self) -> None:
@@ -491,11 +452,13 @@ class Checkpointer:
                 except Exception:
                     self._drop_errors()
                     raise
-            if self._failure.error is not None:
-                raise self._failure.error
+            if self.error is not None:
+                raise self.error
         finally:
-            self._failure.error = None
-            self._forget()
+            self.error = None
+            for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
+                del IN_FLIGHT[path]
+                silence(-1)
 
     def _drop_errors(self) -> None:
         """Drop the other errors of a failed save: Orbax keeps one for each write, and raises it at the next save."""
@@ -505,11 +468,6 @@ class Checkpointer:
             except Exception:
                 continue
             return
-
-    def _forget(self) -> None:
-        for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
-            del IN_FLIGHT[path]
-            unsilence()
 
     @silenced()
     def close(self) -> None:
@@ -530,38 +488,8 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    with _submitted_work_done_here():
-        for path, checkpointer in list(IN_FLIGHT.items()):
-            try:
-                checkpointer.wait()
-            except Exception:
-                _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))
-
-
-@contextlib.contextmanager
-def _submitted_work_done_here() -> Iterator[None]:
-    """A context whose thread pools work in the calling thread if no thread can be started.
-
-    Python 3.12.0 and 3.12.1 start no threads once the interpreter exits; to end a write, Orbax and `checksums` use
-    pools, and asyncio's pool.
-    """
-    try:
-        threading.Thread(target=int).start()
-    except RuntimeError:
-        submit = ThreadPoolExecutor.submit
-        ThreadPoolExecutor.submit = _done_here  # type: ignore[assignment, method-assign]
+    for path, checkpointer in list(IN_FLIGHT.items()):
         try:
-            yield
-        finally:
-            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-    else:
-        yield
-
-
-def _done_here(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function(*args, **kwargs))
-    except BaseException as error:
-        future.set_exception(error)
-    return future
+            checkpointer.wait()
+        except Exception:
+            _logger.exception("%s was not saved", path.removesuffix(TEMPORARY))
