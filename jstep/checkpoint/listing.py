@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, and the checksums of their files; does not load JAX."""
+"""The contents of a directory of checkpoints, and the checksums of their files; does not load JAX."""
 
 import concurrent.futures
 import dataclasses

@@ -1,4 +1,4 @@
-"""Where arrays are: devices, memory kinds, shards, the order of updates in place; checks of arrays."""
+"""Placement of arrays: devices, memory kinds, shards, the order of updates in place; checks of arrays."""
 
 import contextlib
 import contextvars

@@ -1,4 +1,4 @@
-"""Whatever users pass as batches: a function, a sequence, an iterator, or a loader with a position of its own."""
+"""Sources of batches that users pass: a function, a sequence, an iterator, a loader with a position of its own."""
 
 import base64
 import collections.abc

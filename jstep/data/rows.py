@@ -1,4 +1,4 @@
-"""Which rows a batch has, in closed form: sizes and weights by step, counts up to a step, and their permutation."""
+"""The rows of a batch in closed form: sizes and weights by step, counts up to a step, and their permutation."""
 
 import bisect
 import dataclasses

@@ -1,4 +1,4 @@
-"""When a hook is due, and the base of hooks that report."""
+"""The steps and times at which a hook is due, and the base of hooks that report."""
 
 import dataclasses
 import fnmatch

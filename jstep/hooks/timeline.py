@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the stopwatch, the timeline it writes, goodput, and the files of stalls."""
+"""The time of a run: the stopwatch, the timeline it writes, goodput, and the files of stalls."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""What a run writes about itself: its card and its timeline."""
+"""The files of a run about itself: its card and its timeline."""
 
 import contextlib
 import logging

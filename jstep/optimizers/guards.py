@@ -1,4 +1,4 @@
-"""Updates on conditions: finite gradients, loss scales, noise scales, every so many steps."""
+"""Guards of updates: finite gradients, loss scales, noise scales, every so many steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

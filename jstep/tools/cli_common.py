@@ -1,4 +1,4 @@
-"""What the commands share: their interface, exit codes, output, and the checkpoints that they are given."""
+"""Common parts of the commands: interface, exit codes, output, and the checkpoints that they are given."""
 
 import argparse
 import dataclasses

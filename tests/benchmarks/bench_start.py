@@ -18,7 +18,7 @@ START = """
 import json, sys, time
 import jax, jax.numpy as jnp, numpy as np
 import jstep
-from jstep.loop import run
+from jstep.loop import start as loop_start
 
 directory, cache, kind, restore_secs = sys.argv[1], sys.argv[2] or None, sys.argv[3], float(sys.argv[4])
 LAYERS, WIDTH = 60, 256
@@ -44,7 +44,7 @@ def slow(self, *args, **kwargs):
     return restore(self, *args, **kwargs)
 jstep.Saver.restore = slow
 if kind == "serial":
-    run.overlap_start = lambda *args, **kwargs: None
+    loop_start._begin_batches = lambda *args: None
 data = jstep.batches(np.ones((4096, WIDTH), np.float32), 64)
 if kind == "make":
     with jstep.Saver(directory) as saver:

@@ -201,7 +201,7 @@ def test_results_and_held_hyperparameters_are_logged(caplog):
     caplog.set_level(logging.INFO)
     hook = jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=4)
     train(6, [hook], progress=None, log_steps=2)
-    lines = [record.getMessage() for record in caplog.records if record.filename == "logging_hook.py"]
+    lines = [record.getMessage() for record in caplog.records if record.filename == "report.py"]
     assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
     assert ["eval/loss 0.5" in line for line in lines] == [False, True, False]
     assert all("learning_rate 0.25" in line for line in lines)
@@ -214,7 +214,7 @@ def test_results_of_an_earlier_step_are_logged_with_that_step(caplog):
         jstep.EvaluationHook(lambda state: {"loss": 0.25}, every_n_steps=4, prefix="test"),
     ]
     train(6, hooks, progress=None, log_steps=4)
-    at_4, at_6 = (record.getMessage() for record in caplog.records if record.filename == "logging_hook.py")
+    at_4, at_6 = (record.getMessage() for record in caplog.records if record.filename == "report.py")
     assert "eval/loss 0.5 (step 3)  test/loss 0.25" in at_4
     assert at_4.count("(step ") == 1
     assert "eval/loss 0.5" in at_6

@@ -53,13 +53,13 @@ class PendingValue:
 
 
 def test_the_loop_does_not_wait_for_the_device(monkeypatch):
-    from jstep.hooks import metric_sums_program, report, run_hook
+    from jstep.hooks import metric_sums_program, run_hook
 
     monkeypatch.setattr(run_hook, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(metric_sums_program, "start_transfer", lambda values: None)
     monkeypatch.setattr(metric_sums_program, "is_ready", lambda values: values["loss"].ready)
     monkeypatch.setattr(metric_sums_program, "read", lambda values: {"loss": 1.0})
-    monkeypatch.setattr(report, "names_of_arrays", lambda metrics: [])
+    monkeypatch.setattr(metric_sums_program, "names_of_arrays", lambda metrics: [])
     rows, values = [], [PendingValue() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
     hook.begin(None)

@@ -155,10 +155,10 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog)
 KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
-from jstep.loop import timeline_recorder
+from jstep.loop import journal
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
-timeline_recorder.CLOCKS = timeline_recorder.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
+journal.CLOCKS = journal.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
 optimizer = jstep.gradient_descent(0.25)
 minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 steps = []

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 SAVE = """
-from jstep.checkpoint.store import object_save, packs
+from jstep.checkpoint import packs
 packs.PACK = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
@@ -28,19 +28,19 @@ with jstep.Saver(directory) as saver:
     print("STEP", int(back.global_step.addressable_data(0)), weights(back) == weights(state))
     saver.save(back)
     saver.wait()
-    write = object_save.packs.write
+    write = packs.write
     for which in (0, 1):
         def broken(*args):
             if process == which:
                 raise OSError("the disk of this one is on fire")
             return write(*args)
-        object_save.packs.write = broken
+        packs.write = broken
         saver.save(state_at(3))
         try:
             saver.wait()
         except jstep.CheckpointError as error:
             print("FAILED", which, "on fire" in str(error), flush=True)
-    object_save.packs.write = write
+    packs.write = write
     saver.save(state_at(4))
 packs.PACK = 2**20
 """

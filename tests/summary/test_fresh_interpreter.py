@@ -39,8 +39,8 @@ PROGRAM = """
     def loss_is_traced_once_during_an_import():
         for name in loaded("jstep.summary"):
             del sys.modules[name]
-        from jstep.differentiate import loss_outputs
-        loss_outputs._collects.clear()
+        from jstep.differentiate import engine
+        engine._collects.clear()
         traced = []
 
         def loss(params, x):
@@ -52,7 +52,7 @@ PROGRAM = """
 
         state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
         jstep.minimize(loss, jstep.gradient_descent(0.1)).trace(state, 1.0)
-        assert loss_outputs._collects and len(traced) == 1
+        assert engine._collects and len(traced) == 1
 
     def creating_summaries_imports_no_extra():
         all_kinds()

@@ -10,13 +10,13 @@ from safetensors_files import write_arrays
 import jstep
 
 SCRIPT = """
-from jstep.weights import place
+from jstep.weights import fit
 sizes = []
-fill = place._fill
+fill = fit._fill
 def counting(file, view, start, tensor):
     sizes.append(view.nbytes)
     fill(file, view, start, tensor)
-place._fill = counting
+fit._fill = counting
 
 for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
@@ -79,12 +79,12 @@ def test_two_processes_load_and_save(tmp_path):
 KILLED = """
 import os, sys
 import numpy as np, jstep
-from jstep.weights import write
+from jstep.weights import save
 directory, at = sys.argv[1:]
 new = {name: np.full((4, 4), 2, np.float32) for name in "abc"}
 wait = lambda *args: (print("here", flush=True), sys.stdin.read())
 if at == "written":
-    write.confirm = wait
+    save.confirm = wait
 else:
     replace, left = os.replace, [int(at)]
     def counting(*args):
