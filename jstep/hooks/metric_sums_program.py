@@ -287,12 +287,21 @@ class Columns(NamedTuple):
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Rows:
-        """The numbers of one step."""
-        pairs = [_parts(metrics[name], self.dtype) for name in self.names]
-        high = jnp.stack([high for high, _ in pairs]) if pairs else jnp.zeros(0, self.dtype)
-        is_split = any(low is not None for _, low in pairs)
-        exact = jnp.stack([jnp.zeros_like(x) if low is None else low for x, low in pairs]) if is_split else None
-        return Rows(high, exact, None, *self._loss(metrics))
+        """The numbers of one step, whose metrics are as expected."""
+        row = self.any_row(metrics)
+        is_split = any(_is_split(metrics[name], self.dtype) for name in self.names)
+        return row._replace(low=row.low if is_split else None, known=None)
+
+    def any_row(self, metrics: Mapping[str, Any]) -> Rows:
+        """The numbers of one step, whose metrics may have other shapes than expected."""
+        known = [jnp.size(metrics[name]) == 1 for name in self.names]
+        zero = jnp.zeros((), self.dtype)
+        pairs = [
+            _parts(jnp.reshape(metrics[name], ()), self.dtype) if one else (zero, zero)
+            for name, one in zip(self.names, known, strict=True)
+        ]
+        high, low = (jnp.stack(half) for half in zip(*pairs, strict=True)) if pairs else [jnp.zeros(0, self.dtype)] * 2
+        return Rows(high, low, np.array(known, bool), *self._loss(metrics))
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
         if self.loss != _SEVERAL:
@@ -372,71 +381,48 @@ class Accumulate:
         return columns_of(one.metrics, one.constants.skipped, self.limits)
 
 
-def columns_of(
-    metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = (), plain: tuple[str, ...] = ()
-) -> Columns:
-    """Choose the columns for metrics on the device, given as arrays or their types, and for numbers of the host.
+def columns_of(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
+    """Choose the columns for metrics, given as arrays or their types.
 
     Args:
         metrics: The metrics that a step computes.
         skip: The name of the metric that is 1 if an update was skipped, or None.
         limits: As in `Columns`.
-        plain: The names of numbers of the host.
     """
-    names = (*(name for name, value in metrics.items() if is_number(value)), *plain)
-    index = {name: i for i, name in enumerate(names)}
-    loss = index.get(LOSS)
-    if loss is None and LOSS in metrics and is_numeric(metrics[LOSS]):
-        loss = _SEVERAL
+    index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
+    loss = index.get(LOSS, _SEVERAL if LOSS in metrics and is_numeric(metrics[LOSS]) else None)
     values = [value for name, value in metrics.items() if name in index or name == LOSS]
     wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
-    gradient = index.get(GRAD_NORM)
-    return Columns(names, loss, index.get(skip or ""), gradient, limits, "float64" if wide else "float32")
+    dtype = "float64" if wide else "float32"
+    return Columns(tuple(index), loss, index.get(skip or ""), index.get(GRAD_NORM), limits, dtype)
 
 
 @functools.cache
 def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, plain, count) -> sums`, for calls of one step that does not accumulate by itself.
+    """Compile `add(sums, calls, count) -> sums`, for calls of one step that does not accumulate by itself.
 
-    `calls` are the values of the metrics `names` of some calls; `plain` are numbers of the host, as two floats,
-    [2, steps, metrics], or None. Only the first `count` steps count; the others are padding.
+    `calls` are the values of the metrics `names` of some calls, of which the first `count` count; the others are
+    padding.
     """
 
-    def add(sums: Sums, calls: list[list[Any]], plain: Any, count: Any) -> Sums:
-        metrics = [dict(zip(names, values, strict=True)) for values in calls]
-        return columns.add(sums, _rows(columns, metrics, plain), count)
+    def add(sums: Sums, calls: list[list[Any]], count: Any) -> Sums:
+        rows = [columns.any_row(dict(zip(names, values, strict=True))) for values in calls]
+        return columns.add(sums, jax.tree.map(lambda *parts: jnp.stack(parts), *rows), count)
 
     return jax.jit(add)
 
 
-def _rows(columns: Columns, calls: list[dict[str, Any]], plain: Any) -> Rows:
-    """The numbers of calls; a metric may change its shape from call to call."""
-    dtype, steps = columns.dtype, len(calls)
-    parts = []
-    for name in columns.names[: len(columns.names) - (0 if plain is None else plain.shape[2])]:
-        pairs = [_parts(jnp.reshape(call[name], ()), dtype) if call[name].size == 1 else None for call in calls]
-        nothing = jnp.zeros((), dtype)
-        high = jnp.stack([nothing if pair is None else pair[0] for pair in pairs])
-        low = jnp.stack([nothing if pair is None or pair[1] is None else pair[1] for pair in pairs])
-        parts.append((high, low, np.array([pair is not None for pair in pairs])))
-    if plain is not None:
-        halves = plain.astype(dtype)
-        parts += [(halves[0, :, i], halves[1, :, i], np.ones(steps, bool)) for i in range(halves.shape[2])]
-    finite, value = zip(*(columns._loss(call) for call in calls), strict=True)
-    several = (None, None) if columns.loss != _SEVERAL else (jnp.stack(finite), jnp.stack(value))
-    if not parts:
-        nothing = jnp.zeros((steps, 0), dtype)
-        return Rows(nothing, nothing, nothing.astype(bool), *several)
-    high, low, known = (jnp.stack(column, axis=1) for column in zip(*parts, strict=True))
-    return Rows(high, low, known, *several)
+def _is_split(x: Any, dtype: Any) -> bool:
+    """Whether one float may not represent a value, a large integer."""
+    return bool(jnp.issubdtype(x.dtype, jnp.integer)) and x.dtype.itemsize >= np.dtype(dtype).itemsize
 
 
 def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """Split a value into a sum of two floats, because one cannot represent a large integer; the second may be None."""
-    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= np.dtype(dtype).itemsize:
-        low = x & 0xFFF
-        return (x - low).astype(dtype), low.astype(dtype)
-    return x.astype(dtype), None
+    """Split a value into a sum of two floats."""
+    if not _is_split(x, dtype):
+        return x.astype(dtype), jnp.zeros((), dtype)
+    low = x & 0xFFF
+    return (x - low).astype(dtype), low.astype(dtype)
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
 from jstep.distributed import processes
 from jstep.hooks.counters import DispatchedSteps, StepCounterHook
-from jstep.hooks.metric_sums import MetricSums, kinds_of
+from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compilations_here, seconds_here, shapes_of, stacked_shapes
@@ -519,7 +519,7 @@ class Programs:
                 if program is not None:
                     self._last = weakref.ref(new)
                 if sums.is_wanted and type(metrics) is dict:
-                    sums.add_traced(call.first, metrics, constants)
+                    sums.add(call.first, metrics, constants.skipped, constants)
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:
@@ -537,7 +537,7 @@ class Programs:
             return result
         self._constants = Constants({}, skip_metric_of(stage.single))
         if self.sums.is_wanted and isinstance(result[1], Mapping):
-            self.sums.add(call.first, result[1], self._constants.skipped, kinds=kinds_of(result[1]))
+            self.sums.add(call.first, result[1], self._constants.skipped)
         return keep_roles(state, result[0]), result[1]
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:

@@ -241,7 +241,6 @@ class HookRunner:
 
     def _call_due_hooks(self) -> None:
         run = self._run
-        run.sums.read()
         step, watch = run.step, run.watch
         error: Exception | None = None
         failed: Any = None
@@ -313,7 +312,6 @@ class HookRunner:
         if run.step == run.first or run.is_over:
             return
         run.is_over = True
-        run.sums.read()
         self._count_examples(run.step)
         errors: list[Exception] = []
         pending, run.pending = run.pending, []

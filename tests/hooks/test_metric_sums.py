@@ -243,13 +243,13 @@ def test_later_calls_and_others_are_added_in_order():
     constants = Constants({}, "skipped")
     for step in range(3):
         skipped = jnp.asarray(float(step > 0))
-        sums.add_traced(step, {"loss": jnp.asarray(float(step)), "skipped": skipped}, constants)
+        sums.add(step, {"loss": jnp.asarray(float(step)), "skipped": skipped}, constants.skipped, constants)
     sums.add(3, {"loss": jnp.asarray(3.0), "skipped": jnp.asarray(0.0)}, "skipped")
     totals = sums.take(number).totals
     assert totals.sums["loss"] == (6.0, 4.0)
     assert totals.over == {2: 3}
     assert totals.skips == 0
-    sums.add_traced(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants)
+    sums.add(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants.skipped, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5
 
@@ -260,9 +260,9 @@ def test_steps_that_a_program_did_not_follow_are_added_once_each():
     number = sums.subscribe()
     constants = Constants({}, None)
     for step in (0, 1, 2, 7, 8, 8, 9):
-        sums.add_traced(step, {"loss": jnp.float32(step)}, constants)
+        sums.add(step, {"loss": jnp.float32(step)}, constants.skipped, constants)
     sums.add(10, {"loss": jnp.float32(10)})
-    sums.add_traced(11, {"loss": jnp.float32(11)}, constants)
+    sums.add(11, {"loss": jnp.float32(11)}, constants.skipped, constants)
     totals = sums.take(number).totals
     assert totals.sums["loss"] == (56.0, 9.0)
     assert totals.last == 12
