@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,9 @@ class Wanted:
 
     Attributes:
         path: The path of the leaf.
+        keys: The keys of the path.
         leaf: The leaf.
+        kind: Its shape and dtype.
         source: The saved leaf; None if no saved leaf fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
         left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
@@ -45,11 +47,23 @@ class Wanted:
     """
 
     path: str
+    keys: Keys
     leaf: Any
-    source: Leaf | None
+    kind: Kind
+    source: Leaf | None = None
     is_guard: bool = False
     left_out: LeftOut | None = None
     copy_of: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype."""
+        return self.kind[1]
+
+    @property
+    def is_numpy(self) -> bool:
+        """Whether the leaf is a NumPy array."""
+        return isinstance(self.leaf, np.ndarray | np.generic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +76,6 @@ class Match:
         extra: Paths of the checkpoint that the target does not use.
         differing: Descriptions of leaves that differ in shape or dtype.
         untrained: Paths of the checkpoint for which the target has no use: averages of parameters that are not updated.
-        in_other_format: Whether the slots seem to be those of the target, stored in another format: see `repack`.
     """
 
     wanted: list[Wanted]
@@ -70,7 +83,6 @@ class Match:
     extra: list[str]
     differing: list[str]
     untrained: list[str]
-    in_other_format: bool = False
 
     def differences(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
@@ -81,13 +93,6 @@ class Match:
             + _by_prefix(self.extra)
             + listing("differing", self.differing)
         )
-
-
-class _TargetLeaf(NamedTuple):
-    id: _Id
-    keys: Keys
-    leaf: Any
-    kind: Kind
 
 
 def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
@@ -106,80 +111,64 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     """
     records = slots.leaves_by_id(manifest.leaves)
     saved: dict[_Id, Leaf | LeftOut] = {**slots.leaves_by_id(manifest.left_out), **records}
-    leaves = _leaves_of(target)
-    steps = next((leaf.kind[0] for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
+        keys = slots.keys_of(path)
+        leaves.append(Wanted("/".join(keys), keys, leaf, _kind(leaf, "/".join(keys))))
+    steps = next((one.kind[0] for one in leaves if one.keys == (GLOBAL_STEP,)), ())
     renamed = _renamed(names, target, leaves, {path for path, _ in saved}, where)
-    own = [(renamed.get(leaf.id[0], leaf.id[0]), leaf.id[1]) for leaf in leaves]
-
-    def average(i: int) -> _Id | None:
-        found = average_of(own[i], records, averages)
-        return found if found is not None and records[found].shape == leaves[i].kind[0] else None
-
+    own = [(renamed.get(path, path), number) for path, number in slots.ids(one.path for one in leaves)]
+    averaged = [average_of(key, records, averages) for key in own]
+    averaged = [
+        key if key is not None and records[key].shape == one.kind[0] else None
+        for key, one in zip(averaged, leaves, strict=True)
+    ]
     found = assign(
-        [average(i) or key for i, key in enumerate(own)],
+        [key or other for key, other in zip(averaged, own, strict=True)],
         saved,
-        lambda i, source: "" if average(i) else _difference(leaves[i], source, steps),
+        lambda i, source: "" if averaged[i] else _difference(leaves[i], source, steps),
     )
     guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
     of_guards = {i for i in found.missing if leaves[i].keys in guards}
+    copies: dict[int, int] = {}  # leaf that the checkpoint lacks → the restored leaf that it begins as a copy of
+    for i, originals in ({} if all(found.sources) else slots.copied(target)).items():
+        restored = [j for j in originals if isinstance(found.sources[j], Leaf)]
+        if found.sources[i] is None and restored:
+            copies[i] = restored[0]
+    wanted = [
+        dataclasses.replace(
+            one,
+            source=source if isinstance(source, Leaf) else None,
+            is_guard=i in of_guards,
+            left_out=source if isinstance(source, LeftOut) else None,
+            copy_of=copies.get(i),
+        )
+        for i, (one, source) in enumerate(zip(leaves, found.sources, strict=True))
+    ]
     passed_over = set(own)  # by averages in their place
-    unused = [key for key in found.unused if key not in passed_over and _is_extra(key, saved[key], averages)]
+    unused = [
+        key
+        for key in found.unused
+        if isinstance(saved[key], Leaf) and key not in passed_over and not _is_of_averages(key[0], averages)
+    ]
     paths = {path for path, _ in own}
     untrained = [key for key in unused if slots.is_of_untrained(saved[key].keys, paths, target)]
-    copies = {} if all(found.sources) else _restored_copies(slots.copied(target), found.sources)
     return Match(
-        [_wanted(leaf, found.sources[i], i in of_guards, copies.get(i)) for i, leaf in enumerate(leaves)],
-        [leaves[i].id[0] for i in found.missing if i not in of_guards],
+        wanted,
+        [leaves[i].path for i in found.missing if i not in of_guards],
         [key[0] for key in unused if key not in untrained],
         found.differing,
         [key[0] for key in untrained],
-        slots.is_in_other_format(
-            {leaf.keys: leaf.kind for leaf in leaves},
-            {leaf.keys: (leaf.shape, leaf.dtype) for leaf in manifest.leaves},
-            roles_in(target),
-        ),
     )
 
 
-def _leaves_of(target: Any) -> list[_TargetLeaf]:
-    flat = jax.tree_util.tree_leaves_with_path(target)
-    by_path = slots.ids(trees.path_str(keys) for keys, _ in flat)
-    return [
-        _TargetLeaf(name, slots.keys_of(keys), leaf, _kind(leaf, name[0]))
-        for name, (keys, leaf) in zip(by_path, flat, strict=True)
-    ]
-
-
-def _wanted(leaf: _TargetLeaf, source: Leaf | LeftOut | None, is_guard: bool, copy_of: int | None) -> Wanted:
-    if isinstance(source, LeftOut):
-        return Wanted(leaf.id[0], leaf.leaf, None, is_guard, source)
-    return Wanted(leaf.id[0], leaf.leaf, source, is_guard, copy_of=copy_of)
-
-
-def _restored_copies(copied: Mapping[int, Sequence[int]], sources: Sequence[Leaf | LeftOut | None]) -> dict[int, int]:
-    """Return the leaves that the checkpoint lacks → the restored leaves that they begin as copies of."""
-    found: dict[int, int] = {}
-    for i, originals in copied.items():
-        if (
-            sources[i] is None
-            and (one := next((j for j in originals if isinstance(sources[j], Leaf)), None)) is not None
-        ):
-            found[i] = one
-    return found
-
-
-def _difference(leaf: _TargetLeaf, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
+def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
     """Describe why a saved leaf does not fit; the empty string if it fits."""
     saved = source.shape, source.dtype
     if saved == leaf.kind or (isinstance(source, Leaf) and slots.converts(leaf.keys, saved, leaf.kind, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOut) else ""
-    return f"{leaf.id[0]!r} ({left_out}{array_type(*saved)}, and {array_type(*leaf.kind)} in target)"
-
-
-def _is_extra(key: _Id, source: Leaf | LeftOut, averages: Sequence[str] | None) -> bool:
-    """Return whether a saved leaf that the target does not use is worth a message."""
-    return isinstance(source, Leaf) and not _is_average(key[0], averages) and not _is_age_of(averages, key[0])
+    return f"{leaf.path!r} ({left_out}{array_type(*saved)}, and {array_type(*leaf.kind)} in target)"
 
 
 _REPACK = (
@@ -189,11 +178,12 @@ _REPACK = (
 )
 
 
-def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
+def check(found: Match, target: Any, manifest: Manifest, partial: bool, where: str) -> None:
     """Check that a state can be restored from what was matched.
 
     Args:
         found: The result of `match`.
+        target: The target.
         manifest: The manifest of the checkpoint.
         partial: Whether leaves that do not fit are skipped.
         where: The name of the checkpoint, for errors.
@@ -202,10 +192,12 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
         ValueError: Something does not fit (lists it); or, if partial, nothing or not the step.
     """
     if not partial and found.differences():
+        kinds = {one.keys: one.kind for one in found.wanted}
+        saved = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in manifest.leaves}
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
-            + (_REPACK if found.in_other_format else "")
+            + (_REPACK if slots.is_in_other_format(kinds, saved, roles_in(target)) else "")
         )
     if found.wanted and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
@@ -221,11 +213,6 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
             "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
             "a step, such as {'params': params}."
         )
-    _check_left_out(found, where)
-
-
-def _check_left_out(found: Match, where: str) -> None:
-    """Check that the target has the values that the checkpoint lacks."""
     without = [repr(one.path) for one in found.wanted if one.left_out is not None and not has_value(one.leaf)]
     if without:
         raise ValueError(
@@ -236,11 +223,9 @@ def _check_left_out(found: Match, where: str) -> None:
         )
 
 
-def _renamed(
-    names: Names | None, target: Any, leaves: Sequence[_TargetLeaf], saved: set[str], where: str
-) -> dict[str, str]:
+def _renamed(names: Names | None, target: Any, leaves: Sequence[Wanted], saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    given = entries(names, names_of(target), "target", _FORM)
+    given = {} if names is None else entries(names, names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
         given = {path: other for path, other in given.items() if other is not None}
     for path, other in given.items():
@@ -252,7 +237,7 @@ def _renamed(
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
                 + trees.nearest(other, sorted(saved))
             )
-    former = slots.former_paths({leaf.id[0]: leaf.keys for leaf in leaves}, saved)
+    former = slots.former_paths({leaf.path: leaf.keys for leaf in leaves}, saved)
     return given | {path: other for path, other in former.items() if given.get(path, path) == path}
 
 
@@ -277,14 +262,14 @@ def _is_average(path: str, averages: Sequence[str] | None) -> bool:
     return any(path == f"slots/{slot}" or path.startswith(f"slots/{slot}/") for slot in averages or ())
 
 
-def _is_age_of(averages: Sequence[str] | None, path: str) -> bool:
-    """Return whether a path may be the age of averages with zero_debias, which may be that of their optimizer."""
+def _is_of_averages(path: str, averages: Sequence[str] | None) -> bool:
+    """Return whether a path is an average, or may be the age of averages with zero_debias, or of their optimizer."""
     for slot in averages or ():
         scope = f"slots/{slot}".rpartition("/")[0]
         own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
         if own or path == f"{scope}/start_step":
             return True
-    return False
+    return _is_average(path, averages)
 
 
 def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
@@ -338,7 +323,7 @@ def match_params(
     whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest, averages, whole, where)
-    check(found, manifest, True, where)
+    check(found, target, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
     if found.differences():
@@ -392,29 +377,20 @@ def _by_prefix(paths: Sequence[str]) -> str:
     """Count paths by their common prefixes, for the end of a listing that does not show all of them."""
     if len(paths) <= SHOWN:
         return ""
-    split = [path.split("/") for path in paths]
-    by_entry, by_field = (_groups(split, depth) for depth in (2, 1))
-    chosen = by_entry if len(by_entry) <= _GROUPS else by_field
-    return f", that is, {', '.join(map(_counted, chosen))}"
-
-
-def _groups(split: Sequence[list[str]], depth: int) -> list[list[list[str]]]:
     groups: dict[tuple[str, ...], list[list[str]]] = {}
-    for parts in split:
-        groups.setdefault(tuple(parts[:depth]), []).append(parts)
-    return list(groups.values())
-
-
-def _counted(split: Sequence[list[str]]) -> str:
-    if len(split) == 1:
-        return repr("/".join(split[0]))
-    return f"'{'/'.join([*split[0][: _common(split)], '*'])}' ({len(split)} leaves)"
-
-
-def _common(split: Sequence[list[str]]) -> int:
-    """Return the number of leading parts that all paths share, not counting the last part of a path."""
-    columns = zip(*(parts[:-1] for parts in split), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    for depth in (2, 1):  # by entries of a field, or by field
+        groups = {}
+        for path in paths:
+            groups.setdefault(tuple(path.split("/")[:depth]), []).append(path.split("/"))
+        if len(groups) <= _GROUPS:
+            break
+    counted = []
+    for split in groups.values():
+        columns = zip(*(parts[:-1] for parts in split), strict=False)
+        common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+        of_all = f"'{'/'.join([*common, '*'])}' ({len(split)} leaves)"
+        counted.append(repr("/".join(split[0])) if len(split) == 1 else of_all)
+    return f", that is, {', '.join(counted)}"
 
 
 # Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.
@@ -422,22 +398,16 @@ def _common(split: Sequence[list[str]]) -> int:
 
 def stored_sharding(wanted: Wanted) -> Any:
     """Return the sharding for reading the stored array of a leaf; None to read it as a NumPy array."""
-    if isinstance(wanted.leaf, np.ndarray | np.generic):
+    record = wanted.source
+    assert record is not None
+    if wanted.is_numpy:
         return None
     sharding = target_sharding(wanted.leaf, wanted.path)
-    if wanted.source is not None and wanted.source.dtype != dtype_of(wanted):
+    if record.dtype != wanted.dtype:
         return None  # a count of another width: converted on the host, which supports both
-    is_key = wanted.source is not None and wanted.source.key_impl is not None
     # The data of a key has additional axes, which these two shardings do not split.
     fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
-    return sharding if fits or not is_key else None
-
-
-def dtype_of(wanted: Wanted) -> str:
-    """Return the dtype of a leaf of a target."""
-    leaf = wanted.leaf
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    return slots.dtype_name(dtype)
+    return sharding if fits or record.key_impl is None else None
 
 
 def place_leaf(wanted: Wanted, read: Any) -> Any:
@@ -450,9 +420,9 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
     array = slots.zeros_of(record) if read is None else read
-    if record.dtype != (wanted_dtype := dtype_of(wanted)) and jnp.issubdtype(record.dtype, jnp.integer):
-        record, array = dataclasses.replace(record, dtype=wanted_dtype), _count(wanted, np.asarray(array))
-    if isinstance(leaf, np.ndarray | np.generic):
+    if record.dtype != wanted.dtype and jnp.issubdtype(record.dtype, jnp.integer):
+        record, array = dataclasses.replace(record, dtype=wanted.dtype), _count(wanted, np.asarray(array))
+    if wanted.is_numpy:
         return np.array(slots.from_stored(record, np.asarray(array)), leaf.dtype)
     sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(array, jax.Array):
@@ -471,7 +441,7 @@ def place_leaf(wanted: Wanted, read: Any) -> Any:
 
 def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert a count to the integer dtype of the target."""
-    converted = array.astype(dtype_of(wanted))
+    converted = array.astype(wanted.dtype)
     if (converted != array).any():
         raise ValueError(
             f"target: {wanted.path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
@@ -491,22 +461,25 @@ def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays; `averages` replace params if given."""
+    records = slots.leaves_by_id(leaves)
     values = {}
-    for key, record in slots.leaves_by_id(leaves).items():
+    for key, record in records.items():
         array = slots.zeros_of(record) if record.array is None else arrays[record.array]
         values[key] = array if record.key_impl is not None else slots.from_stored(record, array)
-    out = []
-    for key, record in slots.leaves_by_id(leaves).items():
+    nested: dict[str, Any] = {}
+    for key, record in records.items():
         average = average_of(key, values, averages)
-        value = values[key] if average is None else values[average].astype(values[key].dtype)
-        out.append((record, value))
-    return slots.nested_leaves(out)
+        at = nested
+        for part in record.keys[:-1]:
+            at = at.setdefault(part, {})
+        at[record.keys[-1]] = values[key] if average is None else values[average].astype(values[key].dtype)
+    return nested
 
 
 def copy_of(wanted: Wanted, original: Any) -> Any:
     """Return a copy of another leaf of the target, as it was restored, in the dtype and sharding of this one."""
-    leaf, dtype = wanted.leaf, dtype_of(wanted)
-    if isinstance(leaf, np.ndarray | np.generic):
+    leaf, dtype = wanted.leaf, wanted.dtype
+    if wanted.is_numpy:
         return np.array(original, leaf.dtype)
     array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))
     sharding = target_sharding(leaf, wanted.path)
@@ -531,16 +504,12 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
         ValueError: The leaf has no value.
     """
     leaf = wanted.leaf
-    if wanted.is_guard and jnp.issubdtype(dtype_of(wanted), jnp.integer):
-        since = np.full(np.shape(leaf), step, dtype_of(wanted))
-        if isinstance(leaf, np.ndarray | np.generic):
-            return since
-        return jax.device_put(place_anywhere(since), target_sharding(leaf, wanted.path))
+    if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
+        since = np.full(np.shape(leaf), step, wanted.dtype)
+        return since if wanted.is_numpy else jax.device_put(place_anywhere(since), target_sharding(leaf, wanted.path))
     if not has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
             "with partial=True, pass arrays for leaves that the checkpoint lacks"
         )
-    return (
-        leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-    )
+    return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

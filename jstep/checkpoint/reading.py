@@ -14,7 +14,6 @@ from jstep.checkpoint import match, slots
 from jstep.checkpoint.listing import CorruptedError, Store, misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.match import PARAMS, Match, Names
-from jstep.checkpoint.slots import changed_leaves
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
@@ -56,9 +55,10 @@ class Reader:
             if averages is not None:
                 match.check_averages(averages, manifest.leaves, path)
             if target is None:
-                return self._read_nested(path, manifest, averages)
+                stored = {leaf.array: None for leaf in manifest.leaves if leaf.array is not None}
+                return match.nested_values(manifest.leaves, self._read(path, manifest, stored), averages)
             found = match.match(target, manifest, averages, names, path)
-            match.check(found, manifest, partial, path)
+            match.check(found, target, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
@@ -138,46 +138,30 @@ class Reader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_nested(self, path: str, manifest: Manifest, averages: Sequence[str] | None) -> dict[str, Any]:
-        arrays = self._read(path, manifest, {leaf.array: None for leaf in manifest.leaves if leaf.array is not None})
-        return match.nested_values(manifest.leaves, arrays, averages)
-
     def _read_leaves(self, path: str, manifest: Manifest, found: Match) -> list[Any]:
-        """Return the leaves of a target in its order: restored, or kept."""
+        """Return the leaves of a target in its order: restored, kept, or copies of others."""
         with internal_transfers():
-            kept = {
-                i: match.keep_target_leaf(want, manifest.step)
-                for i, want in enumerate(found.wanted)
-                if want.source is None and want.copy_of is None
-            }
-            sources = [want.source for want in found.wanted if want.source is not None]
-            uses = Counter(source.array for source in sources)
+            values = [
+                match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy_of is None else None
+                for want in found.wanted
+            ]
+            uses = Counter(want.source.array for want in found.wanted if want.source is not None)
             shardings: dict[str, Any] = {}
             for want in found.wanted:
                 if want.source is not None and want.source.array is not None:
                     shardings.setdefault(want.source.array, match.stored_sharding(want))
             arrays = self._read(path, manifest, shardings)
-
-            def value(i: int) -> Any:
-                want = found.wanted[i]
-                if want.source is None:
-                    return kept.get(i)
-                array: Any = arrays.get(want.source.array or "")
-                shared = uses[want.source.array] > 1 and isinstance(array, jax.Array)
-                return match.place_leaf(want, array.copy() if shared else array)
-
-            values = [value(i) for i in range(len(found.wanted))]
+            for i, want in enumerate(found.wanted):
+                if want.source is not None:
+                    name = want.source.array
+                    array: Any = None if name is None else arrays[name]
+                    shared = uses[name] > 1 and isinstance(array, jax.Array)
+                    values[i] = match.place_leaf(want, array.copy() if shared else array)
             for i, want in enumerate(found.wanted):
                 if want.copy_of is not None:
                     values[i] = match.copy_of(want, values[want.copy_of])
-        self._warn_of_changed(path, found, values)
-        return values
-
-    def _warn_of_changed(self, path: str, found: Match, values: Sequence[Any]) -> None:
-        """Warn of leaves that were left out of the checkpoint and have other values in the target."""
-        with internal_transfers():
             pairs = zip(found.wanted, values, strict=True)
-            changed = changed_leaves((one.left_out, value) for one, value in pairs if one.left_out is not None)
+            changed = slots.changed_leaves([(one.left_out, value) for one, value in pairs if one.left_out is not None])
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
@@ -186,6 +170,7 @@ class Reader:
                 path,
                 listing("differing", [repr(leaf.path) for leaf in changed]),
             )
+        return values
 
     def _log_differences(self, path: str, step: int, target: Any, found: Match, values: Sequence[Any]) -> None:
         """Log what a partial restore has left out: only this log shows a misspelt path."""

@@ -162,17 +162,6 @@ def _unique(path: str, number: int) -> str:
     return path if number == 1 else f"{path}#{number}"
 
 
-def nested_leaves(leaves: Sequence[tuple[Leaf, Any]]) -> dict[str, Any]:
-    """Return nested dicts by the keys of each leaf, for inspection."""
-    out: dict[str, Any] = {}
-    for record, value in leaves:
-        at = out
-        for key in record.keys[:-1]:
-            at = at.setdefault(key, {})
-        at[record.keys[-1]] = value
-    return out
-
-
 # Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
 
 ARGUMENT = "leave_out"
@@ -218,36 +207,35 @@ def _field(state: Any, name: str) -> Any:
 
 def started_slots(named: Sequence[tuple[Leaf, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
     """Start computing the fingerprints of leaves on their devices; the returned function waits for them."""
-    begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named], [value for _, value in named])
+    texts = _started(named)
 
     def records() -> tuple[LeftOut, ...]:
-        texts = _texts(begun, len(named))
         return tuple(
             LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, text)
-            for (leaf, _), text in zip(named, texts, strict=True)
+            for (leaf, _), text in zip(named, texts(), strict=True)
         )
 
     return records
 
 
-def changed_leaves(pairs: Iterable[tuple[LeftOut, Any]]) -> list[LeftOut]:
+def changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
     """Return those left-out leaves whose values in a target differ from the fingerprint."""
-    found = list(pairs)
-    begun = _started([(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in found], [value for _, value in found])
-    texts = _texts(begun, len(found))
-    return [leaf for (leaf, _), text in zip(found, texts, strict=True) if text != leaf.fingerprint]
+    return [leaf for (leaf, _), text in zip(pairs, _started(pairs)(), strict=True) if text != leaf.fingerprint]
 
 
-def _started(kinds: Sequence[tuple[str, str, tuple[int, ...]]], values: Sequence[Any]) -> list[tuple[list[int], Any]]:
-    return stacked(values, np.stack([leaf_key(*one) for one in kinds])) if kinds else []
+def _started(pairs: Sequence[tuple[Leaf | LeftOut, Any]]) -> Callable[[], list[str]]:
+    """Start computing the fingerprints of leaves; the returned function waits for them."""
+    keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in pairs]
+    begun = stacked([value for _, value in pairs], np.stack(keys)) if keys else []
 
+    def texts() -> list[str]:
+        found = [""] * len(keys)
+        with internal_transfers():
+            for numbers, words in begun:
+                for number, pair in zip(numbers, np.asarray(words), strict=True):
+                    found[number] = as_text(pair)
+        return found
 
-def _texts(begun: Sequence[tuple[list[int], Any]], count: int) -> list[str]:
-    texts = [""] * count
-    with internal_transfers():
-        for numbers, pairs in begun:
-            for number, pair in zip(numbers, np.asarray(pairs), strict=True):
-                texts[number] = as_text(pair)
     return texts
 
 
