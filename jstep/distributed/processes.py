@@ -85,7 +85,7 @@ def is_single_process() -> bool:
 
 def any_process(true: bool) -> bool:
     """Return whether the value is true on any process."""
-    return bool(max_over_processes(np.array([true]))[0])
+    return bool(true if is_single_process() else max_over_processes(np.array([true]))[0])
 
 
 def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -196,7 +196,10 @@ def known(arguments: Known) -> Known:
         if is_complete(found):
             break
         other = launcher()
-        _refuse_contradictions(found, other)
+        for field in (COUNT, INDEX):
+            if field in found and field in other and found[field].value != other[field].value:
+                both, names = f"{found[field]}, {other[field]}", ", ".join(_JAX.values())
+                raise ValueError(f"{both}: they disagree; set {names}, all three, or none")
         check_range({**other, **found})
         found = {**other, **found} if is_read_here else found
     return found
@@ -254,13 +257,10 @@ def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
         text = os.environ.get(name, "").strip()
         if not text:
             continue
-        if field != ADDRESS:
-            try:
-                found[field] = Setting(int(text), name)
-            except ValueError:
-                raise ValueError(f"{name}={text!r}: must be an integer") from None
-        else:
-            found[field] = Setting(text, name)
+        try:
+            found[field] = Setting(text if field == ADDRESS else int(text), name)
+        except ValueError:
+            raise ValueError(f"{name}={text!r}: must be an integer") from None
     return found
 
 
@@ -284,26 +284,15 @@ def _of_skypilot() -> dict[str, Setting]:
     if len(nodes) != found[COUNT].value:
         raise ValueError(f"{found[COUNT]}: must be the number of addresses in {found[ADDRESS]}, which is {len(nodes)}")
     host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
-    return {**found, ADDRESS: Setting(f"{host}:{_port()}", _SKYPILOT[ADDRESS])}
-
-
-def _port() -> str:
-    """Return JAX's variable for the port, or a port derived from the task, above Linux's ephemeral ports."""
+    # JAX's variable for the port, or one derived from the task, above Linux's ephemeral ports.
     task = os.environ.get("SKYPILOT_TASK_ID", "")
-    return os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
+    port = os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
+    return {**found, ADDRESS: Setting(f"{host}:{port}", _SKYPILOT[ADDRESS])}
 
 
 def _of_slurm() -> dict[str, Setting]:
     """Read the variables of `srun`, if it started this process."""
     return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
-
-
-def _refuse_contradictions(found: Known, other: Known) -> None:
-    for field in (COUNT, INDEX):
-        if field in found and field in other and found[field].value != other[field].value:
-            raise ValueError(
-                f"{found[field]}, {other[field]}: they disagree; set {', '.join(_JAX.values())}, all three, or none"
-            )
 
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
@@ -363,7 +352,11 @@ def initialize(
     arguments = {name: Setting(value, name) for name, value in given.items() if value is not None}
     check_range(arguments)
     if jax.distributed.is_initialized():
-        _check_joined(num_processes, process_id)
+        for name, wanted, ask in ((COUNT, num_processes, jax.process_count), (INDEX, process_id, jax.process_index)):
+            if wanted is not None and wanted != (joined := ask()):
+                raise RuntimeError(
+                    f"{name}={wanted}: JAX is already initialized with {name}={joined}; initialize only once"
+                )
         return
     if num_processes == 1:
         return
@@ -406,17 +399,6 @@ def initialize(
             "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
             "where they are detected; num_processes=1 trains with a single process."
         ) from error
-
-
-def _check_joined(num_processes: int | None, process_id: int | None) -> None:
-    """Compare the arguments with an earlier initialization, by this function or a launcher.
-
-    Raises:
-        RuntimeError: JAX was initialized with other processes than the arguments specify.
-    """
-    for name, wanted, ask in ((COUNT, num_processes, jax.process_count), (INDEX, process_id, jax.process_index)):
-        if wanted is not None and wanted != (found := ask()):
-            raise RuntimeError(f"{name}={wanted}: JAX is already initialized with {name}={found}; initialize only once")
 
 
 def _host_and_port(address: Setting) -> tuple[str, int]:

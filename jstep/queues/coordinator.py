@@ -1,6 +1,7 @@
 """The Coordinator, which stops threads together, and runners that fill queues."""
 
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -60,7 +61,14 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        self._clean_stop_types = _as_exception_types(clean_stop_exception_types)
+        types: Any = (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
+        each = (types,) if isinstance(types, type) else tuple(types) if isinstance(types, Iterable) else None
+        if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
+            raise TypeError(
+                f"clean_stop_exception_types={shown(types)}: must be exception types, such as "
+                f"(jstep.OutOfRangeError,), got {kind(types)}"
+            )
+        self._clean_stop_types = each
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._stopped = False
@@ -220,7 +228,9 @@ class Coordinator:
             stop_grace_period_secs, "stop_grace_period_secs", low=0, finite=False, meaning="seconds, 0 for no grace"
         )
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
-        given = _as_threads(threads)
+        if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable | None):
+            raise TypeError(f"threads={shown(threads)}: must be a list of threads, got {kind(threads)}")
+        given = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
         self._wait_for_end(given, grace_secs)
         with self._changed:
             waited_for = given | self._threads
@@ -270,23 +280,6 @@ class Coordinator:
             raise exc_info[1].with_traceback(exc_info[2])
 
 
-def _as_exception_types(types: Any) -> tuple[type[BaseException], ...]:
-    """Return the exception types that end a run without an error.
-
-    Raises:
-        TypeError: They are not exception types.
-    """
-    if types is None:
-        return (OutOfRangeError,)
-    each = (types,) if isinstance(types, type) else tuple(types) if isinstance(types, Iterable) else None
-    if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
-        raise TypeError(
-            f"clean_stop_exception_types={shown(types)}: must be exception types, such as (jstep.OutOfRangeError,), "
-            f"got {kind(types)}"
-        )
-    return each
-
-
 def _as_exc_info(ex: Any) -> ExcInfo | None:
     """Return an exception, or the `sys.exc_info()` of one, in the latter form; None for None.
 
@@ -317,19 +310,6 @@ def _as_thread(thread: Any, argument: str) -> threading.Thread:
     if not isinstance(thread, threading.Thread):
         raise TypeError(f"{argument}={shown(thread)}: must be a threading.Thread, got {kind(thread)}")
     return thread
-
-
-def _as_threads(threads: Any) -> set[threading.Thread]:
-    """Return the set of threads in a list; the empty set for None.
-
-    Raises:
-        TypeError: It is not a list of threads.
-    """
-    if threads is None:
-        return set()
-    if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable):
-        raise TypeError(f"threads={shown(threads)}: must be a list of threads, got {kind(threads)}")
-    return {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads)}
 
 
 def _check_joinable(threads: Iterable[threading.Thread]) -> None:
@@ -475,11 +455,13 @@ class QueueRunner:
             self._exceptions, self._coord, self._left = [], coord, len(self._ops)
             # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
             self._closed_before = self._queue.is_closed()
-            self._forget = coord.call_on_stop(self._cancel) if coord else lambda: None
-            threads: list[threading.Thread] = [
-                Thread(target=self.feed, args=(op,), name=self._thread_name(i, op), daemon=daemon)
-                for i, op in enumerate(self._ops)
-            ]
+            cancel = functools.partial(self._queue.close, cancel_pending_enqueues=True)
+            self._forget = coord.call_on_stop(cancel) if coord else lambda: None
+            threads: list[threading.Thread] = []
+            for i, op in enumerate(self._ops):
+                called = getattr(op, "__name__", type(op).__name__)
+                name = f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{called}"
+                threads.append(Thread(target=self.feed, args=(op,), name=name, daemon=daemon))
             self._threads = threads
         for thread in threads:
             if coord:
@@ -488,10 +470,6 @@ class QueueRunner:
             for thread in threads:
                 thread.start()
         return list(threads)
-
-    def _thread_name(self, i: int, op: Callable[[], object]) -> str:
-        name = getattr(op, "__name__", type(op).__name__)
-        return f"QueueRunnerThread-{type(self._queue).__name__}-{i}-{name}"
 
     def feed(self, op: Callable[[], object]) -> None:
         """Call an op again and again; all that a thread does."""
@@ -517,9 +495,6 @@ class QueueRunner:
             if last:
                 self._forget()
                 self._queue.close()
-
-    def _cancel(self) -> None:
-        self._queue.close(cancel_pending_enqueues=True)
 
     def _report(self, ex: BaseException) -> None:
         self._queue.fail(ex)

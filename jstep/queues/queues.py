@@ -171,7 +171,9 @@ class BoundedQueue:
         """
         with self._mutex:
             if len(self._items) + self._held >= self._limit:
-                self._await_room()
+                with self._pending_enqueue():
+                    while (self._adding or len(self._items) + self._held >= self._room) and not self._cancelled:
+                        self._for_room.wait()
             if self._empty_batch is None:
                 self._empty_batch = _empty_batch_of(element)
             self._items.append(element)
@@ -227,8 +229,10 @@ class BoundedQueue:
             OutOfRangeError: The queue is closed and empty.
         """
         with self._mutex:
-            if len(self._items) + self._held < self._needed or self._collecting:
-                self._await_element()
+            while (size := len(self._items) + self._held) < self._needed or self._collecting:
+                if not self._collecting:
+                    self._check_enough(1, size)
+                self._for_elements.wait()
             element = self._take()
             if self._pending:
                 self._wake_producer()
@@ -287,7 +291,8 @@ class BoundedQueue:
             if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
                 n = self._await_batch(n, at_least)
             elements = [self._take() for _ in range(n)]
-            self._wake_producers()
+            for _ in range(min(self._pending, max(self._room - self.size(), 0))):
+                self._wake_producer()
         try:
             with internal_transfers():
                 return stack_trees(elements, name)
@@ -364,11 +369,6 @@ class BoundedQueue:
         if self._cancelled:
             raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
 
-    def _await_room(self) -> None:
-        with self._pending_enqueue():
-            while (self._adding or len(self._items) + self._held >= self._room) and not self._cancelled:
-                self._for_room.wait()
-
     def _await_space(self, n: int) -> None:
         """Wait for room for n elements at once."""
         with self._pending_enqueue():
@@ -387,12 +387,6 @@ class BoundedQueue:
     def _most_before(self, n: int) -> int:
         """Return the size from which n elements may be added: the most with room for them, or without a dequeue."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
-
-    def _await_element(self) -> None:
-        while (size := len(self._items) + self._held) < self._needed or self._collecting:
-            if not self._collecting:
-                self._check_enough(1, size)
-            self._for_elements.wait()
 
     def _await_batch(self, n: int, at_least: int) -> int:
         """Wait for n elements, or the end of a queue with at least some; return the number to take."""
@@ -455,10 +449,6 @@ class BoundedQueue:
                 self._for_space.notify_one()
         elif self._for_room.count:
             self._for_room.notify_one()
-
-    def _wake_producers(self) -> None:
-        for _ in range(min(self._pending, max(self._room - self.size(), 0))):
-            self._wake_producer()
 
 
 # Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue.

@@ -17,21 +17,13 @@ if TYPE_CHECKING:
     from jstep.summary.make import Summary, collect, image, merge, merge_all, scalar, summaries_in, text, zero_fraction
     from jstep.summary.writer import SummaryWriter
 else:  # these import JAX
+    _made = ("Summary", "collect", "image", "merge", "merge_all", "scalar", "summaries_in", "text", "zero_fraction")
     __getattr__, __dir__ = _load_when_used(
         globals(),
         {
-            "collect": "jstep.summary.make",
-            "merge_all": "jstep.summary.make",
+            **dict.fromkeys(_made, "jstep.summary.make"),
+            **dict.fromkeys(("histogram", "to_proto"), "jstep.summary.encode"),
             "write_graph": "jstep.summary.graph",
-            "histogram": "jstep.summary.encode",
-            "image": "jstep.summary.make",
-            "merge": "jstep.summary.make",
-            "summaries_in": "jstep.summary.make",
-            "scalar": "jstep.summary.make",
-            "zero_fraction": "jstep.summary.make",
-            "text": "jstep.summary.make",
-            "Summary": "jstep.summary.make",
-            "to_proto": "jstep.summary.encode",
             "SummaryWriter": "jstep.summary.writer",
         },
     )

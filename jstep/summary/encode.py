@@ -6,6 +6,7 @@ import io
 import itertools
 import logging
 import math
+import operator
 import os
 import socket
 import time
@@ -43,15 +44,9 @@ _READ_AT_ONCE = 2**16
 @functools.cache
 def bucket_limits() -> NumPyArray:
     """Return TensorFlow's limits as doubles, `[1551]`: 0, ±1e-12·1.1^i up to 1e20, and ±the largest double."""
-    growing = itertools.takewhile(
-        lambda v: v < 1e20, itertools.accumulate(itertools.repeat(1.1), _times, initial=1e-12)
-    )
-    positive = [*growing, float(np.finfo(np.float64).max)]
+    growing = itertools.accumulate(itertools.repeat(1.1), operator.mul, initial=1e-12)
+    positive = [*itertools.takewhile(lambda v: v < 1e20, growing), float(np.finfo(np.float64).max)]
     return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
-
-
-def _times(a: float, b: float) -> float:
-    return a * b
 
 
 def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
@@ -107,7 +102,14 @@ def _eager(tag: str, values: Any) -> Any:
         if values.dtype.kind not in "biufV":
             kind = type(given).__name__ if values.dtype == object else values.dtype
             raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {kind}")
-        values = _as_device_dtype(values)
+        # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+        if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
+            info = np.iinfo(dtype)
+            if values.min() < info.min or values.max() > info.max:
+                dtype = np.dtype(np.float32)
+        with np.errstate(over="ignore"):  # overflowing values become infinite and are reported
+            values = values.astype(dtype)
     elif values.size > _READ_AT_ONCE or not make.is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
@@ -115,17 +117,6 @@ def _eager(tag: str, values: Any) -> Any:
         if bad:
             raise non_finite_error(tag, bad, values.size)
     return values
-
-
-def _as_device_dtype(values: NumPyArray) -> NumPyArray:
-    """Cast to a dtype of the device. Without `jax_enable_x64`, integers that exceed 32 bits become floats."""
-    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
-    if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
-        info = np.iinfo(dtype)
-        if values.min() < info.min or values.max() > info.max:
-            dtype = np.dtype(np.float32)
-    with np.errstate(over="ignore"):  # overflowing values become infinite and are reported
-        return values.astype(dtype)
 
 
 def non_finite_error(tag: str, count: int, size: int) -> ValueError:
@@ -352,17 +343,8 @@ def _png(pixels: NumPyArray) -> Any:
 
 def _histograms(part: Histogram) -> Iterator[Values]:
     (tag,) = part.tags
-    arrays = [
-        _stacked(_on_host(x, tag), rank, tag)
-        for x, rank in (
-            (part.counts, 1),
-            (part.extremes, 1),
-            (part.sums, 1),
-            (part.exponent, 0),
-            (part.non_finite, 0),
-            (part.added, 0),
-        )
-    ]
+    ranks = {"counts": 1, "extremes": 1, "sums": 1, "exponent": 0, "non_finite": 0, "added": 0}
+    arrays = [_stacked(_on_host(getattr(part, name), tag), rank, tag) for name, rank in ranks.items()]
     value = proto("Summary").Value
     for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
         if non_finite:

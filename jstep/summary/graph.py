@@ -51,11 +51,11 @@ class Tensor(NamedTuple):
 
 
 class GraphBuilder:
-    """Builder of a GraphDef, with unique names of nodes."""
+    """Builder of a GraphDef, `graph`, with unique names of nodes."""
 
     def __init__(self) -> None:
-        self._graph = proto("GraphDef")()
-        self._graph.versions.producer = 22
+        self.graph = proto("GraphDef")()
+        self.graph.versions.producer = 22
         self._nodes: set[str] = set()
         self._scopes: set[str] = set()
 
@@ -77,7 +77,7 @@ class GraphBuilder:
         """Add a node; return a reference to each of its outputs."""
         full = self._unique(_join([*scope, name]), self._nodes)
         self._nodes.add(full)
-        node = self._graph.node.add(name=full, op=op)
+        node = self.graph.node.add(name=full, op=op)
         data = [ref for ref in inputs if ref is not None]
         node.input.extend(sorted(data, key=lambda ref: ref.startswith("^")))  # control inputs come last
         for key, text in (attrs or {}).items():
@@ -92,10 +92,6 @@ class GraphBuilder:
         if outputs and (dtype := _TYPES.get(outputs[0].dtype)) is not None:
             node.attr["dtype"].type = proto("types").DataType.Value(dtype)
         return [full, *(f"{full}:{i}" for i in range(1, max(1, len(outputs))))]
-
-    def build(self) -> Any:
-        """Return the GraphDef."""
-        return self._graph
 
     @staticmethod
     def _unique(name: str, taken: set[str]) -> str:
@@ -170,7 +166,7 @@ def from_lowered(lowered: Any) -> Any:
     for i, (ref, info) in enumerate(zip(results, infos, strict=True)):
         path = _path(_text(info["jax.result_info"])) if "jax.result_info" in info else ""
         walker.builder.add(["result"], path.removeprefix("result/") or f"{i}", "Result", [ref], [])
-    return walker.builder.build()
+    return walker.builder.graph
 
 
 class _LoweredWalker:
@@ -263,15 +259,7 @@ def _text(attribute: Any) -> str:
 
 # Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes.
 
-_HIDDEN_PARAMS = {
-    "name",
-    "donated_invars",
-    "keep_unused",
-    "ctx_mesh",
-    "compiler_options_kvs",
-    "inline",
-    "debug",
-}
+_HIDDEN_PARAMS = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler_options_kvs", "inline", "debug"}
 
 
 def from_traced(traced: Any) -> Any:
@@ -288,7 +276,7 @@ def from_traced(traced: Any) -> Any:
     names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
     for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
         add(["result"], path or "value", "Result", [walker.ref(value, var, "result")], [_traced_tensor(var)])
-    return walker.builder.build()
+    return walker.builder.graph
 
 
 def _argument_names(traced: Any, count: int) -> list[str]:
@@ -347,10 +335,14 @@ class _TracedWalker:
         eqn, name = operation.eqn, operation.eqn.primitive.name
         scope = "/".join(filter(None, [outer, *scopes_of(name_stack(eqn))]))
         if operation.kind == "operation":
-            constants = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
+            attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
+            for key, value in eqn.params.items():
+                is_shown = key not in _HIDDEN_PARAMS and value is not None and not callable(value)
+                if is_shown and not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+                    attrs[key] = str(value)
             inputs = [value if isinstance(value, str) else None for value in values]
             outputs = [*map(_traced_tensor, eqn.outvars)]
-            return self.builder.add([scope], name, name, inputs, outputs, {**constants, **_attrs(eqn)})[: len(outputs)]
+            return self.builder.add([scope], name, name, inputs, outputs, attrs)[: len(outputs)]
         if _is_call(operation):
             label, inner = str(eqn.params.get("name") or name), operation.bodies[0].operations
             # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
@@ -407,17 +399,6 @@ def _is_call(operation: Operation) -> bool:
     return operation.kind in ("call", "shard_map")
 
 
-def _attrs(eqn: Any) -> dict[str, str]:
-    return {
-        key: str(value)
-        for key, value in eqn.params.items()
-        if key not in _HIDDEN_PARAMS
-        and value is not None
-        and not callable(value)
-        and not isinstance(value, core.Jaxpr | core.ClosedJaxpr)
-    }
-
-
 # Writing functions as StableHLO or as GraphDefs, which TensorBoard draws.
 
 
@@ -469,7 +450,10 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
     Source: TensorFlow's `tf.train.write_graph`.
     """
     logdir = location(logdir, "logdir")
-    name = _file_below(name)
+    checked_text(name, "name", "the name of a file in logdir")
+    parts = name.replace(os.sep, "/").split("/")
+    if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
+        raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
     is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
     if not as_bool(as_text, "as_text"):
         data = graph_def(graph).SerializeToString()
@@ -485,14 +469,6 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
     else:
         replace_file(path, data)
     return path
-
-
-def _file_below(name: Any) -> str:
-    checked_text(name, "name", "the name of a file in logdir")
-    parts = name.replace(os.sep, "/").split("/")
-    if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
-        raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
-    return str(name)
 
 
 def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
@@ -140,9 +140,7 @@ def check_tag(tag: Any, what: str) -> str:
     return tag
 
 
-@jax.jit
-def _copy(x: jax.Array) -> jax.Array:
-    return jnp.copy(x)
+_copy = jax.jit(jnp.copy)
 
 
 def is_here(x: jax.Array) -> bool:
@@ -188,11 +186,6 @@ DEFAULT = (SUMMARIES,)
 # Collection → tags → the newest part with those tags, so that a loop that never merges keeps one step of summaries.
 _eager: dict[str, dict[tuple[str, ...], Part]] = {}
 _lock = threading.Lock()
-
-
-def _trace() -> Any:
-    """Return a comparable token of the current trace; only jax.extend exposes it."""
-    return get_opaque_trace_state()
 
 
 @functools.cache
@@ -570,23 +563,18 @@ def zero_fraction(value: Any) -> Array:
     Source: TensorFlow's `tf.nn.zero_fraction`. Zeros are counted as integers, so the count is exact.
     """
     if not is_traced(value) and not isinstance(value, jax.Array):
-        value = _as_numbers(value)
+        try:
+            dtype = np.asarray(value).dtype
+        except ValueError as error:
+            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}: {error}") from None
+        if dtype.kind in "OSUMm":
+            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
     with internal_transfers():
         value = jnp.asarray(value)
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
         return zeros / jnp.float32(value.size)
-
-
-def _as_numbers(value: Any) -> Any:
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}: {error}") from None
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
-    return value
 
 
 def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
@@ -696,14 +684,10 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
 @partial(jax.jit, static_argnums=1)
 def _pixels(x: Array, count: int) -> Array:
-    return without_explicit_axes(partial(_first_as_uint8, count=count), x)
+    def as_uint8(x: Array) -> Array:
+        return jnp.copy(x[:count]) if x.dtype == jnp.uint8 else jax.vmap(_rescale)(x[:count])
 
-
-def _first_as_uint8(x: Array, count: int) -> Array:
-    x = x[:count]
-    if x.dtype == jnp.uint8:
-        return jnp.copy(x)
-    return jax.vmap(_rescale)(x)
+    return without_explicit_axes(as_uint8, x)
 
 
 def _rescale(x: Array) -> Array:

@@ -325,14 +325,11 @@ def _number(value: Any) -> float | None:
     if kind == "simple_value":
         return float(value.simple_value)
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        return next(_floats(value.tensor), None)
+        tensor, types = value.tensor, proto("types")
+        kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
+        dtype, values = kinds.get(tensor.dtype, ("u1", ()))
+        if tensor.dtype in kinds and tensor.tensor_content:
+            whole = len(tensor.tensor_content) // np.dtype(dtype).itemsize
+            values = np.frombuffer(tensor.tensor_content, dtype, whole).tolist()
+        return next(iter(values), None)
     return None
-
-
-def _floats(tensor: Any) -> Iterator[float]:
-    types = proto("types")
-    kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
-    if tensor.dtype in kinds:
-        dtype, values = kinds[tensor.dtype]
-        whole = len(tensor.tensor_content) // np.dtype(dtype).itemsize
-        yield from np.frombuffer(tensor.tensor_content, dtype, whole).tolist() if tensor.tensor_content else values

@@ -179,7 +179,10 @@ class Worker:
                 self._changed.notify_all()
         self._sync_when_due()
         if closing:
-            self._close_sink()
+            try:
+                self._sink.close()
+            except Exception as error:
+                self._keep(error)
             self._ended = True
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
@@ -222,12 +225,6 @@ class Worker:
         try:
             self._sink.sync()
         except OSError as error:
-            self._keep(error)
-
-    def _close_sink(self) -> None:
-        try:
-            self._sink.close()
-        except Exception as error:
             self._keep(error)
 
 
