@@ -49,16 +49,14 @@ from jstep.hooks.nan_loss import NanLossDuringTrainingError as NanLossDuringTrai
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook
 from jstep.hooks.report import MetricsHook as MetricsHook
-from jstep.hooks.report import ProgressHook as ProgressHook
 from jstep.hooks.report import SummarySaverHook as SummarySaverHook
 from jstep.hooks.report import log_every_n as log_every_n
 from jstep.hooks.stock import CheckpointSaverHook as CheckpointSaverHook
 from jstep.hooks.stock import ProfilerHook as ProfilerHook
 from jstep.hooks.stock import StopAtStepHook as StopAtStepHook
 from jstep.hooks.stock import every as every
-from jstep.hooks.timeline import Goodput as Goodput
-from jstep.hooks.timeline import goodput as goodput
 from jstep.loop.feeder import Preempted as Preempted
+from jstep.loop.progress import ProgressHook as ProgressHook
 from jstep.loop.stalls import StallHook as StallHook
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
@@ -183,6 +181,8 @@ from jstep.tools.cost import Cost as Cost
 from jstep.tools.cost import cost as cost
 from jstep.tools.find_nonfinite import NonFinite as NonFinite
 from jstep.tools.find_nonfinite import find_nonfinite as find_nonfinite
+from jstep.tools.goodput import Goodput as Goodput
+from jstep.tools.goodput import goodput as goodput
 from jstep.tools.plan import Plan as Plan
 from jstep.tools.plan import plan as plan
 from jstep.tools.replay import Replay as Replay

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -319,7 +319,11 @@ class AuditHook(RunHook):
         """
         named_leaves(state)
 
-    def audited_steps(self, start: int, last_step: int) -> range:
+    def around_calls(self, run_call: RunCall, again: StepOf, timed: TimedSection) -> RunCall:
+        """Audit the calls that are due."""
+        return functools.partial(self.audit_call, run_call, again, timed)
+
+    def steps_between(self, start: int, last_step: int) -> range:
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
@@ -355,16 +359,6 @@ class AuditHook(RunHook):
             if jax.process_index() == 0:
                 _logger.warning("%s The run continues with the first result.", finding)
         return result
-
-
-def audited(
-    run_call: RunCall, step_of: StepOf, hooks: Iterable[Any], timed: TimedSection = contextlib.nullcontext
-) -> RunCall:
-    """Wrap `run_call` with the audits of the hooks; returns it unchanged without an `AuditHook`."""
-    for hook in hooks:
-        if isinstance(hook, AuditHook):
-            run_call = functools.partial(hook.audit_call, run_call, step_of, timed)
-    return run_call
 
 
 def _preserved(step: Any, state: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -1,203 +1,17 @@
-"""Steps per second, and the operations per second that they are."""
+"""Steps per second, and the utilization that they are."""
 
-import dataclasses
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_number
-from jstep.core.devices import has_peaks, peak_of
-from jstep.core.placement import device_count, device_of
-from jstep.core.programs import Product, body_of, recomputes, work_of
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.run_hook import UNSET, RunHook, cadence, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
-
-# Counts of the steps dispatched to the devices, and the operations of each.
-
-_logger = logging.getLogger("jstep")
-
-Steps = Mapping[Hashable, int]
-"""Number of steps by program."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepWork:
-    """The operations of one step of a program, summed over all devices.
-
-    Attributes:
-        devices: The number of devices.
-        device_kind: The kind of the devices.
-        flops: The number of operations; None if not requested, or if the step is not compiled.
-        products: The operations of matrix products by format.
-        recomputes: Whether `jax.checkpoint` repeats some of the operations.
-    """
-
-    devices: int
-    device_kind: str
-    flops: float | None = None
-    products: Mapping[Product, float] = dataclasses.field(default_factory=dict)
-    recomputes: bool = False
-
-
-class DispatchedSteps:
-    """Counts of the steps of each program of a run, by stage and shapes of the batch.
-
-    The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
-    that call.
-
-    Attributes:
-        is_wanted: Whether a hook has requested the counts; if not, `add` must not be called.
-    """
-
-    def __init__(self) -> None:
-        self.is_wanted = self._is_traced = False
-        self._steps: dict[Hashable, int] = {}
-        self._work: dict[Hashable, StepWork] = {}
-
-    def want(self, *, traced: bool) -> None:
-        """Request the counts, and if `traced` the operations; must be called before the first step."""
-        self.is_wanted, self._is_traced = True, self._is_traced or traced
-
-    def add(self, program: Hashable, steps: int, state: Any, args: Any, trace: Callable[[], Any]) -> None:
-        """Add the steps of a call.
-
-        Args:
-            program: Identifies the program, together with the shapes of the batch.
-            steps: The number of steps.
-            state: The state that the call returned.
-            args: The batch.
-            trace: Returns the trace of one step, or None.
-        """
-        leaves = jax.tree.leaves(args)
-        key = (program, *[getattr(x, "shape", None) for x in leaves], *[getattr(x, "dtype", None) for x in leaves])
-        try:
-            self._steps[key] += steps
-        except KeyError:
-            self._work[key], self._steps[key] = self._of((state, args), trace), steps
-
-    def steps(self) -> Steps:
-        """The steps so far."""
-        return dict(self._steps)
-
-    def work_of(self, program: Hashable) -> StepWork:
-        """The operations of one step of a program."""
-        return self._work[program]
-
-    def _of(self, tree: Any, trace: Callable[[], Any]) -> StepWork:
-        known = StepWork(device_count(tree), device_of(tree).device_kind)
-        if not self._is_traced:
-            return known
-        try:
-            traced = trace()
-            if traced is None:
-                return known
-            body = body_of(traced.jaxpr)
-        except Exception as error:  # a failure to count must not stop the run
-            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-            return known
-        work = work_of(body)
-        return dataclasses.replace(known, flops=work.all, products=work.products, recomputes=recomputes(body))
-
-
-# FLOP/s utilization: the fraction of the devices' peak that a run reaches.
-
-
-class Utilization(NamedTuple):
-    """A FLOP/s utilization.
-
-    Attributes:
-        name: `"mfu"`, or `"hfu"` if it includes operations that are recomputed to save memory.
-        value: A fraction.
-    """
-
-    name: str
-    value: float
-
-
-class UtilizationMeter:
-    """Meter of the utilization: the time that steps would take at the peak, divided by the time that they take.
-
-    Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
-
-    Args:
-        peak_flops: Peak operations per second of one device; None to look it up.
-        flops_per_step: Operations of a step, summed over all devices; None to count those of the traced step.
-
-    Raises:
-        TypeError: An argument is not a number.
-        ValueError: An argument is not positive and finite.
-    """
-
-    def __init__(self, peak_flops: float | None = None, flops_per_step: float | None = None) -> None:
-        self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
-        self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
-        self._dispatched: DispatchedSteps | None = None
-        self._warned: set[str] = set()
-
-    def begin(self, dispatched: DispatchedSteps | None, state: TrainState) -> None:
-        """Request the counts of steps, if the peak of the device is known."""
-        self._dispatched, self._warned = None, set()
-        if dispatched is None:
-            return
-        device = device_of(state)
-        if self._peak is None and not has_peaks(device.device_kind):
-            if device.platform != "cpu" or self._flops is not None:
-                self._log_once(f"the peak of the device {device.device_kind!r} is not known")
-            return
-        dispatched.want(traced=self._peak is None or self._flops is None)
-        self._dispatched = dispatched
-
-    def steps(self) -> Steps | None:
-        """The counts of steps so far; None if the utilization is not measured."""
-        return None if self._dispatched is None else self._dispatched.steps()
-
-    def between(self, before: Steps | None, after: Steps | None, seconds: float) -> Utilization | None:
-        """The utilization of the steps between two counts; None if it is not known for all of them."""
-        if self._dispatched is None or before is None or after is None:
-            return None
-        at_peak, is_twice = 0.0, False
-        for program, steps in after.items():
-            count = steps - before.get(program, 0)
-            if count:
-                work = self._dispatched.work_of(program)
-                secs = self._secs(work)
-                if secs is None:
-                    return None
-                at_peak, is_twice = at_peak + count * secs, is_twice or work.recomputes
-        return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
-
-    def _secs(self, work: StepWork) -> float | None:
-        """The seconds that a step would take at the peak."""
-        flops = work.flops if self._flops is None else self._flops
-        peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
-        if peak is None and work.products:
-            formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
-            self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
-        return None if flops is None or peak is None else flops / (peak * work.devices)
-
-    def _log_once(self, why: str) -> None:
-        if why not in self._warned and jax.process_index() == 0:
-            self._warned.add(why)
-            _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
-
-
-def shown_share(share: Utilization | None) -> list[str]:
-    """The utilization as shown in log lines, such as "mfu 0.412", in a list; empty if it is not known."""
-    return [] if share is None else [f"{share.name} {share.value:.3g}"]
-
-
-def _positive(value: Any, argument: str, meaning: str) -> float | None:
-    return None if value is None else as_number(value, argument, low=0, above=True, meaning=meaning)
-
-
-# Measure steps per second and FLOP/s utilization.
 
 TAG = "global_step/sec"
 _HISTORY = 1000
@@ -210,7 +24,8 @@ class _Count(NamedTuple):
     step: int
     since: float
     """All later steps were dispatched, and finish, after this time."""
-    dispatched: Steps | None
+    dispatched: Any
+    """What the meter had counted."""
     examples: tuple[int, int]
 
 
@@ -223,7 +38,7 @@ class _Figure(NamedTuple):
     step: int
     rate: float
     examples: float | None
-    utilization: Utilization | None
+    utilization: Any
 
 
 class StepCounterHook(RunHook):
@@ -295,7 +110,9 @@ class StepCounterHook(RunHook):
         self.cadence = cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
         self._writer, self._clock = check_writer(summary_writer), clock
         self._takes_writer = summary_writer is None
-        self._meter = UtilizationMeter(peak_flops, flops_per_step)
+        self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
+        self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
+        self._meter: Any = None
         self._reset()
 
     def _reset(self) -> None:
@@ -305,7 +122,7 @@ class StepCounterHook(RunHook):
         self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
         self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None
-        self.utilization: Utilization | None = None
+        self.utilization: Any = None
 
     @property
     def examples_per_sec(self) -> float | None:
@@ -330,7 +147,7 @@ class StepCounterHook(RunHook):
         figure = self._figure_at(step)
         return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
 
-    def utilization_at(self, step: int) -> Utilization | None:
+    def utilization_at(self, step: int) -> Any:
         """The utilization at a step; the latest one if it has no earlier measurement."""
         figure = self._figure_at(step)
         return self.utilization if figure is None else figure.utilization
@@ -354,7 +171,7 @@ class StepCounterHook(RunHook):
             raise RuntimeError("Global step should be created to use StepCounterHook.")
         super().begin(state)
         self._reset()
-        self._meter.begin(self.run.dispatched, state)
+        self._meter = None if self.run.meter is None else self.run.meter(state, self._peak, self._flops)
         self.run.pending.append((self, self._begin_interval))
         return None
 
@@ -364,7 +181,8 @@ class StepCounterHook(RunHook):
         return True
 
     def _count_at(self, step: int) -> _Count:
-        return _Count(step, self._clock(), self._meter.steps(), self.run.examples)
+        counted = None if self._meter is None else self._meter.steps()
+        return _Count(step, self._clock(), counted, self.run.examples)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
@@ -399,7 +217,10 @@ class StepCounterHook(RunHook):
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         known, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
         self._examples_per_sec = examples = known / seconds if known and not unknown else None
-        self.utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
+        share = None
+        if since.dispatched is not None and last.dispatched is not None:
+            share = self._meter.between(since.dispatched, last.dispatched, seconds)
+        self.utilization = share
         for count in finished:
             if count.step > since.step:
                 self._figures.append(_Figure(count.step, rate, examples, share))
@@ -424,3 +245,12 @@ def _markers(metrics: Metrics) -> list[Any]:
         return [loss]
     arrays = [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]
     return [trees.key_data(value) for value in arrays]  # a PRNG key itself has no is_ready
+
+
+def shown_share(share: Any) -> list[str]:
+    """The utilization as shown in log lines, such as "mfu 0.412", in a list; empty if it is not known."""
+    return [] if share is None else [f"{share.name} {share.value:.3g}"]
+
+
+def _positive(value: Any, argument: str, meaning: str) -> float | None:
+    return None if value is None else as_number(value, argument, low=0, above=True, meaning=meaning)

@@ -14,7 +14,7 @@ from jstep.core import tagged_json, trees
 from jstep.core.checks import kind, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
-from jstep.hooks.timeline import Stopwatch
+from jstep.hooks.stopwatch import Stopwatch
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
@@ -116,7 +116,8 @@ class RunInfo:
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
         stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
-        dispatched: The steps that were dispatched to the devices, a `DispatchedSteps`.
+        meter: Makes a meter of the utilization, `meter(state, peak_flops, flops_per_step)`, or None; None if nothing
+            measures it.
         watch: The stopwatch of the run.
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
         before_off_cadence: Called before what is done only because the run ends here, such as an evaluation that is not
@@ -145,7 +146,7 @@ class RunInfo:
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
     stop_requested: Callable[[], bool] = lambda: False
-    dispatched: Any = None
+    meter: Callable[..., Any] | None = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
     before_off_cadence: Callable[[], None] = lambda: None

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -12,16 +11,13 @@ from typing import Any
 
 import jax
 
-from jstep.core.checks import as_function, as_int, as_number, kind, note, scoped, shown
-from jstep.core.meshes import internal_transfers
+from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
 from jstep.hooks import metric_sums_program as sums
 from jstep.hooks import run_hook
 from jstep.hooks.counters import StepCounterHook, shown_share
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
-from jstep.hooks.run_hook import UNSET, Cadence, ReportingHook, RunHook, Selection
-from jstep.optimizers.hyperparameters import held_values
-from jstep.state.global_step import global_step
+from jstep.hooks.run_hook import UNSET, Cadence, ReportingHook, Selection
 from jstep.state.train_state import TrainState
 
 # Rate-limited logging.
@@ -278,110 +274,6 @@ class _LineHandler(logging.StreamHandler[Any]):
             to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
             if not to_terminal and record.levelno >= max(root.level, handler.level):
                 handler.handle(record)
-
-
-# A progress bar: step, rate, loss and the remaining time.
-
-
-class ProgressHook(RunHook):
-    """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
-
-    If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
-
-    Args:
-        last_step: The step at which the run ends, or None.
-        every_n_secs: Interval between updates of the line, in seconds.
-        file: The file to write to; standard error by default.
-        clock: Returns seconds; replaced in tests.
-
-    Raises:
-        ImportError: tqdm is not installed.
-    """
-
-    def __init__(
-        self, *, last_step: int | None, every_n_secs: float = 0.25, file: Any = None, clock: Clock = time.monotonic
-    ) -> None:
-        try:
-            import tqdm
-        except ImportError as error:
-            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
-        self._tqdm, self._file = tqdm.tqdm, file
-        self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
-        self.cadence = Cadence(
-            secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
-        )
-        self._bar: Any = None
-        self._held: dict[str, Any] = {}
-        self._names: frozenset[str] = frozenset({"loss"})
-        self._results, self._counter = NewResults(), None
-
-    def use_run(self, run: RunInfo) -> None:
-        """Use the counter and the evaluations of the run."""
-        super().use_run(run)
-        self._results, self._counter = NewResults(run.evaluations), run.counter
-
-    def begin(self, state: TrainState) -> None:
-        """Draw the line at the first step of the run."""
-        super().begin(state)
-        self._held = {}
-        self._names = frozenset({"loss", *held_values(state.slots)})
-        unknown = _is_of_no_size(self._file or sys.stderr)
-        size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
-        with internal_transfers():
-            start = global_step(state)
-        self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
-
-        self.run.pending.append((self, self._restart_clock))
-
-    def _restart_clock(self, *, wait: bool = False) -> bool:
-        """Restart the clock after the first call, so that the remaining time does not include compilation."""
-        self._bar.unpause()
-        return True
-
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
-        if self.run.is_over:
-            return self._draw_last(step)
-        if self._held and sums.is_ready(self._held):
-            self._show(self._held)
-        self._held = self._numbers()
-        sums.start_transfer(self._held)
-        self._bar.update(step - self._bar.n)
-        return None
-
-    def end(self, step: int, state: TrainState) -> None:
-        """Draw the last line."""
-        self._draw_last(step)
-
-    def _draw_last(self, step: int) -> None:
-        self._show(self._numbers())
-        self._bar.update(step - self._bar.n)
-        self._bar.refresh()
-
-    def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in sums.scalars(self.run.metrics or {}).items() if name in self._names}
-
-    def _show(self, numbers: dict[str, Any]) -> None:
-        words = sums.text({**numbers, **self._results.all()})
-        examples = getattr(self._counter, "examples_per_sec", None)
-        rate = [f"{examples:.4g} examples/s"] if examples else []
-        share = shown_share(getattr(self._counter, "utilization", None))
-        self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
-
-    def close(self) -> None:
-        """End the line and close the bar."""
-        super().close()
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _is_of_no_size(file: Any) -> bool:
-    """Whether a terminal does not report its size, for which tqdm would show an empty line."""
-    try:
-        return os.get_terminal_size(file.fileno()).columns == 0
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 # Write summaries of metrics.

@@ -262,6 +262,20 @@ class RunHook(Hook):
             return None
         return self.cadence.next_multiple(step)
 
+    def around_calls(self, run_call: Any, again: Any, timed: Any) -> Any:
+        """Return what runs the calls of the run: `run_call`, or what does more around it.
+
+        Args:
+            run_call: Runs the steps of a call: `run_call(state, call) -> (state, metrics)`.
+            again: Maps a call to a function that repeats it.
+            timed: A context manager that counts time as that of hooks: `with timed(): …`.
+        """
+        return run_call
+
+    def steps_between(self, start: int, last_step: int) -> range | None:
+        """The steps of a run at which the hook acts, for `plan`; None if its cadence tells them."""
+        return None
+
     def before_save(self, step: int) -> bool | None:
         """Called before each checkpoint; if it returns True, nothing is saved, and an exception also stops the run."""
 

@@ -22,7 +22,7 @@ from jstep.data.prefetch import Reader, copied, placement
 from jstep.data.rows import Staircase, as_staircase
 from jstep.distributed import processes
 from jstep.hooks.hook import NEVER
-from jstep.hooks.timeline import Stopwatch
+from jstep.hooks.stopwatch import Stopwatch
 from jstep.state.sharding import as_shardings
 
 # Graceful shutdown on SIGTERM and SIGINT.

@@ -20,10 +20,10 @@ from jstep.core.meshes import in_background, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
 from jstep.distributed import processes
-from jstep.hooks.counters import DispatchedSteps, StepCounterHook
+from jstep.hooks.counters import StepCounterHook
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
-from jstep.hooks.timeline import STARTING, Stopwatch
+from jstep.hooks.stopwatch import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compilations_here, seconds_here, shapes_of, stacked_shapes
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step
@@ -198,37 +198,6 @@ class AutoSteps:
             self._switch(most)
 
 
-# A warning for runs in which each device computes the whole batch.
-
-
-def warn_of_redundant_rows(trace: Callable[[], Any], state: Any, args: tuple[Any, ...]) -> None:
-    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
-
-    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
-    nothing itself. Any other layout may be intended, and gives no warning.
-
-    Args:
-        trace: Returns the trace of the step that ran, or None.
-        state: The state that the step returned; anything but a TrainState is ignored.
-        args: The batch as the step received it.
-    """
-    params = jax.tree.leaves(getattr(state, "params", None))
-    mesh = mesh_without_batch(params, args)
-    if mesh is None or jax.process_index() != 0:
-        return
-    if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
-        return
-    traced = trace()
-    if traced is None or shards_arrays(traced.jaxpr):
-        return
-    _logger.warning(
-        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
-        "batch; give train batch_sharding=jax.NamedSharding(mesh, jax.P(%r)), or place the batches on the mesh",
-        mesh.size,
-        mesh.axis_names[0],
-    )
-
-
 _SLOW = "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop"
 
 
@@ -281,6 +250,51 @@ class Stage:
         self.is_train_step = isinstance(self.single, TrainStep)
 
 
+class Dispatched(NamedTuple):
+    """A call that was dispatched.
+
+    Attributes:
+        stage: Its stage.
+        call: The call.
+        state: The state that it returned.
+        args: The arguments of one step, or their shapes.
+        constants: The metrics that it did not compute.
+    """
+
+    stage: Stage
+    call: Call
+    state: Any
+    args: tuple[Any, ...]
+    constants: Constants
+
+    def trace(self) -> Any:
+        """The trace of the step that ran, or None."""
+        return trace_step(self.stage.single, self.state, self.args)
+
+
+def warn_of_redundant_rows(done: Dispatched) -> None:
+    """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
+
+    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
+    nothing itself. Any other layout may be intended, and gives no warning. Anything but a TrainState is ignored.
+    """
+    params = jax.tree.leaves(getattr(done.state, "params", None))
+    mesh = mesh_without_batch(params, done.args)
+    if mesh is None or jax.process_index() != 0:
+        return
+    if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
+        return
+    traced = done.trace()
+    if traced is None or shards_arrays(traced.jaxpr):
+        return
+    _logger.warning(
+        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
+        "batch; give train batch_sharding=jax.NamedSharding(mesh, jax.P(%r)), or place the batches on the mesh",
+        mesh.size,
+        mesh.axis_names[0],
+    )
+
+
 class Programs:
     """The programs of a run. Each call runs its steps with the program for it, and each compilation is logged.
 
@@ -301,8 +315,8 @@ class Programs:
         state_shapes: The shapes of the state.
         first_compiler: Compiles the first program in the background; None if it is not.
         ahead_compiler: Compiles later programs in the background, or None.
-        dispatched: The steps that were dispatched, recorded on request.
-        cards: Records each program after its first call, a `Cards`; None to record nothing.
+        after_call: Functions that are called after each call was dispatched, with a `Dispatched`.
+        after_first: Functions that are called after the first call of each stage.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
     """
 
@@ -335,8 +349,8 @@ class Programs:
         self.first_compiler: BackgroundCompiler | None = None
         self.ahead_compiler: BackgroundCompiler | None = None
         self._first_call: Callable[[], contextlib.AbstractContextManager[Any]] | None = first_call
-        self.dispatched = DispatchedSteps()
-        self.cards: Any = None
+        self.after_call: list[Callable[[Dispatched], None]] = []
+        self.after_first: list[Callable[[Dispatched], None]] = []
         self._prepared: set[Any] = set()
         self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
@@ -431,7 +445,8 @@ class Programs:
 
     def release(self) -> None:
         """Drop references to the run."""
-        self.first_compiler = self.ahead_compiler = self.cards = self._program = None
+        self.first_compiler = self.ahead_compiler = self._program = None
+        self.after_call, self.after_first = [], []
 
     @property
     def constant_metrics(self) -> Any:
@@ -482,7 +497,7 @@ class Programs:
             auto.after(began, result[0] if isinstance(result, tuple) else result)
         if self._compilations[0] != before:
             self._compiled_again(stage, call, seconds, is_first=is_first)
-        is_watched = self.dispatched.is_wanted or self.ahead_compiler is not None
+        is_watched = bool(self.after_call) or self.ahead_compiler is not None
         if is_first or is_watched:
             self._record(stage, call, result, is_first)
         self._attend_from = -1.0 if is_watched or not stage.is_train_step else self._until
@@ -541,20 +556,21 @@ class Programs:
         return keep_roles(state, result[0]), result[1]
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:
-        """Record the call for those who count steps, compile ahead, and describe programs."""
+        """Tell those who look that a call was dispatched."""
         if not isinstance(result, tuple) or len(result) != 2:
             return  # the loop raises for it
-        new, looped = result[0], call.looped
-        args = call.args if looped is None else looped.args
-        if self.dispatched.is_wanted:
-            self.dispatched.add(stage.first, call.steps, new, args, lambda: trace_step(stage.single, new, args))
+        args = call.args if call.looped is None else call.looped.args
+        done = Dispatched(stage, call, result[0], args, self._constants)
         if self.ahead_compiler is not None:
-            self.ahead_compiler.after(new, args)
-        if is_first:
-            if sum(stage.is_begun for stage in self.stages) == 1:
-                warn_of_redundant_rows(lambda: trace_step(stage.single, new, args), new, args)
-            if self.cards is not None:
-                self.cards.record_program(stage.single, stage.first, call.most, self._constants.arrays, new, args)
+            self.ahead_compiler.after(done.state, args)
+        for look in self.after_call:
+            look(done)
+        if not is_first:
+            return
+        if sum(stage.is_begun for stage in self.stages) == 1:
+            warn_of_redundant_rows(done)
+        for look in self.after_first:
+            look(done)
 
     def repeated(self, call: Call) -> Any:
         """A function that repeats a call, `again(state, *call.args) -> (state, metrics)`; call it after the call."""

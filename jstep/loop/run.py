@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import cadence_or_never
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import Stopwatch
+from jstep.hooks.stopwatch import Stopwatch
 from jstep.loop.compiler import StartTimes, cache_directory
 from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaiting, TrainSteps
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
@@ -164,6 +164,9 @@ class Run(RunInfo):
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
         logs_lines: Whether progress is reported by log lines.
+        observers: The observers of the run.
+        write_line: Writes a line about the run, `write_line(kind, **fields)`, from any thread; None if no file is open.
+        is_reported: Whether an observer shows the progress, so that no line is logged.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         calling: The hook and the method that is being called, or that raised; None if none is.
@@ -188,6 +191,9 @@ class Run(RunInfo):
     hooks: list[Any] = dataclasses.field(default_factory=list)
     runner: Any = None
     logs_lines: bool = False
+    observers: list["Observer"] = dataclasses.field(default_factory=list)
+    write_line: Callable[..., None] | None = None
+    is_reported: bool = False
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     calling: tuple[Any, str] | None = None
@@ -222,6 +228,43 @@ class Run(RunInfo):
         self.programs.release()
 
 
+class Observer(contextlib.AbstractContextManager["Observer"]):
+    """Base class of what watches a run, which is the same without it. `train` has a list of all kinds, each in a file.
+
+    An observer is made before the run begins. It attaches itself to what the record of the run has for it: hooks, calls
+    that were dispatched, saves.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def opened(self) -> None:
+        """Called once the run may write to its directory, before the state is restored."""
+
+    def begun(self, batches: Any) -> None:
+        """Called with the argument of `train` when the state is restored."""
+
+    def hooks(self) -> list[Any]:
+        """Return the hooks of this observer; called after the user's hooks and the `StepCounterHook` are known."""
+        return []
+
+    def before_save(self) -> None:
+        """Called when a save is certain, before it."""
+
+    def flush(self) -> None:
+        """Called in the background before a checkpoint exists, to flush what must not be older than it."""
+
+    def past(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps in its `extra`, by names of its own."""
+        return {}
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Called at the very end, also after an error."""
+
+
 def _do_nothing() -> None:
     """The handler of the first signal of a run that has ended."""
 
@@ -240,7 +283,6 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         logdir=options.logdir,
         constant_metrics=lambda: programs.constant_metrics,
         stop_requested=signals.to_stop,
-        dispatched=programs.dispatched,
         watch=watch,
         options=options,
         stages=stages,

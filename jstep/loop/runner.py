@@ -23,8 +23,7 @@ from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import StateContents, listed
 from jstep.hooks.run_hook import Due, RunHook, next_end
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
-from jstep.loop.card import PAST
+from jstep.hooks.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.loop.feeder import EndsAhead, StageBoundaries
 from jstep.loop.run import ENDING, Run
 from jstep.state.train_state import TrainState
@@ -131,10 +130,7 @@ class RunSaverHook(CheckpointSaverHook):
         return gather_positions(run.feeder.position_after(run.step - run.first))
 
     def _past(self) -> dict[str, Any]:
-        run = self._loop
-        if run.feeder is None:
-            return {PAST: run.extra[PAST]} if PAST in run.extra else {}
-        return {} if run.programs.cards is None else run.programs.cards.past(run.step)
+        return {key: value for one in self._loop.observers for key, value in one.past(self._loop.step).items()}
 
     def _made_extra(self) -> dict[str, Any]:
         positions, remembered = self._positions(), self._remembered()

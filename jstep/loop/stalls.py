@@ -32,9 +32,10 @@ from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import CALL, SAVING, STALL, STARTING, STEPPING, WAITING, WITH_OTHERS, StallFiles, silent
+from jstep.hooks.stopwatch import SAVING, STARTING, STEPPING, WAITING
+from jstep.hooks.timeline import CALL, STALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, unfinished_here
-from jstep.loop.run import ENDING, Run
+from jstep.loop.run import ENDING, Observer, Run
 from jstep.loop.run import STARTING as BEGINNING
 from jstep.loop.runner import FIRST_CALL, save_while_it_hangs, thing_of
 from jstep.queues.coordinator import QueueRunner
@@ -135,16 +136,16 @@ class Wait:
     part: str = ""
 
 
-class StallWatch:
+class StallWatch(Observer):
     """The thread that watches one run.
 
     Args:
-        run: The run.
-        write: Writes a line of the timeline.
+        run: The run, whose loop is run by the caller.
     """
 
-    def __init__(self, run: Run, write: Callable[..., None]) -> None:
-        self._run, self._write = run, write
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._run = run
         self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
         self._warn = self._hook.warn_secs or 0.0
         self._every = min(1.0, self._warn / 4)
@@ -161,13 +162,10 @@ class StallWatch:
         self._samples: list[tuple[int, list[Any]]] = []  # steps, and their metrics
         self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
         self._per_step: list[float] = []
-
-    def __enter__(self) -> "StallWatch":
         if self._warn:
             self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
             self._unfinished = unfinished_here()
             self._thread.start()
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not self._warn:
@@ -241,7 +239,8 @@ class StallWatch:
             "what": wait.what,
             "process": self._process,
         }
-        self._write(STALL, time=round(time.time(), 6), step=self._run.step, **fields)
+        if self._run.write_line is not None:
+            self._run.write_line(STALL, time=round(time.time(), 6), step=self._run.step, **fields)
 
     # What is a stall.
 

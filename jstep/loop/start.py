@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,15 +21,14 @@ from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.counters import StepCounterHook
-from jstep.hooks.hook import Hook, check_owners, get_states, name_of, set_states
+from jstep.hooks.hook import check_owners, get_states, name_of, set_states
 from jstep.hooks.metric_sums_program import read
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
-from jstep.hooks.report import LoggingHook, ProgressHook, SummarySaverHook
+from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
-from jstep.loop.journal import Cards, TimelineRecorder
 from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run import RUNNING, Options, Run
 from jstep.loop.runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
@@ -45,14 +42,14 @@ from jstep.state.train_state import TrainState
 _logger = logging.getLogger("jstep")
 
 
-def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
-    """Open the checkpoints, call `may_write` once the run may write, and read the small parts of the newest one.
+def open_checkpoints(run: Run) -> None:
+    """Open the checkpoints, tell the observers once the run may write, and read the small parts of the newest one.
 
     Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
     options, state = run.options, run.state
     if options.checkpoint_dir is None:
-        may_write()
+        _tell_observers(run)
         _check_concrete(state, "and no checkpoint_dir to restore from")
         run.begin_at(_step_of(state))
         return
@@ -64,7 +61,7 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
         saver.claim(state)  # fails now, not at the first save
     else:
         left_out_indices(state, saver.leave_out)
-    may_write()
+    _tell_observers(run)
     run.start = run.given if run.latest is None else run.latest
     run.first = run.start or 0
     if run.latest is not None:
@@ -72,6 +69,11 @@ def open_checkpoints(run: Run, may_write: Callable[[], None]) -> None:
             run.extra = _extra(saver, run.latest)
         except Exception:  # `restore` reports what is wrong
             run.start = None
+
+
+def _tell_observers(run: Run) -> None:
+    for observer in run.observers:
+        observer.opened()
 
 
 def _opened(options: Options) -> tuple[Saver, int | None]:
@@ -184,13 +186,8 @@ _NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "c
 """Methods that `train` called on every hook in jstep 0.2 and earlier."""
 
 
-def build_hooks(run: Run, recorder: TimelineRecorder) -> None:
-    """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks.
-
-    Args:
-        run: The run.
-        recorder: The recorder of its times.
-    """
+def build_hooks(run: Run) -> None:
+    """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks."""
     options = run.options
     run.writer = _open_writer(run)
     # Hooks that save come last: the checkpoint of a step includes the other hooks' changes to the state.
@@ -202,9 +199,16 @@ def build_hooks(run: Run, recorder: TimelineRecorder) -> None:
     if run.counter is None:
         run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         run.hooks.append(run.counter)
-    reporting = _reporting(run)
-    run.hooks += reporting
-    run.logs_lines = any(isinstance(hook, LoggingHook) for hook in reporting)
+    run.hooks += [hook for observer in run.observers for hook in observer.hooks()]
+    if (
+        options.log_steps is not None
+        and options.progress is not False
+        and not run.is_reported
+        and jax.process_index() == 0
+    ):
+        steps, constants = options.log_steps, run.constant_metrics
+        run.hooks.append(LoggingHook(every_n_steps=steps, counter=run.counter, leave_out=constants))
+        run.logs_lines = True
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if run.writer is not None and options.save_summaries_steps is not None and not summed:
         steps, constants = options.save_summaries_steps, run.constant_metrics
@@ -213,8 +217,9 @@ def build_hooks(run: Run, recorder: TimelineRecorder) -> None:
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
-        before = [recorder.before_save] if run.writer is None else [run.writer.drain, recorder.before_save]
-        run.flushes += [recorder.flush] if run.writer is None else [run.writer.settle, recorder.flush]
+        writer = run.writer
+        run.flushes += [*([] if writer is None else [writer.settle]), *(one.flush for one in run.observers)]
+        before = [*([] if writer is None else [writer.drain]), *(one.before_save for one in run.observers)]
         run.hooks.append(RunSaverHook(run, before))
     for hook in run.hooks:
         if isinstance(hook, RunHook):
@@ -240,19 +245,6 @@ def _warn_of_methods_not_called(hooks: list[Any]) -> None:
                 name_of(hook),
                 ", ".join(names),
             )
-
-
-def _reporting(run: Run) -> list[Hook]:
-    """The hook that reports progress: a progress line, log lines, or none."""
-    options = run.options
-    if options.progress is False or jax.process_index() != 0:
-        return []
-    terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
-    if options.progress or terminal:
-        return [ProgressHook(last_step=options.end)]
-    if options.log_steps is None:
-        return []
-    return [LoggingHook(every_n_steps=options.log_steps, counter=run.counter, leave_out=run.constant_metrics)]
 
 
 def _open_writer(run: Run) -> Any:
@@ -418,15 +410,14 @@ def first_difference(state: Any, new: Any) -> str | None:
 _PROBLEM = "the batches cannot be opened"
 
 
-def begin(run: Run, batches: Any, recorder: TimelineRecorder) -> None:
+def begin(run: Run, batches: Any) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
-    if recorder.is_open:
-        run.programs.cards = Cards(recorder.write, run, batches)
-        run.closing.callback(run.programs.cards.close)
-    processes.on_all_processes(lambda: build_hooks(run, recorder), "the logs cannot be opened")
+    for observer in run.observers:
+        observer.begun(batches)
+    processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save
     source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)

@@ -12,19 +12,31 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.data.loaders import check_batches
-from jstep.hooks.audit import audited
 from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
-from jstep.hooks.timeline import HOOKS, SAVING
+from jstep.hooks.run_hook import RunHook
+from jstep.hooks.stopwatch import HOOKS, SAVING, new_watch
+from jstep.loop.cards import Cards
 from jstep.loop.compiler import StartTimes, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
-from jstep.loop.journal import TimelineRecorder, new_watch
 from jstep.loop.programs import check
-from jstep.loop.run import ENDING, Options, Run, new_run
+from jstep.loop.progress import Progress
+from jstep.loop.run import ENDING, Observer, Options, Run, new_run
 from jstep.loop.runner import exit_on_signal, leave_at_once, report_early_end, rescue
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
+from jstep.loop.timeline import TimelineRecorder
+from jstep.loop.utilization import Utilizations
 from jstep.state.train_state import TrainState
+
+OBSERVERS: tuple[Callable[[Run], Observer], ...] = (
+    TimelineRecorder,
+    Cards,
+    StallWatch,
+    Utilizations,
+    Progress,
+)
+"""What watches each run. Without one of these lines and its file, a run is the same, and what it shows is missing."""
 
 
 def train(
@@ -141,10 +153,14 @@ def train(
 
 def _train(run: Run, batches: Any) -> TrainState:
     """Run to the end and return the last state."""
-    with TimelineRecorder(run) as recorder, StallWatch(run, recorder.write), run.signals, run.closing:
+    with contextlib.ExitStack() as left:
+        for observe in OBSERVERS:
+            run.observers.append(left.enter_context(observe(run)))
+        left.enter_context(run.signals)
+        left.enter_context(run.closing)
         try:
-            open_checkpoints(run, recorder.open)
-            begin(run, batches, recorder)
+            open_checkpoints(run)
+            begin(run, batches)
             if run.feeder is not None:
                 _take_steps(run)
             _finish(run)
@@ -163,7 +179,10 @@ def _train(run: Run, batches: Any) -> TrainState:
 def _take_steps(run: Run) -> None:
     """Run the calls, and the hooks around them, until the run ends."""
     timed = functools.partial(run.watch.part, HOOKS)
-    run_call = audited(run.programs, run.programs.repeated, run.hooks, timed)
+    run_call: Any = run.programs
+    for hook in run.hooks:
+        if isinstance(hook, RunHook):
+            run_call = hook.around_calls(run_call, run.programs.repeated, timed)
     runner, last_step = run.runner, run.options.last_step
     try:
         for call in run.feeder or ():

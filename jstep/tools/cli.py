@@ -370,7 +370,7 @@ COMMANDS = {
     "plot": ("plot the scalars of one or several runs to a file", "cli_events.PLOT"),
     "events": ("print the events of a file, one per line", "cli_events.EVENTS"),
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli.COST"),
-    "goodput": ("account for the wall time of a run, over all its starts", "cli_events.GOODPUT"),
+    "goodput": ("account for the wall time of a run, over all its starts", "goodput.GOODPUT"),
     "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events.STALLS"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""

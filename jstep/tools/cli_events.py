@@ -1,7 +1,6 @@
-"""`events`, `plot`, `goodput` and `stalls` of the command line: what a run wrote."""
+"""`events`, `plot` and `stalls` of the command line: what a run wrote."""
 
 import argparse
-import dataclasses
 import fnmatch
 import math
 import os
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core.checks import figure
-from jstep.hooks.timeline import goodput, read_stalls, silent, waited_for
+from jstep.hooks.timeline import read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
 from jstep.summary import read
@@ -328,26 +327,6 @@ def _run_events(arguments: argparse.Namespace) -> int:
 
 
 EVENTS = Command(_add_events_arguments, _run_events)
-
-
-# `goodput`: the breakdown of the wall time of a run.
-
-
-def _add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
-    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-
-
-def _run_goodput(arguments: argparse.Namespace) -> int:
-    found = goodput(arguments.path, arguments.prefix)
-    fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
-    fields = {name: value for name, value in fields.items() if value != {}}
-    print(as_json(fields) if arguments.json else found)
-    return OK
-
-
-GOODPUT = Command(_add_goodput_arguments, _run_goodput)
 
 
 # `stalls`: the processes of a run that hang, and what each of them waits for.

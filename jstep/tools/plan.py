@@ -19,7 +19,6 @@ from jstep.core.trees import Optimizer, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.audit import AuditHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.run_hook import RunHook, cadence_of
 from jstep.hooks.stock import StopAtStepHook
@@ -38,8 +37,8 @@ def steps_of(hook: Any, start: int, last_step: int) -> Any:
     For an `AuditHook`, these are the steps that it repeats.
     None if the hook is due only by time, or never.
     """
-    if isinstance(hook, AuditHook):
-        return hook.audited_steps(start, last_step)
+    if isinstance(hook, RunHook) and (steps := hook.steps_between(start, last_step)) is not None:
+        return steps
     cadence = cadence_of(hook)
     if cadence is not None:
         if cadence.steps is None:

@@ -13,7 +13,7 @@ from hook_fakes import Writer, state_at
 import jstep
 from jstep.core import devices
 from jstep.hooks import counters
-from jstep.hooks.counters import DispatchedSteps
+from jstep.loop.utilization import DispatchedSteps
 
 SIDE = 16
 PEAK = 1e12
@@ -195,7 +195,7 @@ def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
 
 
 def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):
-    monkeypatch.setattr("jstep.hooks.counters.body_of", lambda traced: 1 / 0)
+    monkeypatch.setattr("jstep.loop.utilization.body_of", lambda traced: 1 / 0)
     hook = counter(peak_flops=PEAK)
     assert train(hook).global_step == 8
     assert hook.mfu is None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.loop.journal import TimelineRecorder
+from jstep.hooks.timeline import Timeline
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 """A large constant that a traced program contains."""
@@ -59,7 +59,7 @@ def card_of(
     options = {"last_step": 3, "progress": False} | options
     with tempfile.TemporaryDirectory() as directory:
         where = options.pop("checkpoint_dir", directory) if is_recorded else None
-        with unittest.mock.patch.object(TimelineRecorder, "write", write or TimelineRecorder.write):
+        with unittest.mock.patch.object(Timeline, "write", write or Timeline.write):
             jstep.train(steps, state, data, checkpoint_dir=where, **options)
         found = merged(recorded(where)) if is_recorded else {}
     if found and where == directory:

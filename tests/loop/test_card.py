@@ -16,9 +16,9 @@ import pytest
 from cards import card_of, loss
 
 import jstep
+from jstep.hooks.timeline import Timeline
 from jstep.loop import card
 from jstep.loop.card import card_difference
-from jstep.loop.journal import TimelineRecorder
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_a_card_that_cannot_be_recorded_does_not_end_the_run(caplog):
         def __len__(self):
             raise RuntimeError("no length")
 
-    write = TimelineRecorder.write
+    write = Timeline.write
 
     def write_or_raise(accounts, kind, **fields):
         if kind == "card":

@@ -1,0 +1,98 @@
+"""The observer that records how a run spends its time, in a file next to its checkpoints."""
+
+import logging
+import threading
+from typing import Any
+
+import jax
+
+from jstep.checkpoint.saver import Saver
+from jstep.hooks import stopwatch
+from jstep.hooks.timeline import START, TIMES, VERSION, Timeline
+from jstep.loop.run import Observer, Run
+from jstep.stores.objects import location
+
+_EVERY_SECS = 1.0
+_logger = logging.getLogger("jstep")
+
+
+class TimelineRecorder(Observer):
+    """The thread that writes the times of a run once a second.
+
+    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        options = run.options
+        self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
+        self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
+        self._prefix = options.checkpoint_prefix
+        if isinstance(self._directory, Saver):
+            self._directory, self._prefix = self._directory.directory, self._directory.prefix
+        self._timeline: Timeline | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=10)  # it may be blocked on an object store
+        if self._timeline is not None:
+            self.times()
+            self._timeline.close()
+            self._timeline = None
+        self.run.watch.stop()
+
+    def opened(self) -> None:
+        """Write the first line."""
+        if self._directory is None or jax.process_index() != 0:
+            self.run.watch.stop()
+            return
+        try:
+            self._timeline = Timeline(location(self._directory, "checkpoint_dir"), self._prefix)
+        except OSError as error:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
+            self.run.watch.stop()
+            return
+        self.run.write_line = self._timeline.write
+        self.times(START, version=VERSION)
+        self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
+        self._thread.start()
+
+    def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:
+        """Write a line with the times so far, if the file is open."""
+        run, timeline = self.run, self._timeline
+        if timeline is None:
+            return
+        first, step, seconds = run.start if run.is_begun else None, run.step, run.watch.seconds()
+        timeline.write(
+            kind,
+            to_disk=to_disk,
+            **fields,
+            time=round(self._wall + sum(seconds.values()), 6),
+            step=None if first is None else [first, max(first, step)],
+            seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+        )
+
+    def flush(self) -> None:
+        """Flush the lines to the disk: none is older than the newest checkpoint."""
+        if (timeline := self._timeline) is not None:
+            timeline.flush()
+
+    def before_save(self) -> None:
+        """Write the line that precedes each checkpoint."""
+        self.times(to_disk=True, checkpoint=self.run.step)
+
+    def _tick(self) -> None:
+        while not self._over.wait(_EVERY_SECS):
+            try:
+                self.times()
+            except Exception as error:  # an error here must not end the run
+                _logger.warning("the times of this run cannot be kept: %s", error)
+                self.run.watch.stop()
+                return

@@ -1,0 +1,178 @@
+"""The observer of FLOP/s: the operations of the steps that were dispatched, as a share of the devices' peak."""
+
+import dataclasses
+import logging
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import jax
+
+from jstep.core.devices import has_peaks, peak_of
+from jstep.core.placement import device_count, device_of
+from jstep.core.programs import Product, body_of, recomputes, work_of
+from jstep.loop.programs import Dispatched
+from jstep.loop.run import Observer, Run
+from jstep.state.train_state import TrainState
+
+_logger = logging.getLogger("jstep")
+
+Steps = Mapping[Hashable, int]
+"""Number of steps by program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """The operations of one step of a program, summed over all devices.
+
+    Attributes:
+        devices: The number of devices.
+        device_kind: The kind of the devices.
+        flops: The number of operations; None if not requested, or if the step is not compiled.
+        products: The operations of matrix products by format.
+        recomputes: Whether `jax.checkpoint` repeats some of the operations.
+    """
+
+    devices: int
+    device_kind: str
+    flops: float | None = None
+    products: Mapping[Product, float] = dataclasses.field(default_factory=dict)
+    recomputes: bool = False
+
+
+class DispatchedSteps:
+    """Counts of the steps of each program of a run, by stage and shapes of the batch.
+
+    The operations of a step are counted once for each program, after its first call was dispatched, from the trace of
+    that call.
+
+    Attributes:
+        is_traced: Whether a hook has requested the operations, too; before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.is_traced = False
+        self._steps: dict[Hashable, int] = {}
+        self._work: dict[Hashable, StepWork] = {}
+
+    def add(self, done: Dispatched) -> None:
+        """Add the steps of a call."""
+        leaves = jax.tree.leaves(done.args)
+        shapes = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+        key = (done.stage.first, *shapes)
+        try:
+            self._steps[key] += done.call.steps
+        except KeyError:
+            self._work[key], self._steps[key] = self._of(done), done.call.steps
+
+    def steps(self) -> Steps:
+        """The steps so far."""
+        return dict(self._steps)
+
+    def work_of(self, program: Hashable) -> StepWork:
+        """The operations of one step of a program."""
+        return self._work[program]
+
+    def _of(self, done: Dispatched) -> StepWork:
+        tree = (done.state, done.args)
+        known = StepWork(device_count(tree), device_of(tree).device_kind)
+        if not self.is_traced:
+            return known
+        try:
+            traced = done.trace()
+            if traced is None:
+                return known
+            body = body_of(traced.jaxpr)
+        except Exception as error:  # a failure to count must not stop the run
+            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+            return known
+        work = work_of(body)
+        return dataclasses.replace(known, flops=work.all, products=work.products, recomputes=recomputes(body))
+
+
+class Utilization(NamedTuple):
+    """A FLOP/s utilization.
+
+    Attributes:
+        name: `"mfu"`, or `"hfu"` if it includes operations that are recomputed to save memory.
+        value: A fraction.
+    """
+
+    name: str
+    value: float
+
+
+class UtilizationMeter:
+    """Meter of the utilization: the time that steps would take at the peak, divided by the time that they take.
+
+    Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
+
+    Args:
+        dispatched: The steps of the run.
+        peak_flops: Peak operations per second of one device; None to look it up.
+        flops_per_step: Operations of a step, summed over all devices; None to count those of the traced step.
+    """
+
+    def __init__(self, dispatched: DispatchedSteps, peak_flops: float | None, flops_per_step: float | None) -> None:
+        self._dispatched, self._peak, self._flops = dispatched, peak_flops, flops_per_step
+        self.steps = dispatched.steps
+        self._warned: set[str] = set()
+
+    def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
+        """The utilization of the steps between two counts; None if it is not known for all of them."""
+        at_peak, is_twice = 0.0, False
+        for program, steps in after.items():
+            count = steps - before.get(program, 0)
+            if count:
+                work = self._dispatched.work_of(program)
+                secs = self._secs(work)
+                if secs is None:
+                    return None
+                at_peak, is_twice = at_peak + count * secs, is_twice or work.recomputes
+        return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
+
+    def _secs(self, work: StepWork) -> float | None:
+        """The seconds that a step would take at the peak."""
+        flops = work.flops if self._flops is None else self._flops
+        peak = peak_of(work.device_kind, work.products) if self._peak is None else self._peak
+        if peak is None and work.products:
+            formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
+            self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
+        return None if flops is None or peak is None else flops / (peak * work.devices)
+
+    def _log_once(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            _log_unknown(why)
+
+
+def _log_unknown(why: str) -> None:
+    if jax.process_index() == 0:
+        _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
+
+
+class Utilizations(Observer):
+    """Meters of the utilization, for the hooks that show it.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._dispatched = DispatchedSteps()
+        run.meter = self.meter
+
+    def meter(
+        self, state: TrainState, peak_flops: float | None, flops_per_step: float | None
+    ) -> UtilizationMeter | None:
+        """A meter, made before the first step; None if the peak of the device is not known."""
+        device = device_of(state)
+        if peak_flops is None and not has_peaks(device.device_kind):
+            if device.platform != "cpu" or flops_per_step is not None:
+                _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
+            return None
+        self._dispatched.is_traced = self._dispatched.is_traced or peak_flops is None or flops_per_step is None
+        looks = self.run.programs.after_call
+        if self._dispatched.add not in looks:
+            looks.append(self._dispatched.add)
+        return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)

@@ -1,0 +1,215 @@
+"""Goodput: the wall time of a run over all its starts, and the share of it that made progress."""
+
+import argparse
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import columns, html_table
+from jstep.hooks.stopwatch import PARTS, STEPPING
+from jstep.hooks.timeline import STALL, fields_with, is_seconds, read
+from jstep.stores.objects import absolute, location
+from jstep.tools.cli_common import OK, Command, as_json
+
+_COPIED = tuple(part for part in PARTS if part != STEPPING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
+
+    Attributes:
+        productive: Time of the steps that led to the final state.
+        rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
+            hooks, evaluations and saves are counted in their own parts.
+        starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
+            step returned: imports, devices, restore, compilation, first batch. Also later compilations that the loop
+            waited for, because of a new stage or batch size.
+        waiting: Time that the loop waited for batches.
+        saving: Time that the loop waited for checkpoints.
+        evaluating: Time of `EvaluationHook`s, including their callbacks.
+        hooks: Time of all other hooks, including the device time that they waited for and the repeated updates of
+            `AuditHook`.
+        down: Time from the last line of one start to the next start.
+        starts: Number of starts of the run.
+        steps: Number of steps that led to the final state.
+        stalled: Part → its seconds in which process 0 hung, as `StallHook` reported. They are a share of the seconds of
+            that part.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000))
+        goodput 70.0 %: 1000 steps in 100 s, 2 starts
+          productive  70.000 s   70.0 %
+          starting    20.000 s   20.0 %
+          down        10.000 s   10.0 %
+    """
+
+    productive: float = 0.0
+    rewound: float = 0.0
+    starting: float = 0.0
+    waiting: float = 0.0
+    saving: float = 0.0
+    evaluating: float = 0.0
+    hooks: float = 0.0
+    down: float = 0.0
+    starts: int = 0
+    steps: int = 0
+    stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name → seconds of the parts, which sum to `total`."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("starts", "steps", "stalled")
+        }
+
+    @property
+    def total(self) -> float:
+        """The total number of seconds."""
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float:
+        """The goodput, productive / total; 0 if no time has elapsed."""
+        return self.productive / self.total if self.total > 0 else 0.0
+
+    @property
+    def _title(self) -> str:
+        starts = "start" if self.starts == 1 else "starts"
+        return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
+
+    @property
+    def _rows(self) -> list[tuple[str, str, str]]:
+        parts = [((name, seconds), ("  stalled", self.stalled.get(name))) for name, seconds in self.parts.items()]
+        rows = [row for part in parts for row in part if row[1]]
+        return [(name, f"{seconds:.3f} s", _percent(seconds / self.total)) for name, seconds in rows if seconds]
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self._rows)
+
+    def __str__(self) -> str:
+        rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
+        return "\n".join([self._title, *(f"  {line}" for line in columns(rows))])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
+    """Account for all wall time of a run, over all its starts.
+
+    `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
+    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written every second and before
+    each checkpoint. If a start was killed, up to its last second (ten seconds below a URL) counts as `down`. The run
+    may still be in progress.
+
+    Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, or its URL.
+        prefix: The prefix of the run's checkpoints; several runs may share a directory.
+
+    Returns:
+        The seconds of each part.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: The timeline has no run with this prefix, or was written by a newer version of jstep.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> run = tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 9, 9, checkpoint_dir=run)
+        >>> found = jstep.goodput(run)
+        >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
+        (9, 1, True, True)
+    """
+    found = _accounted(read(path, prefix))
+    stalled: dict[str, float] = {}
+    for line in fields_with(absolute(location(path, "path")), STALL):
+        seconds, part = line.get("stalled", 0.0), line.get("part")
+        if line.get("kind") == STALL and line.get("prefix") == prefix and part in PARTS and is_seconds(seconds):
+            name = "productive" if part == STEPPING else str(part)
+            stalled[name] = stalled.get(name, 0.0) + seconds
+    return dataclasses.replace(found, stalled=stalled)
+
+
+def _accounted(all_starts: Sequence[Sequence[Mapping[str, Any]]]) -> Goodput:
+    seconds = dict.fromkeys((*_COPIED, "productive", "rewound", "down"), 0.0)
+    ended: float | None = None
+    for lines in all_starts:
+        last = lines[-1]
+        own = _seconds(last)
+        began = last["time"] - sum(own.values())
+        if ended is not None:
+            seconds["down"] += max(0.0, began - ended)
+            # If the process was already running before the previous start ended, that time is counted once.
+            own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
+        ended = last["time"] if ended is None else max(ended, last["time"])
+        for part in _COPIED:
+            seconds[part] += own[part]
+    steps, limit = 0, math.inf
+    for lines in reversed(all_starts):
+        kept, of_them = _kept(lines, limit)
+        seconds["productive"] += kept
+        seconds["rewound"] += max(0.0, _seconds(lines[-1])[STEPPING] - kept)
+        steps += of_them
+        if (where := lines[-1]["step"]) is not None:
+            limit = min(limit, where[0])
+    return Goodput(**seconds, stalled={}, starts=len(all_starts), steps=steps)
+
+
+def _seconds(line: Mapping[str, Any]) -> dict[str, float]:
+    return {part: float(line["seconds"].get(part, 0.0)) for part in PARTS}
+
+
+def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]:
+    """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
+    known = [(one["step"], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
+    if not known:
+        return 0.0, 0
+    (first, last), all_of_it = known[-1]
+    if limit >= last:
+        return all_of_it, last - first
+    if limit <= first:
+        return 0.0, 0
+    # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
+    saved = [_seconds(one)[STEPPING] for one in lines if one.get("checkpoint") == limit]
+    if saved:
+        return saved[-1], int(limit) - first
+    below = (first, 0.0)
+    for (_, step), seconds in known:
+        if step >= limit:  # the first such line, because later ones include time of the next step
+            break
+        below = (step, seconds)
+    share = (limit - below[0]) / (step - below[0])
+    return below[1] + share * (seconds - below[1]), int(limit) - first
+
+
+# `goodput` of the command line.
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
+    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    found = goodput(arguments.path, arguments.prefix)
+    fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
+    fields = {name: value for name, value in fields.items() if value != {}}
+    print(as_json(fields) if arguments.json else found)
+    return OK
+
+
+GOODPUT = Command(_add_arguments, _run)

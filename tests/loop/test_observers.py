@@ -1,0 +1,94 @@
+"""What watches a run can be deleted, a file and the line that names it, and all else of the run stays."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import jstep
+from jstep.loop.train import OBSERVERS
+
+PACKAGE = pathlib.Path(jstep.__file__).parent
+OF = {
+    "loop/timeline": {"timeline", "cards", "goodput"},  # cards are lines of the timeline, and goodput reads it
+    "loop/cards": {"cards"},
+    "loop/stalls": {"stalls"},
+    "loop/utilization": {"utilization"},
+    "loop/progress": {"progress"},
+    "hooks/audit": {"audits"},
+    "tools/goodput": {"goodput"},
+}
+"""File → what is gone without it."""
+PROGRAM = """
+import contextlib, json, sys, tempfile, threading
+import jax.numpy as jnp
+import jstep
+
+seen, shown = set(), sys.stderr
+
+class Look(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        seen.update(["stalls"] * any(thread.name == "jstep-stalls" for thread in threading.enumerate()))
+
+optimizer = jstep.gradient_descent(0.25)
+train_step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
+counter = jstep.StepCounterHook(every_n_steps=2, peak_flops=1e9)
+hooks = [Look(), counter] + ([jstep.AuditHook(every_n_steps=2)] if hasattr(jstep, "AuditHook") else [])
+run = tempfile.mkdtemp()
+with contextlib.redirect_stderr(open(run + "/stderr", "w+")) as written:
+    state = jstep.TrainState.create({"w": jnp.ones((3, 2))}, optimizer)
+    state = jstep.train(train_step, state, [jnp.ones((3, 2))] * 6, 6, hooks=hooks, checkpoint_dir=run, progress=True)
+    written.flush()
+assert counter.steps_per_sec and jstep.Saver(run).all_steps() == [6] and float(state.params["w"][0, 0]) == -0.5
+seen.update(["utilization"] * (counter.mfu is not None), ["progress"] * ("6/6" in open(run + "/stderr").read()))
+seen.update(["audits"] * hasattr(jstep, "AuditHook"))
+with contextlib.suppress(FileNotFoundError):
+    kinds = {json.loads(line)["kind"] for line in open(run + "/timeline.jsonl")}
+    seen.update(["timeline"] * ("parts" in kinds), ["cards"] * ("card" in kinds))
+with contextlib.suppress(AttributeError, FileNotFoundError):
+    seen.update(["goodput"] * (jstep.goodput(run).steps == 6))
+print(json.dumps(sorted(seen)))
+"""
+
+
+def without(files, directory):
+    """Copy the package without files, the lines that import from them, and those that name the observers."""
+    shutil.copytree(PACKAGE, directory / "jstep", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in files:
+        module = f"jstep.{file.replace('/', '.')}"
+        (directory / "jstep" / f"{file}.py").unlink()
+        for name in ("loop/train.py", "__init__.pyi"):
+            path = directory / "jstep" / name
+            lines = path.read_text().splitlines(keepends=True)
+            observers = [one.__name__ for one in OBSERVERS if one.__module__ in (module, "jstep")]
+            imports = [line for line in lines if line.startswith(f"from {module} import ")]
+            own = [one for one in observers if any(re.search(rf"\b{one}\b", line) for line in imports)]
+            gone = {*imports, *(f"    {one},\n" for one in own)}
+            path.write_text("".join(line for line in lines if line not in gone))
+    return directory
+
+
+def features(directory):
+    """Run the program with the package of a directory, and return what it has seen."""
+    environment = {**os.environ, "PYTHONPATH": str(directory), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("gone", [(), *[(file,) for file in OF]], ids=lambda gone: "".join(gone) or "nothing")
+@pytest.mark.thorough
+def test_what_is_gone_without_one_file(gone, tmp_path):
+    every = set().union(*OF.values())
+    assert features(without(gone, tmp_path)) == every.difference(*(OF[file] for file in gone))
+
+
+def test_a_run_that_nothing_watches(tmp_path):
+    assert features(without(OF, tmp_path)) == set()
