@@ -10,7 +10,7 @@ import json
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -23,6 +23,8 @@ from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
 
+T = TypeVar("T")
+
 # Saving and restoring the position of a data loader, on each process.
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
@@ -30,13 +32,15 @@ POSITION, POSITIONS = "batches", "batches_of_processes"
 _PROCESSES = "processes"
 _BYTES = "base64"
 """The key of a position that is nothing but bytes."""
+_WITHOUT = "(batch for batch in batches)"
+"""What to pass to `train` instead of a loader whose position cannot be kept."""
 
 
 class SavedPosition(NamedTuple):
     """The position of this process's loader in a checkpoint.
 
     Attributes:
-        value: The position, from `encode_position`; None if there is no position.
+        value: The position, as JSON; None if there is no position.
         error: Why the position is not available; "" if it is.
         warning: A warning to log when the position is used; "" for no warning.
     """
@@ -66,28 +70,30 @@ class LivePosition:
         self._is_fixed = self._is_known = False
         self._at_end: Any = None
 
-    def before_batch(self) -> None:
-        """Take the position before a batch; a signal may interrupt this, or the making of the batch."""
+    def take(self, made: Iterator[T]) -> T:
+        """Return the next of what is made of one batch, or raise StopIteration; a signal may interrupt this.
+
+        A position that cannot be kept is refused after the first batch.
+        """
         # An object may not know its position before its first batch.
         with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
             self.before = self._ask()
             self._is_known = True
         self._is_fixed = True
-
-    def check(self) -> None:
-        """Refuse a position that cannot be kept, once, after the first batch."""
+        try:
+            found = next(made)
+        except StopIteration:
+            if self._is_known:  # the search for a batch may have changed the object
+                self._at_end, self._is_fixed = self._ask(), False
+            raise
         if not self._is_known:
             self._ask()
             self._is_known = True
+        return found
 
     def after_batch(self) -> None:
         """The batch was made, and no signal interrupts the loop before its step and hooks are over."""
         self._is_fixed = False
-
-    def no_batch(self) -> None:
-        """There is no further batch; the search for one may have changed the object."""
-        if self._is_known:
-            self._at_end, self._is_fixed = self._ask(), False
 
     def fix(self) -> None:
         """Take the position now, without what is changed later."""
@@ -101,12 +107,7 @@ class LivePosition:
         return self.before if self._at_end is not None and position == self._at_end else position
 
 
-def encode_position(position: Any, owner: str) -> Any:
-    """Encode a position for JSON: `as_json(copied_position(position, owner))`."""
-    return as_json(copied_position(position, owner))
-
-
-def copied_position(position: Any, owner: str, without: str = "(batch for batch in batches)") -> Any:
+def copied_position(position: Any, owner: str, without: str) -> Any:
     """Copy a position for `as_json`, because loaders may return a dict that they keep changing.
 
     There is a copy for each batch, and JSON only for a checkpoint: the text of a replay buffer takes much longer.
@@ -133,7 +134,7 @@ def copied_position(position: Any, owner: str, without: str = "(batch for batch 
 
 
 def decode_position(kept: Any, owner: str) -> Any:
-    """Decode a position from `encode_position`, without running any code that the checkpoint brings.
+    """Decode a position from `as_json(copied_position(…))`, without running any code that the checkpoint brings.
 
     Raises:
         ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
@@ -161,19 +162,16 @@ def decode_position(kept: Any, owner: str) -> Any:
 def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     """The position of this process's loader in a checkpoint's `extra`; None if there is no position."""
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
-    if of_all is None and first is None:
-        return None
-    if of_all is not None:
-        before, positions = of_all[_PROCESSES], of_all["positions"]
-        if len(positions) == 1:  # they were all equal
-            return SavedPosition(positions[0])
-    else:
+    if of_all is None:
         only_one = (
             f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
             "version of jstep that saved only the position of process 0. Every process resumes from it, which is wrong "
             "if their loaders do not advance together."
         )
-        return SavedPosition(first, warning=only_one if count > 1 else "")
+        return None if first is None else SavedPosition(first, warning=only_one if count > 1 else "")
+    before, positions = of_all[_PROCESSES], of_all["positions"]
+    if len(positions) == 1:  # they were all equal
+        return SavedPosition(positions[0])
     if before == count:
         mine = positions[jax.process_index()]
         return None if mine is None else SavedPosition(mine)
@@ -190,7 +188,7 @@ def gather_positions(position: Any) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
-        position: The position of this process, from `copied_position` or `encode_position`; None if not known.
+        position: The position of this process, from `copied_position`; None if not known.
     """
     position = as_json(position)
     if jax.process_count() == 1:
@@ -222,15 +220,6 @@ class HasOwnState(Protocol):
 
 
 @runtime_checkable
-class HasState(HasOwnState, Protocol):
-    """An iterator that can save and restore its position."""
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        ...
-
-
-@runtime_checkable
 class HasStateDict(Protocol):
     """A loader or iterator that can save and restore its position, such as torchdata's."""
 
@@ -244,31 +233,40 @@ class HasStateDict(Protocol):
 
 
 class Source(NamedTuple):
-    """An iterator over batches.
+    """An iterator over batches, and what is known of them.
 
     Attributes:
         items: The batches.
         position: Returns the current position, from `copied_position`; None if the source has no position.
-        seekable: Whether it can resume at any step after a restart.
-        fresh: Whether each batch is in new arrays that no other code writes to.
-        at: Returns the batch of any step, if batches can be indexed.
-        is_own: Whether it is a `BatchSequence` of jstep.
-        next_change: Maps a step to the next one at which the shapes of the batches change; None if not known.
-        is_function: Whether each batch is a function of its step and can be fetched again.
         begin: Returns the position before the first batch; None if `position` does.
+        by_step: The sequence or function that each batch can be fetched from again, by its step; None if there is none.
+        fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the state of the run, so that none may be made ahead.
     """
 
     items: Iterator[Any]
     position: Callable[[], Any] | None = None
-    seekable: bool = True
-    fresh: bool = False
-    at: Callable[[int], Any] | None = None
-    is_own: bool = False
-    next_change: Callable[[int], int | None] | None = None
-    is_function: bool = False
     begin: Callable[[], Any] | None = None
+    by_step: Any = None
+    fresh: bool = False
     is_of_state: bool = False
+
+    @property
+    def seekable(self) -> bool:
+        """Whether it can resume at any step after a restart."""
+        return self.by_step is not None or self.position is not None or self.is_of_state
+
+    @property
+    def next_change(self) -> Callable[[int], int | None] | None:
+        """Maps a step to the next one at which the shapes of the batches change, or to None; None if not known."""
+        return functools.partial(_next_change, self.by_step) if isinstance(self.by_step, BatchSequence) else None
+
+
+def _next_change(batches: BatchSequence, step: int) -> int | None:
+    try:
+        return batches.next_change(step)
+    except IndexError:  # they end before the run does
+        return None
 
 
 def source_of(
@@ -288,47 +286,59 @@ def source_of(
             is not a sequence but can be indexed and iterated over is indexed if it has an item for the first step.
         start: The first step.
         last_step: The step at which to end.
-        position: The position of an earlier run, from `encode_position` or as a `SavedPosition`; None in a fresh run.
+        position: The position of an earlier run, as JSON or as a `SavedPosition`; None in a fresh run.
         resumable: Whether the run saves checkpoints, from which it may be resumed later.
         state: Returns the current state of the run, for batches that are made with it.
     """
     check_batches(batches)
+    owner = owner_of(batches)
     if isinstance(batches, StateBatches):
-        return _made_with_state(batches, position, start, last_step, state, resumable=resumable)
-    source = _source_of(batches, start, last_step, position, resumable=resumable)
-    return source._replace(items=until_end(source.items))
+        make, where, begin = batches.make, None, None
+
+        def batch(step: int) -> Any:
+            return make(step, state())
+
+        if owner is not None:
+            without = "jstep.from_state(lambda step, state: fn(step, state))"
+            where, begin = _resumed(owner, position, start, last_step, without)
+        elif _may_keep_something(make):
+            ways_out = (
+                "If it keeps something between its calls, give jstep.from_state an object with __call__, state_dict "
+                "and load_state_dict; if not, a function."
+            )
+            name = getattr(make, "__qualname__", type(make).__name__)
+            _warn_without_position(name, start, ways_out, resumable=resumable)
+        return Source(until_end(map(batch, range(start, last_step))), where, begin, is_of_state=True)
+    if owner is None:
+        items = _by_step(batches, start, last_step)
+        if items is not None:
+            return Source(until_end(items), by_step=batches, fresh=isinstance(batches, BatchSequence))
+        is_replayed = isinstance(batches, ReplayedBatches)
+        items = ReplayedIterator(functools.partial(_made_again, batches.make)) if is_replayed else iter(batches)
+        if not keeps_position(items):
+            ways_out = (
+                "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or "
+                "with state_dict and load_state_dict."
+            )
+            _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
+            return Source(until_end(items), fresh=isinstance(items, BatchIterator))
+        owner = items
+    where, begin = _resumed(owner, position, start, last_step)
+    # Some iterators have `__next__` but no `__iter__`.
+    items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
+    return Source(until_end(items), where, begin)
 
 
-def _source_of(batches: Any, start: int, last_step: int, position: Any, *, resumable: bool) -> Source:
-    if keeps_position(batches):
-        return _stateful(batches, position, start, last_step)
+def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
+    """The batches of a sequence or of a function of the step; None if they can only be iterated over."""
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
-            is_own = isinstance(batches, BatchSequence)
-            return Source(
-                _indexed(batches, start, last_step),
-                fresh=is_own,
-                at=batches.__getitem__,
-                is_function=True,
-                is_own=is_own,
-                next_change=functools.partial(_next_change, batches) if is_own else None,
-            )
+            return _indexed(batches, start, last_step)
         first = _first(batches, start, last_step)
         if first is not None:
-            items = itertools.chain(first, _indexed(batches, start + len(first), last_step))
-            return Source(items, at=batches.__getitem__, is_function=True)
-    if not hasattr(batches, "__iter__") and callable(batches):
-        return Source(map(batches, range(start, last_step)), is_function=True)
-    is_replayed = isinstance(batches, ReplayedBatches)
-    iterator = ReplayedIterator(functools.partial(_made_again, batches.make)) if is_replayed else iter(batches)
-    if keeps_position(iterator):
-        return _stateful(iterator, position, start, last_step)
-    ways_out = (
-        "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or with "
-        "state_dict and load_state_dict."
-    )
-    _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
-    return Source(iterator, None, seekable=False, fresh=isinstance(iterator, BatchIterator))
+            return itertools.chain(first, _indexed(batches, start + len(first), last_step))
+    is_function = not hasattr(batches, "__iter__") and callable(batches)
+    return map(batches, range(start, last_step)) if is_function else None
 
 
 def _made_again(make: Callable[[], Any]) -> Any:
@@ -365,35 +375,6 @@ def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: b
         )
 
 
-def _made_with_state(
-    batches: StateBatches,
-    position: Any,
-    start: int,
-    last_step: int,
-    state: Callable[[], Any],
-    *,
-    resumable: bool,
-) -> Source:
-    def batch(step: int) -> Any:
-        return batches.make(step, state())
-
-    items = map(batch, range(start, last_step))
-    owner = owner_of(batches)
-    if owner is None:
-        if _may_keep_something(batches.make):
-            name = getattr(batches.make, "__qualname__", type(batches.make).__name__)
-            ways_out = (
-                "If it keeps something between its calls, give jstep.from_state an object with __call__, state_dict "
-                "and load_state_dict; if not, a function."
-            )
-            _warn_without_position(name, start, ways_out, resumable=resumable)
-        return Source(until_end(items), is_of_state=True)
-    source = _stateful(
-        owner, position, start, last_step, items, "jstep.from_state(lambda step, state: fn(step, state))"
-    )
-    return source._replace(items=until_end(source.items), is_of_state=True)
-
-
 def check_batches(batches: Any) -> None:
     """Refuse a value that cannot be a source of batches."""
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
@@ -416,20 +397,13 @@ def check_batches(batches: Any) -> None:
         raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {found}")
     if isinstance(batches, type) or not (
         callable(batches)
-        or isinstance(batches, HasState)
+        or _is_positioned_iterator(batches)
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
         raise TypeError(
             f"batches={shown(batches)}: must have batches[N], be a function of the step, or be iterable"
             + ("; for a step without a batch, give lambda step: ()" if batches is None else "")
         )
-
-
-def _next_change(batches: BatchSequence, step: int) -> int | None:
-    try:
-        return batches.next_change(step)
-    except IndexError:  # they end before the run does
-        return None
 
 
 def _is_array(value: Any) -> bool:
@@ -458,49 +432,46 @@ def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
         return None
 
 
-def _stateful(
-    owner: Any,
-    position: Any,
-    start: int,
-    last_step: int,
-    items: Iterator[Any] | None = None,
-    without: str = "(batch for batch in batches)",
-) -> Source:
-    """The batches of a loader or iterator that keeps its position."""
-    get, set_to = _methods(owner)
-    name = type(owner).__name__
+def _resumed(owner: Any, position: Any, start: int, last_step: int, without: str = _WITHOUT) -> tuple[Any, Any]:
+    """Set the position of an earlier run, if there is one; return `Source.position` and `Source.begin`."""
+    name, (get, set_to) = type(owner).__name__, _methods(owner)
+    where = functools.partial(_position, get, name, without)
     kept = position if isinstance(position, SavedPosition) or position is None else SavedPosition(position)
-    if kept is not None and start < last_step:
+    if kept is None:
+        if start:
+            _logger.warning(
+                "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches start "
+                "from its current position.",
+                start,
+                name,
+            )
+        return where, None
+    if start < last_step:
         if kept.error:
             raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
         if kept.warning:
             _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
-    if kept is not None and kept.value is not None and start < last_step:
-        value = decode_position(kept.value, name)
-        try:
-            set_to(value)  # before iter(), which is when loaders read it
-        except Exception as error:
-            note(
-                error,
-                f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it saved "
-                "by another loader, or by one with other options?",
-            )
-            raise
-    elif start and kept is None:
-        _logger.warning(
-            "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches start "
-            "from its current position.",
-            start,
-            name,
-        )
-    if items is None:  # some iterators have `__next__` but no `__iter__`
-        items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
+        if kept.value is not None:
+            value = decode_position(kept.value, name)
+            try:
+                set_to(value)  # before iter(), which is when loaders read it
+            except Exception as error:
+                note(
+                    error,
+                    f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it "
+                    "saved by another loader, or by one with other options?",
+                )
+                raise
+    return where, lambda: kept.value
 
-    def where() -> Any:
-        state = get()
-        return None if state is None else copied_position(state, name, without)
 
-    return Source(items, where, begin=None if kept is None else lambda: kept.value)
+def _position(get: Callable[[], Any], owner: str, without: str = _WITHOUT) -> Any:
+    state = get()
+    return None if state is None else copied_position(state, owner, without)
+
+
+def _is_positioned_iterator(batches: Any) -> bool:
+    return isinstance(batches, HasOwnState) and hasattr(batches, "__next__")
 
 
 def keeps_position(batches: Any) -> bool:
@@ -508,7 +479,7 @@ def keeps_position(batches: Any) -> bool:
 
     `state_dict` must take no arguments: some data sets require the number of examples that were read.
     """
-    if isinstance(batches, HasState):
+    if _is_positioned_iterator(batches):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
     return (
@@ -528,8 +499,7 @@ def owner_of(batches: Any) -> Any:
 
 def position_of(owner: Any) -> Any:
     """The current position of a loader that keeps it; None if the loader does not know it yet."""
-    state = _methods(owner)[0]()
-    return None if state is None else encode_position(state, type(owner).__name__)
+    return as_json(_position(_methods(owner)[0], type(owner).__name__))
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -579,7 +579,7 @@ class BatchFeeder:
             elif self.live is None:
                 call = next(self._made)
             else:
-                call = self._read_live(self.live)
+                call = self.live.take(self._made)
             if ahead:
                 self._reader.request(AHEAD - self._requested)
                 self._requested = AHEAD
@@ -598,16 +598,6 @@ class BatchFeeder:
         self.steps = steps = call.steps
         self._taken += steps
         self._before, self.position = self.position, call.position
-        return call
-
-    def _read_live(self, live: LivePosition) -> Call:
-        live.before_batch()
-        try:
-            call = next(self._made)
-        except StopIteration:
-            live.no_batch()
-            raise
-        live.check()
         return call
 
     def position_after(self, steps: int) -> Any:

@@ -284,7 +284,8 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
         stage, args = programs.stages[segment.stage], None
         if not is_compiled(stage.single):
             continue
-        if source.is_own or (source.at is not None and segment.is_edge and segment is not first):
+        is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
+        if isinstance(source.by_step, BatchSequence) or is_indexed:
             args = _shapes_of_batch(source, segment.first, run.options.batch_sharding)
             if args is None:  # the batches end earlier
                 break
@@ -341,9 +342,8 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
 
 
 def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[Any, ...] | None:
-    assert source.at is not None
     try:
-        batch = copied(source.at(step), fresh=True)
+        batch = copied(source.by_step[step], fresh=True)
     except IndexError:
         return None
     try:
@@ -471,7 +471,7 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
         return None
     source = _source(run, batches)
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
-    again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.is_function else None
+    again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
     first = FirstBatch(copied_batches(source, run.fetched), run.times, again)
     compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
     return source, first
