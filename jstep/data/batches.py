@@ -9,24 +9,8 @@ import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
-from jstep.data import rows as _permutation
-from jstep.data.rows import (
-    NO_END,
-    Counts,
-    Lookahead,
-    RowNumbers,
-    Run,
-    Share,
-    Sizes,
-    Staircase,
-    Weights,
-    as_staircase,
-    as_weights,
-    count_of,
-    counts_of,
-    given_process,
-    steps_of,
-)
+from jstep.data import rows as row_numbers
+from jstep.data.rows import NO_END, Counts, Lookahead, RowNumbers, Run, Share, Sizes, Staircase, Weights, count_of
 from jstep.data.sequence import BatchSequence, Rows, SourceRows, open_rows
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
@@ -118,16 +102,16 @@ def batches(
             raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays{hint}")
         return size
 
-    sizes = as_staircase(batch_size, "batch_size", check)
+    sizes = row_numbers.as_staircase(batch_size, "batch_size", check)
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
-    process = given_process(process_index, process_count)
+    process = row_numbers.given_process(process_index, process_count)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     plan = _Plan(len(rows), each, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
     end = NO_END if num_epochs is None else each.runs[-1].stop
-    return Batches(plan, {"": rows}, steps_of([range(end)]))
+    return Batches(plan, {"": rows}, row_numbers.steps_of([range(end)]))
 
 
 class Batches(BatchSequence):
@@ -372,17 +356,22 @@ def mixture(
     """
     rows = _open(sources)
     names = sorted(rows)
-    stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
-    sizes = _sizes(stairs)
-    stages = as_weights(weights, names)
+    stairs = row_numbers.as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
+    runs, before = [], 0
+    for first, stop, size in stairs.stages():
+        runs.append(Run(first, NO_END if stop is None else stop, size, 1, size, before))
+        before = runs[-1].before_step(runs[-1].stop)
+    sizes = Sizes(tuple(runs))
+    stages = row_numbers.as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
-    share = Share(stairs, given_process(process_index, process_count))
-    streams = tuple(_stream_of(len(rows[name]), seed, name, shuffle) for name in names)
-    mix = _Mix(streams, sizes, counts_of(stages, sizes), share, seed, stages)
-    return Mixture(mix, rows, steps_of([range(NO_END)]))
+    share = Share(stairs, row_numbers.given_process(process_index, process_count))
+    streams = tuple(_Stream(len(rows[name]), _derived_seed(seed, _ROWS, name), shuffle) for name in names)
+    mix = _Mix(streams, sizes, row_numbers.counts_of(stages, sizes), share, seed, stages)
+    return Mixture(mix, rows, row_numbers.steps_of([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
+    """Open the rows of all sources, and check that they fit into one batch."""
     if not isinstance(sources, Mapping):
         raise TypeError(f"sources={shown(sources)}: expected a mapping from name to source, got {kind(sources)}")
     if not sources:
@@ -390,19 +379,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     # Two rows, because they show whether `__getitem__` of a source takes a list of indices.
-    _check_same_structure({name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()})
-    return rows
-
-
-def _check_same_structure(samples: Mapping[str, Any]) -> None:
-    """Check that the rows of all sources fit into one batch.
-
-    Args:
-        samples: A batch of each source, by name.
-
-    Raises:
-        ValueError: The sources differ in structure, or a leaf in dtype or row shape.
-    """
+    samples = {name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()}
     (name, sample), *others = samples.items()
     first = dict(leaves_with_paths(sample))
     for other, batch in others:
@@ -425,20 +402,12 @@ def _check_same_structure(samples: Mapping[str, Any]) -> None:
                 f"sources: expected batches of one structure, got {structure(batch)} from {other!r} and "
                 f"{structure(sample)} from {name!r}"
             )
+    return rows
 
 
 def _described(leaf: Any) -> str:
     dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # strings may differ in length
     return f"{dtype}{list(leaf.shape[1:])}"
-
-
-def _sizes(sizes: Staircase[int]) -> Sizes:
-    runs, before = [], 0
-    for first, stop, size in sizes.stages():
-        run = Run(first, NO_END if stop is None else stop, size, 1, size, before)
-        runs.append(run)
-        before = run.before_step(run.stop)
-    return Sizes(tuple(runs))
 
 
 class Mixture(BatchSequence):
@@ -524,11 +493,6 @@ class _Mix(NamedTuple):
         return counts
 
 
-def _stream_of(num_rows: int, seed: int, name: str, shuffle: bool) -> _Stream:
-    """Return the stream of a source, of the seed of a mixture."""
-    return _Stream(num_rows, _derived_seed(seed, _ROWS, name), shuffle)
-
-
 def _derived_seed(seed: int, purpose: int, name: str = "") -> int:
     """Return a seed for a purpose and a name, independent of other names and of their order."""
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
@@ -544,7 +508,7 @@ class _MixtureReader:
     def __init__(self, mix: _Mix, share: Share) -> None:
         self._mix, self._share, self._seed = mix, share, _derived_seed(mix.seed, _ORDER)
         self._ahead = [Lookahead(stream.num_rows, stream.seed) for stream in mix.streams]
-        self._domain = _permutation.domain(mix.sizes.runs[0].size)
+        self._domain = row_numbers.domain(mix.sizes.runs[0].size)
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
     def __call__(self, step: int) -> list[SourceRows]:
@@ -569,11 +533,11 @@ class _MixtureReader:
             found.append(SourceRows(source, indices, rows))
         return found
 
-    def _order(self, step: int, size: int) -> _permutation.Rows:
+    def _order(self, step: int, size: int) -> row_numbers.Rows:
         domain = self._domain
         if domain.n != size:
-            self._domain = domain = _permutation.domain(size)
-        return _permutation.permute(domain, _permutation.draw_keys(domain, self._seed, step), np.arange(size))
+            self._domain = domain = row_numbers.domain(size)
+        return row_numbers.permute(domain, row_numbers.draw_keys(domain, self._seed, step), np.arange(size))
 
 
 def _stream_rows(stream: _Stream, ahead: Lookahead, start: int, count: int) -> RowNumbers:
@@ -650,8 +614,9 @@ def rows_hash(batches: BatchSequence) -> str:
     before = batches.rows_before(count)
     used = {name: rows for name, rows in (before if isinstance(before, dict) else {"": before}).items() if rows}
     hashed.update(repr((count, sorted(used.items()))).encode())
+    rows_of = batches._plan.reader(Share(batches._plan.share.sizes, (0, 1)))  # on all processes
     for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
-        for of in batches._rows_of(batches._steps[step]):
+        for of in rows_of(batches._steps[step]):
             hashed.update(repr(names[of.source]).encode())
             for numbers in (of.indices, of.rows):
                 each = np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers

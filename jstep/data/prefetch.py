@@ -34,8 +34,25 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
     """
     if sharding is None:
         return _place_on_default_device
+
+    def as_sharding(keys: Any, leaf: Any) -> Sharding | jax.Device:
+        if isinstance(leaf, Sharding | jax.Device):
+            return leaf
+        what = f"{argument}: {leaf!r} at {quoted(path_str(keys))}"
+        if not isinstance(leaf, PartitionSpec):
+            raise TypeError(
+                f"{what} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
+                'NamedSharding(mesh, PartitionSpec("data"))'
+            )
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(
+                f"{what} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the mesh with jax.set_mesh(mesh)"
+            )
+        return NamedSharding(mesh, leaf)
+
     sharding = jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _as_sharding(leaf, path_str(keys), argument), sharding, is_leaf=_is_spec
+        as_sharding, sharding, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
     refuse_compile_only(sharding, argument)
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
@@ -88,27 +105,6 @@ def _explain(item: Any, sharding: Any, error: ValueError) -> None:
                 ) from error
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _as_sharding(leaf: Any, path: str, argument: str) -> Sharding | jax.Device:
-    if isinstance(leaf, Sharding | jax.Device):
-        return leaf
-    if not _is_spec(leaf):
-        raise TypeError(
-            f"{argument}: {leaf!r} at {quoted(path)} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
-            'NamedSharding(mesh, PartitionSpec("data"))'
-        )
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"{argument}: {leaf!r} at {quoted(path)} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the "
-            "mesh with jax.set_mesh(mesh)"
-        )
-    return NamedSharding(mesh, leaf)
-
-
 def _as_known(item: Any) -> Any:
     """Convert arrays of other libraries, such as PyTorch tensors, to NumPy arrays; reject other leaves."""
 
@@ -156,13 +152,6 @@ _OF_JAX: set[type] = set()
 """Types of JAX arrays that have been seen; a lookup is many times as fast as `isinstance`."""
 
 
-def _is_of_jax(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array):
-        return False
-    _OF_JAX.add(type(leaf))
-    return True
-
-
 def copied(item: Any, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader cannot overwrite.
 
@@ -172,13 +161,16 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
         fresh: Whether the arrays are already new, so that no copy is needed.
     """
     kind = type(item)
-    copies = []
+    copies: list[Any] = []
     # Nearly all batches are one array, or a tuple or dict of arrays. A function for each leaf of a tree costs as much
     # as a small step.
     for leaf in item if kind is tuple else item.values() if kind is dict else (item,):
         if type(leaf) is np.ndarray and leaf.dtype.kind in _KINDS:
             copies.append(leaf if fresh else leaf.copy() if leaf.nbytes < _LARGE else _aligned_copy(leaf))
-        elif type(leaf) in _OF_JAX or _is_of_jax(leaf):
+        elif type(leaf) in _OF_JAX:
+            copies.append(leaf)
+        elif isinstance(leaf, jax.Array):
+            _OF_JAX.add(type(leaf))
             copies.append(leaf)
         else:
             break
@@ -457,17 +449,11 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
     try:
         return place(item), state
     except Exception as error:
-        note(error, f"raised by prefetch_to_device for the item {_summary(item)}")
+        leaves = leaves_with_paths(item)[:20]
+        kinds = (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for _, leaf in leaves)
+        which = ", ".join(f"{quoted(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
+        note(error, f"raised by prefetch_to_device for the item {which}")
         raise
-
-
-def _summary(item: Any) -> str:
-    """The dtypes and shapes of an item by path, for error messages."""
-
-    def kind(leaf: Any) -> str:
-        return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
-
-    return ", ".join(f"{quoted(path)}: {kind(leaf)}" for path, leaf in leaves_with_paths(item)[:20])
 
 
 # Batches of an iterable without a position, which a restart reads again up to where the run was.

@@ -13,7 +13,7 @@ import numpy as np
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import flatten, is_key, path_str, quoted, stack_trees, structure
-from jstep.data.rows import RowNumbers, Share, Steps, next_change
+from jstep.data.rows import RowNumbers, Steps, next_change
 
 # Batches that are made with the state of the run, such as those of environments and self-play.
 
@@ -164,27 +164,12 @@ class ItemSource:
                 return True  # it takes only lists
             if item_treedef != treedef:
                 return False
-            for leaf, row in zip(item, leaves, strict=True):
-                if not _same(leaf, row, i):
-                    return False
+            if not all(_same(leaf, row, i) for leaf, row in zip(item, leaves, strict=True)):
+                return False
         return True
 
 
 Source: TypeAlias = ArraySource | ItemSource
-
-
-def as_source(leaf: Any, keys: Sequence[Any], argument: str) -> Source:
-    """Return a leaf of `arrays`, or of another argument, as a source.
-
-    Raises:
-        TypeError: The leaf has no length or no items. The message contains its path.
-        ValueError: The leaf is empty.
-    """
-    path = quoted(path_str(keys))
-    source = _open(leaf, path, argument)
-    if len(source) == 0:
-        raise ValueError(f"{argument}: the {type(leaf).__name__} at {path} has no rows")
-    return source
 
 
 class Rows:
@@ -220,20 +205,21 @@ def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
         TypeError: A leaf has no length or no items.
     """
     tree = {name: arrays} if name else arrays
-    leaves, whole = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_source)
+    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
+    leaves, whole = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, list) or hasattr(x, "__next__")
+    )
     treedef: Any = whole
     if not leaves:
         raise ValueError(f"{argument}={shown(tree)}: holds no array to take rows from")
-    sources = [as_source(leaf, keys, argument) for keys, leaf in leaves]
+    sources = [_open(leaf, quoted(path_str(keys)), argument) for keys, leaf in leaves]
+    for (_, leaf), source in zip(leaves, sources, strict=True):
+        if len(source) == 0:
+            raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
     if len({len(source) for source in sources}) > 1:
         each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
         raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
     return Rows(sources, treedef.children()[0] if name else treedef)
-
-
-def _is_source(x: Any) -> bool:
-    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
-    return isinstance(x, list) or hasattr(x, "__next__")
 
 
 def _open(leaf: Any, path: str, argument: str) -> Source:
@@ -351,11 +337,6 @@ class BatchSequence(abc.ABC):
     @abc.abstractmethod
     def _definition(self) -> dict[str, Any]:
         """The definition of the batches, apart from steps, sizes and weights, as JSON-serializable values."""
-
-    def _rows_of(self, step: int) -> list[SourceRows]:
-        """Return the rows of the batch of a step on all processes."""
-        found: list[SourceRows] = self._plan.reader(Share(self._plan.share.sizes, (0, 1)))(step)
-        return found
 
     def _counts_before(self, step: int) -> dict[str, int]:
         """Return the rows of each source in the batches before a step."""
@@ -526,21 +507,13 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     found = numbers(step)
     if len(found) == 1:
         return sources[found[0].source].take(found[0].rows)
-    return _merge([sources[of.source].take(of.rows) for of in found], [of.indices for of in found])
-
-
-def _merge(parts: Sequence[Any], indices: Sequence[Any]) -> Any:
-    """Merge the rows of two or more sources into one batch.
-
-    Args:
-        parts: Trees of arrays with the same structure.
-        indices: The indices of the rows of each part in the batch; together they cover the batch.
-    """
-    columns = [flatten(part)[0] for part in parts]
-    return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in zip(*columns, strict=True)])
+    parts, indices = [sources[of.source].take(of.rows) for of in found], [of.indices for of in found]
+    columns = zip(*(flatten(part)[0] for part in parts), strict=True)
+    return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in columns])
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
+    """Merge a leaf of the rows of several sources into one; their indices together cover the batch."""
     with internal_transfers():
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
