@@ -26,7 +26,7 @@ from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.metric_sums_program import numbers_of, read, text
 from jstep.hooks.run_hook import OwnRun, RunHook, cadence, check_writer, scalar
 from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
-from jstep.hooks.stopwatch import STEPPING
+from jstep.hooks.stopwatch import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
@@ -110,6 +110,8 @@ class EvaluationHook(RunHook):
     """
 
     key: str | None = None
+
+    part = EVALUATING
 
     def __init__(
         self,

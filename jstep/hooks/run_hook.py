@@ -14,6 +14,7 @@ from jstep.distributed import processes
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import MetricSums, PendingMeans
 from jstep.hooks.metric_sums_program import PendingScalars, PendingValues, TransferQueue, is_ready, read, scalars
+from jstep.hooks.stopwatch import HOOKS
 from jstep.state.train_state import TrainState
 
 # When a hook is due: at multiples of steps, after seconds, or at the steps that it names itself.
@@ -219,9 +220,11 @@ class RunHook(Hook):
 
     Attributes:
         cadence: When the hook is due; None if it overrides `after_step` or has nothing to do there.
+        part: The part of the run's time that its calls count as.
     """
 
     cadence: Cadence | None = None
+    part: str = HOOKS
     _run: RunInfo | None = None
 
     @property

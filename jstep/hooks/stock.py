@@ -16,6 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith
 from jstep.hooks.run_hook import RunHook, cadence_or_never, positive
+from jstep.hooks.stopwatch import SAVING
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location
@@ -41,6 +42,8 @@ class CheckpointSaverHook(RunHook):
 
     Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
+
+    part = SAVING
 
     def __init__(
         self,

@@ -12,13 +12,13 @@ from jstep.loop.card import PAST, RestoredPast, card, past_of, program_card, war
 from jstep.loop.compiler import shapes_of
 from jstep.loop.feeder import lanes_of
 from jstep.loop.programs import Dispatched
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Run
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 
 
-class Cards(Observer):
+class Cards(contextlib.AbstractContextManager["Cards"]):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
     The lines are those of the timeline; without one, nothing is written. Background threads write them, in order; the
@@ -29,7 +29,9 @@ class Cards(Observer):
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
+        self.run = run
+        run.at_beginning.append(self.begun)
+        run.pasts.append(self.past)
         self._batches: Any = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._restored: RestoredPast | None = None  # until it was compared

@@ -33,54 +33,51 @@ from jstep.stores.objects import is_url
 _local = threading.local()
 
 
-def compilations_here() -> list[int]:
-    """The number of programs that this thread has compiled or found in the cache, in a list updated in place."""
-    found: list[int] = _local.__dict__.setdefault("compilations", [0])
+@dataclasses.dataclass(slots=True)
+class Compiled:
+    """What a thread has compiled so far.
+
+    Attributes:
+        programs: The number of programs that it has compiled or found in the persistent cache.
+        hits: The number of those that it has found.
+        seconds: The seconds that it has traced, lowered and compiled.
+        unfinished: When it last traced or lowered a program that it has not compiled since; 0 if there is none.
+        spans: The spans of time that `seconds` consists of.
+    """
+
+    programs: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    unfinished: float = 0.0
+    spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
+
+
+def compiled_here() -> Compiled:
+    """The record of this thread, which is kept up to date."""
+    found: Compiled | None = getattr(_local, "compiled", None)
+    if found is None:
+        found = _local.compiled = Compiled()
     return found
-
-
-def hits_here() -> list[int]:
-    """The number of programs that this thread has found in the persistent cache, in a list updated in place."""
-    found: list[int] = _local.__dict__.setdefault("hits", [0])
-    return found
-
-
-def seconds_here() -> list[float]:
-    """The seconds that this thread has traced, lowered and compiled, in a list updated in place."""
-    found: list[float] = _local.__dict__.setdefault("seconds", [0.0])
-    return found
-
-
-def unfinished_here() -> list[float]:
-    """When this thread last traced or lowered a program that it has not compiled since (0: none), updated in place."""
-    found: list[float] = _local.__dict__.setdefault("unfinished", [0.0])
-    return found
-
-
-def _add_span(begin: float, end: float) -> None:
-    """Add a span of time, replacing the nested spans, which JAX reports first."""
-    spans: deque[tuple[float, float]] = _local.__dict__.setdefault("spans", deque(maxlen=1000))
-    total = seconds_here()
-    while spans and spans[-1][0] >= begin:
-        inner = spans.pop()
-        total[0] -= inner[1] - inner[0]
-    spans.append((begin, end))
-    total[0] += end - begin
 
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    here = compiled_here()
     if event.startswith("/jax/core/compile/"):
-        now = time.perf_counter()
-        _add_span(now - duration_secs, now)
-        unfinished_here()[0] = now
+        here.unfinished = now = time.perf_counter()
+        begin = now - duration_secs
+        while here.spans and here.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
+            inner = here.spans.pop()
+            here.seconds -= inner[1] - inner[0]
+        here.spans.append((begin, now))
+        here.seconds += duration_secs
     if event == "/jax/core/compile/backend_compile_duration":
-        compilations_here()[0] += 1
-        unfinished_here()[0] = 0.0
+        here.programs += 1
+        here.unfinished = 0.0
 
 
 def _count_hit(event: str, **_: str | int) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-        hits_here()[0] += 1
+        compiled_here().hits += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -438,12 +435,12 @@ class StartTimes:
     @scoped
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
-        hits, misses = hits_here()[0], compilations_here()[0]
+        here = compiled_here()
+        hits, before = here.hits, here.programs
         with self.part("compile"):
             yield
-        compiled = compilations_here()[0] - misses
-        if compiled:
-            self.is_cached = compiled <= hits_here()[0] - hits
+        if here.programs > before:
+            self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self) -> None:
         """Log one line when the first step has been dispatched."""

@@ -24,7 +24,7 @@ from jstep.hooks.counters import StepCounterHook
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stopwatch import STARTING, Stopwatch
-from jstep.loop.compiler import BackgroundCompiler, compilations_here, seconds_here, shapes_of, stacked_shapes
+from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, stacked_shapes
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step
 from jstep.state.sharding import mesh_without_batch
@@ -359,7 +359,7 @@ class Programs:
         self._program: Callable[..., Any] | None = None
         self._last: Callable[[], Any] = lambda: None
         self._constants = Constants({}, skip_metric_of(stages.values[0]))
-        self._compilations, self._seconds = compilations_here(), seconds_here()  # of the thread that runs the loop
+        self._compiled = compiled_here()  # by the thread that runs the loop
         self._watch = watch
 
     def stage_of(self, step: int) -> Stage:
@@ -463,9 +463,9 @@ class Programs:
         # Calls of one step of `TrainStep` cost a small step no more than they must: the rest is decided before them.
         if call.first >= self._attend_from or call.looped is not None:
             return self._attended(state, call)
-        before, seconds = self._compilations[0], self._seconds[0]
+        before, seconds = self._compiled.programs, self._compiled.seconds
         result = self._run(self._stage, state, call)
-        if self._compilations[0] != before:
+        if self._compiled.programs != before:
             self._compiled_again(self._stage, call, seconds)
         return result
 
@@ -482,7 +482,7 @@ class Programs:
         is_first, stage.is_begun = not stage.is_begun, True
         if is_first:
             self._log_compilation(stage, call)
-        before, seconds = self._compilations[0], self._seconds[0]
+        before, seconds = self._compiled.programs, self._compiled.seconds
         auto = None if self._auto is None or self._auto.is_over or call.looped is None else self._auto
         began = 0.0 if auto is None else auto.before(state)
         if self._first_call is None:
@@ -495,7 +495,7 @@ class Programs:
             check_result(result)
         if auto is not None:
             auto.after(began, result[0] if isinstance(result, tuple) else result)
-        if self._compilations[0] != before:
+        if self._compiled.programs != before:
             self._compiled_again(stage, call, seconds, is_first=is_first)
         is_watched = bool(self.after_call) or self.ahead_compiler is not None
         if is_first or is_watched:
@@ -506,7 +506,7 @@ class Programs:
     def _compiled_again(self, stage: Stage, call: Call, seconds: float, *, is_first: bool = False) -> None:
         """Count the time of a compilation since `seconds` as start-up, and log one that is not the first."""
         if self._watch is not None:
-            self._watch.reassign(STARTING, self._seconds[0] - seconds)
+            self._watch.reassign(STARTING, self._compiled.seconds - seconds)
         if not is_first and (call.looped is not None or is_compiled(stage.single)):
             self._log_recompilation(stage, call)
 

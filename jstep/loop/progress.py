@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -15,23 +16,19 @@ from jstep.hooks.counters import shown_share
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import NewResults
 from jstep.hooks.run_hook import Cadence, RunHook
-from jstep.loop.run import Observer
+from jstep.loop.run import Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
 
-class Progress(Observer):
-    """A progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines."""
-
-    def hooks(self) -> list[Any]:
-        """The hook that draws it."""
-        wanted = self.run.options.progress
-        is_terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
-        if wanted is False or jax.process_index() != 0 or not (wanted or is_terminal):
-            return []
-        self.run.is_reported = True
-        return [ProgressHook(last_step=self.run.options.end)]
+def shown(run: Run) -> AbstractContextManager[object]:
+    """Show a progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines."""
+    wanted = run.options.progress
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+    if wanted is not False and jax.process_index() == 0 and (wanted or is_terminal):
+        run.reporter = lambda: ProgressHook(last_step=run.options.end)
+    return nullcontext()
 
 
 class ProgressHook(RunHook):

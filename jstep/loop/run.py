@@ -164,9 +164,12 @@ class Run(RunInfo):
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
         logs_lines: Whether progress is reported by log lines.
-        observers: The observers of the run.
+        at_opening: Functions that are called once the run may write to its directory, before the state is restored.
+        at_beginning: Functions that are called with the argument `batches` of `train` when the state is restored.
+        before_saves: Functions that are called when a save is certain, before it.
+        pasts: Functions of the step that return what its checkpoint keeps in its `extra`, by names of their own.
         write_line: Writes a line about the run, `write_line(kind, **fields)`, from any thread; None if no file is open.
-        is_reported: Whether an observer shows the progress, so that no line is logged.
+        reporter: Makes the hook that shows the progress, in place of log lines; None for these.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         calling: The hook and the method that is being called, or that raised; None if none is.
@@ -191,9 +194,12 @@ class Run(RunInfo):
     hooks: list[Any] = dataclasses.field(default_factory=list)
     runner: Any = None
     logs_lines: bool = False
-    observers: list["Observer"] = dataclasses.field(default_factory=list)
+    at_opening: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    at_beginning: list[Callable[[Any], None]] = dataclasses.field(default_factory=list)
+    before_saves: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    pasts: list[Callable[[int], dict[str, Any]]] = dataclasses.field(default_factory=list)
     write_line: Callable[..., None] | None = None
-    is_reported: bool = False
+    reporter: Callable[[], Any] | None = None
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     calling: tuple[Any, str] | None = None
@@ -226,43 +232,6 @@ class Run(RunInfo):
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
         self.signals.on_first = _do_nothing
         self.programs.release()
-
-
-class Observer(contextlib.AbstractContextManager["Observer"]):
-    """Base class of what watches a run, which is the same without it. `train` has a list of all kinds, each in a file.
-
-    An observer is made before the run begins. It attaches itself to what the record of the run has for it: hooks, calls
-    that were dispatched, saves.
-
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def opened(self) -> None:
-        """Called once the run may write to its directory, before the state is restored."""
-
-    def begun(self, batches: Any) -> None:
-        """Called with the argument of `train` when the state is restored."""
-
-    def hooks(self) -> list[Any]:
-        """Return the hooks of this observer; called after the user's hooks and the `StepCounterHook` are known."""
-        return []
-
-    def before_save(self) -> None:
-        """Called when a save is certain, before it."""
-
-    def flush(self) -> None:
-        """Called in the background before a checkpoint exists, to flush what must not be older than it."""
-
-    def past(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of this step keeps in its `extra`, by names of its own."""
-        return {}
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Called at the very end, also after an error."""
 
 
 def _do_nothing() -> None:

@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -54,10 +54,9 @@ class RunSaverHook(CheckpointSaverHook):
 
     Args:
         run: The run.
-        before: Functions that are called when a save is certain, before it.
     """
 
-    def __init__(self, run: Run, before: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, run: Run) -> None:
         options = run.options
         super().__init__(
             run.saver,
@@ -66,12 +65,12 @@ class RunSaverHook(CheckpointSaverHook):
             extra=self._made_extra,
             before_save=(self._call_before,),
         )
-        self._before = before
+        self.part = STEPPING  # it measures its own time when it saves
         self._loop, self._hooks = run, list(run.hooks)
         self._memory = self._of_this_save = _Memory({}, "{}")
 
     def _call_before(self, step: int) -> None:
-        for fn in self._before:
+        for fn in self._loop.before_saves:
             fn()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
@@ -130,7 +129,7 @@ class RunSaverHook(CheckpointSaverHook):
         return gather_positions(run.feeder.position_after(run.step - run.first))
 
     def _past(self) -> dict[str, Any]:
-        return {key: value for one in self._loop.observers for key, value in one.past(self._loop.step).items()}
+        return {key: value for past in self._loop.pasts for key, value in past(self._loop.step).items()}
 
     def _made_extra(self) -> dict[str, Any]:
         positions, remembered = self._positions(), self._remembered()
@@ -236,52 +235,45 @@ class HookRunner:
         self._next_check = NEVER if edge is None else edge
 
     def _call_due_hooks(self) -> None:
-        run = self._run
-        step, watch = run.step, run.watch
-        error: Exception | None = None
-        failed: Any = None
-        if run.pending:
+        """Call what is due; all of it, even if one raises, so that no output is missing after a restart."""
+        run, errors = self._run, _Errors(self._run)
+        step, watch, pending = run.step, run.watch, tuple(run.pending)
+        if pending:
             watch.switch(HOOKS)
-        for hook, look in tuple(run.pending):
+        for hook, look in pending:
             run.pending.remove((hook, look))  # one that raises is not called again
             run.calling = (hook, "after_step")
             try:
                 if not look():
                     run.pending.append((hook, look))
-            except Exception as raised:  # call the other hooks as well
-                if error is None:
-                    error, failed = raised, run.calling
-                else:
-                    note(error, f"Additionally, {raised}")
+            except Exception as error:
+                errors.add(error)
         for due in self._due:
+            hook = due.hook
             if not due.now(step):
                 continue
-            hook = due.hook
-            part = _part_of(hook)
+            part = part_of(hook)
             began = watch.switch(part)
             due.called = step
-            if error is not None:
-                self._call_after_error(error, hook)
-                continue
+            if errors.all and isinstance(hook, CheckpointSaverHook):
+                continue  # the handler of the error saves
             run.calling = (hook, "after_step")
             if not isinstance(hook, RunHook):
                 run.sums.flush()
             try:
                 result = hook.after_step(step, run.state, run.metrics)
-                if result is not None and result is not False:
-                    stop = self._take(hook, "after_step", result)
-                    if stop and run.stopped_by is None:
-                        run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
+                stop = result is not None and result is not False and self._take(hook, "after_step", result)
+                if errors.all:
+                    continue
+                if stop and run.stopped_by is None:
+                    run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
                 due.done(step)
-                watch.record(_thing(part, hook, "after_step"), began)
-            except Exception as raised:
-                error, failed = raised, run.calling
+                watch.record(thing_of(hook, "after_step", part), began)
+            except Exception as error:
+                errors.add(error)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
-        if error is not None:
-            run.calling = failed
-            raise error
-        run.calling = None
+        errors.end()
         self._next_due = min((due.next for due in self._due), default=NEVER)
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
@@ -290,26 +282,13 @@ class HookRunner:
         stop, run.state = check_hook_result(result, run.state, run.step, f"{name_of(hook)}.{method}")
         return stop
 
-    def _call_after_error(self, error: Exception, hook: Any) -> None:
-        """Call a hook that follows one that raised, so that its output for this step is not missing after a restart.
-
-        Hooks that save are not called; the handler of the error saves.
-        """
-        run = self._run
-        try:
-            if not isinstance(hook, CheckpointSaverHook):
-                self._take(hook, "after_step", hook.after_step(run.step, run.state, run.metrics))
-        except Exception as other:
-            note(error, f"Additionally, {other}")
-
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
-        run = self._run
+        run, errors = self._run, _Errors(self._run)
         if run.step == run.first or run.is_over:
             return
         run.is_over = True
         self._count_examples(run.step)
-        errors: list[Exception] = []
         pending, run.pending = run.pending, []
         calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
@@ -320,22 +299,17 @@ class HookRunner:
             try:
                 with run.watch.part(HOOKS):
                     call()
-                run.calling = None
-            except Exception as error:  # call the other hooks as well
-                errors.append(error)
-        while True:
+            except Exception as error:
+                errors.add(error)
+        is_delivered = False
+        while not is_delivered:
             run.calling = (self._hooks[0], "after_step") if self._hooks else None
             try:
                 run.transfers.deliver_all()
-                break
+                is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
-                errors.append(error)
-        run.calling = run.calling if errors else None
-        if failed is None and errors:
-            raise errors[0]
-        for one in errors:
-            if failed is not None:
-                failed(one)
+                errors.add(error)
+        errors.end(failed)
 
     def end(self) -> None:
         """Call `end` of the hooks after a run that was not interrupted."""
@@ -350,15 +324,12 @@ class HookRunner:
         return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        run = self._run
+        run, part = self._run, part_of(hook)
         run.calling = (hook, method)
-        part, began = _part_of(hook), run.watch.clock()
-        if isinstance(hook, RunSaverHook):
+        began = run.watch.clock()
+        with contextlib.nullcontext() if isinstance(hook, RunSaverHook) else run.watch.part(part):
             result = getattr(hook, method)(*args)
-        else:
-            with run.watch.part(part):
-                result = getattr(hook, method)(*args)
-        run.watch.record(_thing(part, hook, method), began)
+        run.watch.record(thing_of(hook, method, part), began)
         run.calling = None
         return result
 
@@ -367,16 +338,15 @@ class HookRunner:
         run, known = self._run, [hook for hook in self._hooks if hasattr(hook, "next_due")]
 
         def due_after(step: int) -> int:
-            return min((self._end_after(step, hook) for hook in known), default=NEVER)
+            due = NEVER
+            for hook in known:
+                run.calling = (hook, "next_due")
+                due = min(due, next_end(hook, step))
+            run.calling = None
+            return due
 
         self._ends = EndsAhead(boundaries.ends(run.first, run.options.last_step, due_after))
         return self._ends
-
-    def _end_after(self, step: int, hook: Any) -> int:
-        self._run.calling = (hook, "next_due")
-        end = next_end(hook, step)
-        self._run.calling = None
-        return end
 
     def not_called(self) -> list[str]:
         """The names of the hooks that are due at this step and that were not called, because another one hangs."""
@@ -385,21 +355,41 @@ class HookRunner:
         return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
-def thing_of(hook: Any, method: str) -> Hashable:
+class _Errors:
+    """The errors of hooks all of which are called; `run.calling` becomes the call that raised the first of them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._calling: tuple[Any, str] | None = None
+        self.all: list[Exception] = []
+
+    def add(self, error: Exception) -> None:
+        """Add the error of the call that is being made."""
+        self._calling = self._calling or self._run.calling
+        self.all.append(error)
+
+    def end(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Give the errors to a function, or raise the first one, of which the others become notes."""
+        self._run.calling = self._calling
+        if failed is not None:
+            for error in self.all:
+                failed(error)
+        elif self.all:
+            for other in self.all[1:]:
+                note(self.all[0], f"Additionally, {other}")
+            raise self.all[0]
+
+
+def part_of(hook: Any) -> str:
+    """The category of time that a hook counts as."""
+    return hook.part if isinstance(hook, RunHook) else HOOKS
+
+
+def thing_of(hook: Any, method: str, part: str) -> Hashable:
     """The name under which durations of calls are recorded: saves, the evaluations of one hook, one method of it."""
-    return _thing(_part_of(hook), hook, method)
-
-
-def _thing(part: str, hook: Any, method: str) -> Hashable:
     if part == HOOKS or method == "begin":
         return id(hook), method
     return (id(hook), EVALUATING) if part == EVALUATING else SAVING
-
-
-def _part_of(hook: Any) -> str:
-    """The category of time that a hook counts as; `RunSaverHook` measures its own time when it saves."""
-    kinds = ((RunSaverHook, STEPPING), (CheckpointSaverHook, SAVING), (EvaluationHook, EVALUATING))
-    return next((part for kind, part in kinds if isinstance(hook, kind)), HOOKS)
 
 
 def _acts(hook: Any) -> bool:

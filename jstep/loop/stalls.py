@@ -4,6 +4,7 @@ The loop does not know it. It reads, in a thread of its own, what the record of 
 the hook that is called, the batch that is waited for, the part of the time, and how long the same things took before.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import logging
@@ -34,10 +35,10 @@ from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.stopwatch import SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.timeline import CALL, STALL, WITH_OTHERS, StallFiles, silent
-from jstep.loop.compiler import BackgroundCompiler, FirstBatch, unfinished_here
-from jstep.loop.run import ENDING, Observer, Run
+from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
+from jstep.loop.run import ENDING, Run
 from jstep.loop.run import STARTING as BEGINNING
-from jstep.loop.runner import FIRST_CALL, save_while_it_hangs, thing_of
+from jstep.loop.runner import FIRST_CALL, part_of, save_while_it_hangs, thing_of
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location
@@ -136,7 +137,7 @@ class Wait:
     part: str = ""
 
 
-class StallWatch(Observer):
+class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
     """The thread that watches one run.
 
     Args:
@@ -144,7 +145,6 @@ class StallWatch(Observer):
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
         self._run = run
         self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
         self._warn = self._hook.warn_secs or 0.0
@@ -164,7 +164,7 @@ class StallWatch(Observer):
         self._per_step: list[float] = []
         if self._warn:
             self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
-            self._unfinished = unfinished_here()
+            self._compiled = compiled_here()
             self._thread.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -282,7 +282,7 @@ class StallWatch(Observer):
         run = self._run
         step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
         hook, method = run.calling or (None, "")
-        thing: Hashable = thing_of(hook, method)
+        thing: Hashable = thing_of(hook, method, part_of(hook))
         if isinstance(hook, CheckpointSaverHook) or (part == SAVING and run.runner is not None):
             return Wait("save", f"saving step {step}", (SAVING, step), SAVING)
         if isinstance(hook, EvaluationHook) and method != "begin":
@@ -297,7 +297,7 @@ class StallWatch(Observer):
         if phase == ENDING or feeder is None:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
         waits_for_compiler = part == STARTING and (step > run.first or run.programs.first_compiler is not None)
-        compiles = is_tracing or waits_for_compiler or (not run.is_checking and self._unfinished[0] >= feeder.got)
+        compiles = is_tracing or waits_for_compiler or (not run.is_checking and self._compiled.unfinished >= feeder.got)
         if run.programs.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:

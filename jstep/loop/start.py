@@ -48,8 +48,13 @@ def open_checkpoints(run: Run) -> None:
     Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
     options, state = run.options, run.state
+
+    def may_write() -> None:
+        for look in run.at_opening:
+            look()
+
     if options.checkpoint_dir is None:
-        _tell_observers(run)
+        may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
         run.begin_at(_step_of(state))
         return
@@ -61,7 +66,7 @@ def open_checkpoints(run: Run) -> None:
         saver.claim(state)  # fails now, not at the first save
     else:
         left_out_indices(state, saver.leave_out)
-    _tell_observers(run)
+    may_write()
     run.start = run.given if run.latest is None else run.latest
     run.first = run.start or 0
     if run.latest is not None:
@@ -69,11 +74,6 @@ def open_checkpoints(run: Run) -> None:
             run.extra = _extra(saver, run.latest)
         except Exception:  # `restore` reports what is wrong
             run.start = None
-
-
-def _tell_observers(run: Run) -> None:
-    for observer in run.observers:
-        observer.opened()
 
 
 def _opened(options: Options) -> tuple[Saver, int | None]:
@@ -199,13 +199,9 @@ def build_hooks(run: Run) -> None:
     if run.counter is None:
         run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         run.hooks.append(run.counter)
-    run.hooks += [hook for observer in run.observers for hook in observer.hooks()]
-    if (
-        options.log_steps is not None
-        and options.progress is not False
-        and not run.is_reported
-        and jax.process_index() == 0
-    ):
+    if run.reporter is not None:
+        run.hooks.append(run.reporter())
+    elif options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
         steps, constants = options.log_steps, run.constant_metrics
         run.hooks.append(LoggingHook(every_n_steps=steps, counter=run.counter, leave_out=constants))
         run.logs_lines = True
@@ -217,10 +213,10 @@ def build_hooks(run: Run) -> None:
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
-        writer = run.writer
-        run.flushes += [*([] if writer is None else [writer.settle]), *(one.flush for one in run.observers)]
-        before = [*([] if writer is None else [writer.drain]), *(one.before_save for one in run.observers)]
-        run.hooks.append(RunSaverHook(run, before))
+        if run.writer is not None:
+            run.flushes.insert(0, run.writer.settle)
+            run.before_saves.insert(0, run.writer.drain)
+        run.hooks.append(RunSaverHook(run))
     for hook in run.hooks:
         if isinstance(hook, RunHook):
             run.closing.callback(hook.close)
@@ -415,8 +411,8 @@ def begin(run: Run, batches: Any) -> None:
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
-    for observer in run.observers:
-        observer.begun(batches)
+    for look in run.at_beginning:
+        look(batches)
     processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save

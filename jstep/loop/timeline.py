@@ -1,5 +1,6 @@
 """The observer that records how a run spends its time, in a file next to its checkpoints."""
 
+import contextlib
 import logging
 import threading
 from typing import Any
@@ -9,14 +10,14 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.hooks import stopwatch
 from jstep.hooks.timeline import START, TIMES, VERSION, Timeline
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Run
 from jstep.stores.objects import location
 
 _EVERY_SECS = 1.0
 _logger = logging.getLogger("jstep")
 
 
-class TimelineRecorder(Observer):
+class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
     """The thread that writes the times of a run once a second.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
@@ -26,8 +27,10 @@ class TimelineRecorder(Observer):
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        options = run.options
+        self.run, options = run, run.options
+        run.at_opening.append(self.opened)
+        run.before_saves.append(self.before_save)
+        run.flushes.append(self.flush)
         self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix

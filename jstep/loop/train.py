@@ -20,23 +20,24 @@ from jstep.loop.cards import Cards
 from jstep.loop.compiler import StartTimes, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
 from jstep.loop.programs import check
-from jstep.loop.progress import Progress
-from jstep.loop.run import ENDING, Observer, Options, Run, new_run
+from jstep.loop.progress import shown
+from jstep.loop.run import ENDING, Options, Run, new_run
 from jstep.loop.runner import exit_on_signal, leave_at_once, report_early_end, rescue
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
 from jstep.loop.timeline import TimelineRecorder
-from jstep.loop.utilization import Utilizations
+from jstep.loop.utilization import measured
 from jstep.state.train_state import TrainState
 
-OBSERVERS: tuple[Callable[[Run], Observer], ...] = (
+OBSERVERS: tuple[Callable[[Run], contextlib.AbstractContextManager[Any]], ...] = (
     TimelineRecorder,
     Cards,
     StallWatch,
-    Utilizations,
-    Progress,
+    measured,
+    shown,
 )
-"""What watches each run. Without one of these lines and its file, a run is the same, and what it shows is missing."""
+"""What watches a run, by the lists of functions in its record, until its very end: contexts that are made before it
+begins. Without one of these lines and its file, a run is the same, and what it shows is missing."""
 
 
 def train(
@@ -155,7 +156,7 @@ def _train(run: Run, batches: Any) -> TrainState:
     """Run to the end and return the last state."""
     with contextlib.ExitStack() as left:
         for observe in OBSERVERS:
-            run.observers.append(left.enter_context(observe(run)))
+            left.enter_context(observe(run))
         left.enter_context(run.signals)
         left.enter_context(run.closing)
         try:

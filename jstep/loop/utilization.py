@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jstep.core.devices import has_peaks, peak_of
 from jstep.core.placement import device_count, device_of
 from jstep.core.programs import Product, body_of, recomputes, work_of
 from jstep.loop.programs import Dispatched
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Run
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -150,29 +151,21 @@ def _log_unknown(why: str) -> None:
         _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
 
 
-class Utilizations(Observer):
-    """Meters of the utilization, for the hooks that show it.
+def measured(run: Run) -> AbstractContextManager[object]:
+    """Attach meters of the utilization to a run, for the hooks that show it."""
+    dispatched = DispatchedSteps()
 
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._dispatched = DispatchedSteps()
-        run.meter = self.meter
-
-    def meter(
-        self, state: TrainState, peak_flops: float | None, flops_per_step: float | None
-    ) -> UtilizationMeter | None:
-        """A meter, made before the first step; None if the peak of the device is not known."""
+    def meter(state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> UtilizationMeter | None:
+        """Make a meter, before the first step; None if the peak of the device is not known."""
         device = device_of(state)
         if peak_flops is None and not has_peaks(device.device_kind):
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
-        self._dispatched.is_traced = self._dispatched.is_traced or peak_flops is None or flops_per_step is None
-        looks = self.run.programs.after_call
-        if self._dispatched.add not in looks:
-            looks.append(self._dispatched.add)
-        return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)
+        dispatched.is_traced = dispatched.is_traced or peak_flops is None or flops_per_step is None
+        if dispatched.add not in run.programs.after_call:
+            run.programs.after_call.append(dispatched.add)
+        return UtilizationMeter(dispatched, peak_flops, flops_per_step)
+
+    run.meter = meter
+    return nullcontext()
