@@ -35,7 +35,7 @@ _local = threading.local()
 
 @dataclasses.dataclass(slots=True)
 class Compiled:
-    """What a thread has compiled so far.
+    """The compilations of a thread so far.
 
     Attributes:
         programs: The number of programs that it has compiled or found in the persistent cache.
