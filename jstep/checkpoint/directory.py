@@ -13,13 +13,13 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, Commit, is_remains, is_whole, listed
-from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest
+from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, encode
 from jstep.core.checks import size
-from jstep.stores.files import make_folders, sync_folder
+from jstep.stores.files import make_folders, new_file, sync_folder
 
 # Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
 #
@@ -138,12 +138,14 @@ def _locked(path: str, directory: str, prefix: str) -> int:
         handle, ours = _opened(path)
         try:
             if not _lock(handle):
-                _refuse(handle, directory, prefix)
+                raise CheckpointError(refusal(directory, prefix, _read(handle)))
             if not ours:
                 os.unlink(path)  # left behind by a killed writer of another user
             # The previous owner may have removed the file after we opened it and before we locked it.
             if _same_file(handle, path):
-                _write(handle, this_process())
+                with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
                 return handle
         except BaseException:
             os.close(handle)
@@ -170,14 +172,9 @@ def _lock(handle: int) -> bool:
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
-    return not _seems_alive(_read(handle), os.fstat(handle).st_mtime)
-
-
-def _seems_alive(who: dict[str, Any], last_sign: float) -> bool:
-    if not who:
-        return False
-    alive = is_alive(who)
-    return time.time() - last_sign < _SILENT if alive is None else alive
+    who = _read(handle)
+    alive = is_alive(who) if who else False
+    return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
 
 
 def _same_file(handle: int, path: str) -> bool:
@@ -195,16 +192,6 @@ def _read(handle: int) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return who if isinstance(who, dict) else {}
-
-
-def _write(handle: int, who: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(who).encode(), 0)
-
-
-def _refuse(handle: int, directory: str, prefix: str) -> NoReturn:
-    raise CheckpointError(refusal(directory, prefix, _read(handle)))
 
 
 def _unlock(path: str, handle: int, pid: int) -> None:
@@ -369,6 +356,7 @@ def full_disk(directory: str, needed: int, code: int) -> OSError:
     )
 
 
+_LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
 _HOLDERS: "weakref.WeakValueDictionary[str, Directory]" = weakref.WeakValueDictionary()
 """The claims of this process: file → its store."""
@@ -391,16 +379,50 @@ class Directory:
         return os.path.join(self.directory, name)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
-        """See `Store.newest_first`."""
-        return listing.newest_first(self.directory, prefix, trusted)
+        """See `Store.newest_first`. Only that files exist is checked; incomplete and foreign folders are skipped."""
+        given: set[int] = set()
+        for _ in range(_LOOKS):
+            for step, _, entry in listing.entries(self.directory, prefix):
+                if step in given:
+                    continue
+                path = self.path(entry)
+                found = path if step in trusted else listing.found(path.removesuffix(REPLACED))
+                if found is not None:
+                    given.add(step)
+                    yield step, found
+                elif not given and not os.path.lexists(path):
+                    break  # it was evicted, so there is a newer one, which is not in this list
+            else:
+                return
 
     def at(self, prefix: str, step: int) -> str | None:
         """See `Store.at`."""
-        return listing.at(self.directory, prefix, step)
+        return listing.found(self.path(listing.name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """See `Store.broken`."""
-        return listing.broken(self.directory, prefix, above)
+        """See `Store.broken`.
+
+        A folder gets its name when it is complete, and loses it before it is deleted. Only in a copy from a bucket,
+        data without a manifest may come from an interrupted save.
+        """
+        problems = []
+        for step, is_final, entry in listing.entries(self.directory, prefix):
+            path = self.path(entry)
+            if step <= above or not is_final:
+                continue
+            found, lacks = listing.look(path)
+            if found is not None or (lacks == NAME and not listing.has_data(path)) or not os.path.lexists(path):
+                continue
+            if lacks == NAME and not listing.OF_ORBAX & set(listed(path)):
+                _logger.warning(
+                    "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the "
+                    "latter case, copy it again",
+                    path,
+                    NAME,
+                )
+            else:
+                problems.append((path, f"{lacks} is missing"))
+        return problems
 
     def manifest(self, path: str) -> Manifest:
         """See `Store.manifest`."""
@@ -426,7 +448,13 @@ class Directory:
 
     def claim(self, prefix: str) -> None:
         """See `Store.claim`."""
-        self._make()
+        try:
+            make_folders(self.directory)
+        except OSError as error:
+            what = f"the directory of checkpoints cannot be created: {error.strerror}"
+            raise OSError(error.errno, what, self.directory) from error
+        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
         if self._claim is None or not self.holds_claim():
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
@@ -439,8 +467,9 @@ class Directory:
             return Claim(self.directory, prefix)
         except CheckpointError:
             file = os.path.realpath(file_of(self.directory, prefix))
-            if not _is_held_here(file):
+            if (holder := _HOLDERS.get(file)) is None or not holder.holds_claim():
                 raise
+            del holder
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
             if (holder := _HOLDERS.get(file)) is not None and holder._is_left:
                 holder.finish()
@@ -458,23 +487,6 @@ class Directory:
             _logger.exception("the save in progress in %s was not saved", self.directory)
         self.close()
 
-    def _make(self) -> None:
-        try:
-            make_folders(self.directory)
-        except OSError as error:
-            what = f"the directory of checkpoints cannot be created: {error.strerror}"
-            raise OSError(error.errno, what, self.directory) from error
-        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
-
-    def _orbax(self) -> Any:
-        if self._arrays is None:
-            # Not at the top: importing Orbax is slow.
-            from jstep.checkpoint import orbax_arrays
-
-            self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
-        return self._arrays
-
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
         """See `Store.save`."""
 
@@ -487,13 +499,18 @@ class Directory:
             # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
             if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
                 raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
-            listing.write_manifest(temporary, manifest)
+            with new_file(os.path.join(temporary, NAME)) as file:
+                file.write(encode(manifest))
             publish_folder(temporary, final, [NAME, *manifest.files])
             committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
         try:
-            self._orbax().save(path, arrays, compress, publish)
+            if self._arrays is None:
+                from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
+
+                self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
+            self._arrays.save(path, arrays, compress, publish)
         except Exception as error:
             self._explain(error)
             raise
@@ -538,11 +555,6 @@ class Directory:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-
-
-def _is_held_here(file: str) -> bool:
-    holder = _HOLDERS.get(file)
-    return holder is not None and holder.holds_claim()
 
 
 def _lost(missing: Callable[[], str | None]) -> str | None:

@@ -7,13 +7,12 @@ import json
 import logging
 import os
 import re
-import secrets
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode, encode
-from jstep.stores.files import is_absent, may_be_file, new_file, sync_files
+from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode
+from jstep.stores.files import is_absent, may_be_file, sync_files
 from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 
 # The `Store` protocol: storage of checkpoints in a directory or an object store.
@@ -192,12 +191,6 @@ def read_manifest(checkpoint: str) -> Manifest:
 _decoded = functools.lru_cache(maxsize=4)(decode)
 
 
-def write_manifest(checkpoint: str, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint, and flush it to disk."""
-    with new_file(os.path.join(checkpoint, NAME)) as file:
-        file.write(encode(manifest))
-
-
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
 IN_FLIGHT: dict[str, Any] = {}
 """Path of a temporary folder → the checkpointer that writes it."""
@@ -208,7 +201,6 @@ ASIDE = ".aside."  # what the user sets aside, by the command that an error show
 UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
 """Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
 OF_ORBAX = UNUSED | {"manifest.ocdbt"}
-_LOOKS = 10  # a writer evicts one checkpoint per save
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
@@ -225,35 +217,8 @@ def misnamed(prefix: str, step: int, held: int) -> str:
     )
 
 
-def newest_first(
-    directory: str, prefix: str | None, trusted: Collection[int] = frozenset()
-) -> Iterator[tuple[int, str]]:
-    """Yield step and path of every complete checkpoint, highest step first; folders are checked lazily.
-
-    Incomplete and foreign folders are skipped. Only the existence of files is checked, not their content.
-
-    Args:
-        directory: The directory of the checkpoints, which may be missing.
-        prefix: The prefix of the names; None for any prefix.
-        trusted: Steps whose folders are not checked at all.
-    """
-    given: set[int] = set()
-    for _ in range(_LOOKS):
-        for step, _, entry in _entries(directory, prefix):
-            if step in given:
-                continue
-            path = os.path.join(directory, entry)
-            found = path if step in trusted else _found(path.removesuffix(REPLACED))
-            if found is not None:
-                given.add(step)
-                yield step, found
-            elif not given and not os.path.lexists(path):
-                break  # it was evicted, so there is a newer one, which is not in this list
-        else:
-            return
-
-
-def _entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
+def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
+    """Return step, whether it has its final name, and name of every folder that may be a checkpoint, highest first."""
     start = ".+" if prefix is None else re.escape(prefix)
     pattern = re.compile(rf"({start})-{_STEP}({re.escape(REPLACED)})?", re.DOTALL)
     matches = [match for entry in listed(directory) if (match := pattern.fullmatch(entry))]
@@ -269,19 +234,14 @@ def listed(directory: str) -> list[str]:
         return []
 
 
-def at(directory: str, prefix: str, step: int) -> str | None:
-    """Return the path of the complete checkpoint of a step, or None."""
-    return _found(os.path.join(directory, name(prefix, step)))
-
-
-def _found(final: str) -> str | None:
+def found(final: str) -> str | None:
     """Return where the checkpoint of a final path is complete, or None."""
-    found, lacks = _look(final)
+    there, lacks = look(final)
     _warn(final, lacks)
-    return found
+    return there
 
 
-def _look(final: str) -> tuple[str | None, str | None]:
+def look(final: str) -> tuple[str | None, str | None]:
     """Return where the checkpoint of a final path is complete, or None and what it lacks.
 
     Saving a step again renames its old checkpoint before the new one gets the name.
@@ -326,32 +286,6 @@ def missing(path: str) -> str | None:
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
 
 
-def broken(directory: str, prefix: str, above: int) -> list[tuple[str, str]]:
-    """Return path and problem of our checkpoints at higher steps that lack files.
-
-    No crash leaves such a checkpoint: a folder gets its name when it is complete, and loses it before it is deleted.
-    Only in a copy from a bucket, data without a manifest may come from an interrupted save.
-    """
-    problems = []
-    for step, is_final, entry in _entries(directory, prefix):
-        path = os.path.join(directory, entry)
-        if step <= above or not is_final:
-            continue
-        found, lacks = _look(path)
-        if found is not None or (lacks == NAME and not has_data(path)) or not os.path.lexists(path):
-            continue
-        if lacks == NAME and not OF_ORBAX & set(listed(path)):
-            _logger.warning(
-                "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the latter "
-                "case, copy it again",
-                path,
-                NAME,
-            )
-        else:
-            problems.append((path, f"{lacks} is missing"))
-    return problems
-
-
 def has_data(path: str) -> bool:
     """Return whether a folder holds arrays of a checkpoint, written here or copied from a bucket."""
     return any(
@@ -370,16 +304,6 @@ def is_remains(path: str) -> bool:
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
 _ATTEMPT = re.compile(r"data\.(?:([0-9]{1,15})-)?[^/]+", re.DOTALL)
 HOUR = 3600
-
-
-def attempt_of(time: int, number: int) -> str:
-    """Return the name of an attempt, which contains its time."""
-    return f"data.{time}-{number:08x}"
-
-
-def new_attempt(now: float) -> tuple[int, int]:
-    """Return a unique time and number for an attempt."""
-    return max(0, int(now)), secrets.randbits(31)
 
 
 def is_attempt(name: str | None) -> bool:
@@ -583,17 +507,15 @@ def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) 
 
 def write_part(checkpoint: str, process: int) -> None:
     """Flush the files that one process wrote to disk, and store their checksums for `collect`."""
-    paths = [path for path in files_below(checkpoint) if _is_of(path, process)]
+    paths = []
+    for path in files_below(checkpoint):
+        # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
+        match = re.match(r"ocdbt\.process_([0-9]+)", path.split("/")[0])
+        paths += [path] if match and match[1] == str(process) else []
     _sync(checkpoint, paths)
     part = records(checkpoint, paths)
     with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
         json.dump(part, file)
-
-
-def _is_of(path: str, process: int) -> bool:
-    # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
-    name = path.split("/")[0].removeprefix("ocdbt.process_")
-    return name != path.split("/")[0] and re.match(r"[0-9]*", name)[0] == str(process)  # type: ignore[index]
 
 
 def _sync(checkpoint: str, paths: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import Directory
 from jstep.checkpoint.listing import Store
-from jstep.core.checks import as_function, as_int, as_number, as_text, kind, shown
+from jstep.core.checks import as_number, as_text, kind, shown
 from jstep.stores.objects import absolute, is_url, location
 
 # Validation of the arguments of `Saver`.
@@ -68,25 +68,6 @@ def checked_step(step: Any, name: str = "step") -> int:
     if number < 0:
         raise ValueError(f"{name}={number}: must be ≥ 0")
     return number
-
-
-def checked_max_to_keep(max_to_keep: Any) -> int | None:
-    """Return an int > 0, or None to keep all checkpoints."""
-    if max_to_keep is None:
-        return None
-    return as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
-
-
-def checked_hours(hours: Any) -> float | None:
-    """Return a finite float > 0, or None."""
-    if hours is None:
-        return None
-    return as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning="None keeps none permanently")
-
-
-def checked_clock(clock: Any) -> Callable[[], float] | None:
-    """Return a function, or None."""
-    return as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
 
 
 def json_copy(value: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import shlex
 import threading
 import time
@@ -263,7 +264,13 @@ class ObjectSave:
             if index == 0:
                 self._report("", count)
             else:
-                self._await_outcome(time.monotonic() - began)
+                data = self._polled(
+                    f"{self.folder}/{OUTCOME}",
+                    self._silence(_OTHERS + 10 * (time.monotonic() - began)),
+                    "the first process has not reported the outcome",
+                )
+                if failed := json.loads(data)["failed"]:
+                    raise CheckpointError(f"on the first process: {failed}")
         except BaseException as error:
             self._error = error
         else:
@@ -315,33 +322,28 @@ class ObjectSave:
                     "the outcome of %s could not be reported to the other processes: %s", self.folder, error
                 )
 
-    def _await_outcome(self, took: float) -> None:
-        heartbeats = _Heartbeats(self._objects, self.folder.partition("/")[0].rpartition("-")[0], _OTHERS + 10 * took)
-        missing = "the first process has not reported the outcome"
-        data = self._polled(f"{self.folder}/{OUTCOME}", heartbeats.are_missing, missing)
-        if failed := json.loads(data)["failed"]:
-            raise CheckpointError(f"on the first process: {failed}")
+    def _silence(self, patience: float) -> Callable[[], bool]:
+        """Return a function that returns whether the first process has been silent for too long.
 
-
-class _Heartbeats:
-    """Heartbeats of the first process: it renews its claim, if it has the right to replace objects."""
-
-    def __init__(self, objects: Directory, prefix: str, patience: float) -> None:
-        self._objects, self._key = objects, key_of(prefix)
+        It renews its claim, if it has the right to replace objects.
+        """
+        key = key_of(self.folder.partition("/")[0].rpartition("-")[0])
         began = time.monotonic()
-        self._until, self._latest, self._next = began + patience, began + _OUTCOME_TIMEOUT, began + BEAT
-        self._stamp, self._changed, self._renews = b"", began, False
+        latest, next_look = began + _OUTCOME_TIMEOUT, began + BEAT
+        stamp, changed, renews = b"", began, False
 
-    def are_missing(self) -> bool:
-        """Return whether the first process has been silent for too long."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + BEAT
-            found = self._objects.read(self._key)
-            if found.stamp != self._stamp:
-                self._renews = bool(self._stamp) or found.data is None or claimant(found.data).get("beat", 0) != 0
-                self._stamp, self._changed = found.stamp, now
-        return now > (min(self._latest, self._changed + _SILENT) if self._renews else self._until)
+        def is_late() -> bool:
+            nonlocal next_look, stamp, changed, renews
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + BEAT
+                found = self._objects.read(key)
+                if found.stamp != stamp:
+                    renews = bool(stamp) or found.data is None or claimant(found.data).get("beat", 0) != 0
+                    stamp, changed = found.stamp, now
+            return now > (min(latest, changed + _SILENT) if renews else began + patience)
+
+        return is_late
 
 
 @atexit.register
@@ -464,7 +466,8 @@ class ObjectStore:
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
-        attempt = listing.attempt_of(*processes.broadcast_ints(*listing.new_attempt(commit.saved_at)))
+        began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
+        attempt = f"data.{began}-{number:08x}"
         blocks = own_blocks(arrays, packs.PACK)
 
         def look() -> bytes:
@@ -522,19 +525,13 @@ class ObjectStore:
             elif name == new:  # a reader may still read what was replaced
                 victims = [old for old in attempts if old != attempt and listing.is_old(old, now)]
             elif name in listed.committed:
-                victims = self._stale_attempts(name, list(attempts), now)
+                victims = [old for old in attempts if listing.is_old(old, now)] if len(attempts) > 1 else []
+                data = self.manifest(self.path(name)).data if victims else None
+                victims = [old for old in victims if old != data]  # those of no existing checkpoint
             else:  # a list is not reliable: only a read shows that there is no manifest
                 gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
                 victims = list(attempts) if gone else []
             self._delete([key for victim in victims for key in attempts[victim]])
-
-    def _stale_attempts(self, name: str, attempts: Sequence[str], now: float) -> list[str]:
-        """Return attempts that are older than an hour and do not belong to an existing checkpoint."""
-        old = [attempt for attempt in attempts if listing.is_old(attempt, now)]
-        if len(attempts) < 2 or not old:
-            return []
-        data = self.manifest(self.path(name)).data
-        return [attempt for attempt in old if attempt != data]
 
     def wait(self) -> None:
         """See `Store.wait`."""

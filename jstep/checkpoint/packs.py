@@ -309,10 +309,35 @@ def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Ma
         manifest: The manifest of the checkpoint.
         shardings: Name → sharding of the array; None for a NumPy array.
 
+    Returns:
+        The arrays by name; they share no memory with anything.
+
     Raises:
-        CorruptedError: The checkpoint is corrupted.
+        CorruptedError: The checkpoint is corrupted, or an object is missing.
+        OSError: The store cannot be read.
     """
-    return _arrays(objects, f"{above}{manifest.data}", manifest, _blocks(objects, above, manifest), shardings)
+    blocks = _blocks(objects, above, manifest)
+    kinds = _check(manifest, blocks, list(shardings))
+    parts = {
+        name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
+        for name, sharding in shardings.items()
+    }
+    needed = [
+        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
+    ]
+
+    def fill(block: Stored, body: bytes) -> None:
+        values = decoded(block, body, kinds[block.array][1])
+        for part, filled in parts[block.array].items():
+            if (both := overlap(part, block.start, block.shape)) is not None:
+                filled[both[0]] = values[both[1]]
+
+    _read(objects, f"{above}{manifest.data}", needed, fill)
+    out: dict[str, Any] = {}
+    for name, sharding in shardings.items():
+        mine = parts.pop(name)
+        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
+    return out
 
 
 def find_corruption(
@@ -389,38 +414,6 @@ def _check(
     if problems:
         raise CorruptedError(problems)
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
-
-
-def _arrays(
-    objects: ReadableObjects, folder: str, manifest: Manifest, blocks: Sequence[Stored], shardings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return arrays by name, with their shardings (None for NumPy arrays). They share no memory with anything.
-
-    Raises:
-        CorruptedError: An object is missing or corrupted.
-        OSError: The store cannot be read.
-    """
-    kinds = _check(manifest, blocks, list(shardings))
-    parts = {
-        name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
-        for name, sharding in shardings.items()
-    }
-    needed = [
-        block for block in blocks if any(overlap(part, block.start, block.shape) for part in parts.get(block.array, {}))
-    ]
-
-    def fill(block: Stored, body: bytes) -> None:
-        values = decoded(block, body, kinds[block.array][1])
-        for part, filled in parts[block.array].items():
-            if (both := overlap(part, block.start, block.shape)) is not None:
-                filled[both[0]] = values[both[1]]
-
-    _read(objects, folder, needed, fill)
-    out: dict[str, Any] = {}
-    for name, sharding in shardings.items():
-        mine = parts.pop(name)
-        out[name] = next(iter(mine.values())) if sharding is None else place(*kinds[name], sharding, mine)
-    return out
 
 
 def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:

@@ -211,7 +211,16 @@ class Reader:
                 raise _GoneError(path)
             if processes.any_process(bool(problems)):
                 problems = problems or ["another process names the file"]
-                raise self._unusable(path, problems, CORRUPTED, self._what_is_left(path, manifest))
+                left = (
+                    ""
+                    if manifest.is_packed or is_url(path)
+                    else (
+                        f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, "
+                        f"{manifest.step}) reads it unverified, and jstep.load_weights({path!r}, params, partial=True) "
+                        "those parameters that can be read."
+                    )
+                )
+                raise self._unusable(path, problems, CORRUPTED, left)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
@@ -223,15 +232,6 @@ class Reader:
             return True
         except (CheckpointError, OSError):
             return False
-
-    def _what_is_left(self, path: str, manifest: Manifest) -> str:
-        """Return what can still be read of a checkpoint, some of whose files are corrupted."""
-        if manifest.is_packed or is_url(path):
-            return ""
-        return (
-            f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, {manifest.step}) reads "
-            f"it unverified, and jstep.load_weights({path!r}, params, partial=True) those parameters that can be read."
-        )
 
     def _unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
         """Return the error for a checkpoint that cannot be restored: the problems, and how to resume from another one.

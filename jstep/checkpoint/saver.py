@@ -21,10 +21,7 @@ from jstep.checkpoint.listing import Commit, Files, Store, name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.names import (
-    checked_clock,
     checked_directory,
-    checked_hours,
-    checked_max_to_keep,
     checked_prefix,
     checked_step,
     checkpoint_name,
@@ -34,7 +31,7 @@ from jstep.checkpoint.names import (
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.slots import left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
-from jstep.core.checks import as_bool, kind, listing, note, scoped
+from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, listing, note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_compile_only
 from jstep.core.selection import VarList, check_form
@@ -137,13 +134,21 @@ class RetentionManager:
         def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
             for flush in flushes:
                 flush()
-            victims, retained = self.decide(manifest)
+            victims, retained = self._decide(manifest)
+
+            def committed() -> None:
+                self._retained = retained
+                self._times[manifest.step] = manifest.saved_at
+                self._whole.add(manifest.step)
+                for path in victims:
+                    self._store.evict(path)
+
             sealed = dataclasses.replace(manifest, retention=retained.to_json(), files=files, left_out=left_out())
-            return sealed, lambda: self.done(manifest, retained, victims)
+            return sealed, committed
 
         return Commit(manifest.saved_at, seal)
 
-    def decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
+    def _decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
         """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
         retained = self.load(leaf.path for leaf in manifest.leaves)
         if self._max_to_keep is None:
@@ -154,16 +159,14 @@ class RetentionManager:
         times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
-        self._warn_of_later(manifest.step, max(times))
+        if manifest.step < max(times) and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
+                manifest.step,
+                name(self._prefix, max(times)),
+            )
         return [found[step] for step in victims], retained
-
-    def done(self, manifest: Manifest, retained: RetainedSteps, victims: list[str]) -> None:
-        """Record a committed checkpoint, and delete those that it supersedes."""
-        self._retained = retained
-        self._times[manifest.step] = manifest.saved_at
-        self._whole.add(manifest.step)
-        for path in victims:
-            self._store.evict(path)
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint by its step, on the first process; the others return when it is deleted.
@@ -187,15 +190,6 @@ class RetentionManager:
         for_good = (self._retained or self._retained_in(self._newest_manifest())).steps
         return [found[step] for step in sorted(found) if step not in for_good]
 
-    def _warn_of_later(self, step: int, highest: int) -> None:
-        if step < highest and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
-                step,
-                name(self._prefix, highest),
-            )
-
     def load(self, saved: Iterable[str]) -> RetainedSteps:
         """Return the retention state; the first call reads it from the newest checkpoint.
 
@@ -207,20 +201,16 @@ class RetentionManager:
         if self._retained is None:
             newest = self._newest_manifest()
             self._retained = self._retained_in(newest)
-            if newest is not None:
-                self._warn_of_saved_again(newest, saved)
+            absent = {leaf.path for leaf in newest.left_out} if newest is not None else set()
+            if newest is not None and (again := [repr(path) for path in saved if path in absent]):
+                _logger.warning(
+                    "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them "
+                    "out again, pass the same leave_out; with train, "
+                    "checkpoint_dir=jstep.Saver(directory, leave_out=…)",
+                    name(self._prefix, newest.step),
+                    listing("saved again", again),
+                )
         return self._retained
-
-    def _warn_of_saved_again(self, newest: Manifest, saved: Iterable[str]) -> None:
-        absent = {leaf.path for leaf in newest.left_out}
-        again = [repr(path) for path in saved if path in absent]
-        if again:
-            _logger.warning(
-                "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them out "
-                "again, pass the same leave_out; with train, checkpoint_dir=jstep.Saver(directory, leave_out=…)",
-                name(self._prefix, newest.step),
-                listing("saved again", again),
-            )
 
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
         if self._every_n_hours is None or step in retained.steps:
@@ -244,116 +234,7 @@ class RetentionManager:
         return RetainedSteps.from_json(newest.retention)
 
 
-# Writing checkpoints, one at a time in the background, and reporting failures.
-
-
-class Writer:
-    """Writer of the checkpoints of one prefix, which also deletes old ones.
-
-    Attributes:
-        flushes: Functions to call in the background before each checkpoint exists.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        retention: RetentionManager,
-        compress: bool | None,
-        leave_out: VarList,
-    ) -> None:
-        self._leave_out = leave_out
-        self._store, self._prefix, self._retention = store, prefix, retention
-        self._compress = compress
-        self._saving: str | None = None
-        self._failure: Exception | None = None
-        self.flushes: list[Callable[[], None]] = []
-
-    def claim(self, state: Any = None) -> None:
-        """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
-
-        A process that continued alone would wait for the others forever.
-
-        Args:
-            state: The state to save, if known, or its shapes; see `Saver.claim`.
-        """
-        absent = left_out_indices(state, self._leave_out) if state is not None else set()
-        is_first = jax.process_index() == 0
-        problem = f"{self._prefix}-* in {self._store.directory} cannot be written; see the error of process 0"
-        claim = functools.partial(self._store.claim, self._prefix)
-        processes.on_all_processes(claim if is_first else bool, problem, CheckpointError)
-        if state is not None and is_first:
-            paths = trees.paths_of(state)
-            self._retention.load(path for i, path in enumerate(paths) if i not in absent)
-
-    def wait_on_all_processes(self) -> None:
-        """Call `wait`, and raise on all processes if one has failed, so that all of them start the next save.
-
-        Raises:
-            CheckpointError: The last save failed, here or on another process.
-        """
-        problem = "the last checkpoint was not saved; see the error of another process"
-        processes.on_all_processes(self.wait, problem, CheckpointError)
-
-    def save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
-        """Start to write a state, and return the path of its checkpoint.
-
-        Raises:
-            CheckpointError: The save failed.
-            OSError: The directory cannot be written.
-            TypeError: A leaf of the state cannot be saved (names it).
-            ValueError: A leaf was donated (names it), or the state has no step.
-        """
-        with internal_transfers():
-            return self._save(state, step, saved_at, extra)
-
-    def _save(self, state: Any, step: int | None, saved_at: float, extra: Any) -> str:
-        absent = left_out_indices(state, self._leave_out)
-        everything = named_leaves(state)
-        named = [one for i, one in enumerate(everything) if i not in absent]
-        step = step_of(state, step)
-        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
-        arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
-        path = self._store.path(checkpoint_name(self._prefix, step))
-        self.claim()
-        self._saving = path
-        try:
-            records = started_slots([everything[i] for i in sorted(absent)])
-            compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
-            commit = self._retention.commit_of(manifest, records, tuple(self.flushes))
-            self._store.save(path, arrays, compress, commit)
-        except Exception as error:
-            self._give_up(error)
-        return path
-
-    def wait(self) -> None:
-        """Wait for the write in progress.
-
-        Raises:
-            CheckpointError: The write failed.
-        """
-        self.settle()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            self._give_up(failure)
-        self._saving = None
-
-    def settle(self) -> None:
-        """Wait until the write in progress has ended. If it failed, the next `wait` raises its error."""
-        try:
-            self._store.wait()
-        except Exception as error:
-            self._failure = self._failure or error
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        """Remove what a failed save left behind, and raise the error that explains it."""
-        path, self._saving = self._saving, None
-        if path is not None and jax.process_index() == 0:
-            self._store.abandon(path)
-        raise CheckpointError(
-            f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
-            + newest_in_words(self._store, self._prefix)
-        ) from error
+# Global steps of states, and whether compression is worthwhile.
 
 
 def step_of(state: Any, given: Any = None) -> int:
@@ -375,23 +256,19 @@ def step_of(state: Any, given: Any = None) -> int:
             "add one with state.replace(global_step=jstep.create_global_step())"
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
-        return _of_population(step, given)
+        if given is not None:
+            return checked_step(given)
+        found = np.unique(np.asarray(step))
+        if len(found) != 1:
+            raise ValueError(
+                f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
+                "of this population have no step in common; name the checkpoint with save(state, step=…)"
+            )
+        return checked_step(found[0], "state: global_step")
     number = checked_step(step, "state: global_step")
     if given is not None and checked_step(given) != number:
         raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
     return number
-
-
-def _of_population(steps: Any, given: Any) -> int:
-    if given is not None:
-        return checked_step(given)
-    found = np.unique(np.asarray(steps))
-    if len(found) != 1:
-        raise ValueError(
-            f"state: global_step has the shape {np.shape(steps)} and the values {found[:5].tolist()}: the members of "
-            "this population have no step in common; name the checkpoint with save(state, step=…)"
-        )
-    return checked_step(found[0], "state: global_step")
 
 
 _ARRAYS = 64  # number of arrays to sample, of all sizes
@@ -408,20 +285,18 @@ def is_worthwhile(arrays: Iterable[Any]) -> bool:
     looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
     if jax.process_count() > 1 or not all(_is_on_cpu(array) for array in looked_into):
         return False
-    before = sum(array.nbytes for array in looked_into)
-    after = sum(array.nbytes * _ratio(array) for array in looked_into)
-    return bool(after < _WORTH_IT * before)
+    before, after = 0, 0.0
+    for array in looked_into:
+        part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
+        start = part.size // 2
+        sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
+        before += array.nbytes
+        after += array.nbytes * min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
+    return after < _WORTH_IT * before
 
 
 def _is_on_cpu(array: Any) -> bool:
     return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.sharding.device_set)
-
-
-def _ratio(array: Any) -> float:
-    part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
-    start = part.size // 2
-    sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
-    return min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
 
 
 # `Saver`: atomic checkpoints of a training state.
@@ -503,20 +378,22 @@ class Saver:
     ) -> None:
         self.directory = checked_directory(directory)
         self.prefix = checked_prefix(prefix)
-        self._clock = checked_clock(clock)
+        self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
         self._store = open_store(self.directory, self.prefix)
-        self._retention = RetentionManager(
-            self._store,
-            self.prefix,
-            checked_max_to_keep(max_to_keep),
-            checked_hours(keep_checkpoint_every_n_hours),
-            since=self._now(),
-        )
+        if max_to_keep is not None:
+            max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
+        hours = keep_checkpoint_every_n_hours
+        if hours is not None:
+            meaning = "None keeps none permanently"
+            hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
+        self._retention = RetentionManager(self._store, self.prefix, max_to_keep, hours, since=self._now())
         self._async_save = as_bool(async_save, "async_save")
-        compress = None if compress is None else as_bool(compress, "compress")
+        self._compress = None if compress is None else as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
-        self._writer = Writer(self._store, self.prefix, self._retention, compress, leave_out)
+        self._saving: str | None = None
+        self._failure: Exception | None = None
+        self._flushes: list[Callable[[], None]] = []
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -540,7 +417,7 @@ class Saver:
         with self._lock:
             self._check_open()
             self.wait()
-            self._writer.claim(state)
+            self._claim(state)
 
     def save(self, state: Any, extra: Any = None, *, step: int | None = None) -> str:
         """Save a state under the name of its global_step.
@@ -565,9 +442,12 @@ class Saver:
         with self._lock:
             self._check_open()
             refuse_compile_only(state, "state")
-            self._writer.wait_on_all_processes()
+            # All processes start this save, or none of them.
+            problem = "the last checkpoint was not saved; see the error of another process"
+            processes.on_all_processes(self.wait, problem, CheckpointError)
             extra = json_copy(extra, "extra")
-            path = self._writer.save(state, step, self._now(), extra)
+            with internal_transfers():
+                path = self._save(state, step, extra)
             if not self._async_save:
                 self.wait()
             return path
@@ -723,12 +603,19 @@ class Saver:
             CheckpointError: The save failed.
         """
         with self._lock:
-            self._writer.wait()
+            self.settle()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                self._give_up(failure)
+            self._saving = None
 
     def settle(self) -> None:
         """Wait until the save in progress has ended; if it failed, the next call raises its error."""
         with self._lock:
-            self._writer.settle()
+            try:
+                self._store.wait()
+            except Exception as error:
+                self._failure = self._failure or error
 
     @scoped
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
@@ -749,11 +636,11 @@ class Saver:
             ...         _ = log.write("step 0\n"), log.flush()
             ...         path = saver.save(state)
         """
-        self._writer.flushes.append(flush)
+        self._flushes.append(flush)
         try:
             yield
         finally:
-            self._writer.flushes.remove(flush)
+            self._flushes.remove(flush)
 
     def close(self, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
@@ -788,6 +675,50 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._store.path(self.prefix)}-*>"
+
+    def _claim(self, state: Any = None) -> None:
+        """Claim the prefix as `Store.claim` does; if the first process fails, all processes raise.
+
+        A process that continued alone would wait for the others forever.
+        """
+        absent = left_out_indices(state, self.leave_out) if state is not None else set()
+        is_first = jax.process_index() == 0
+        problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+        claim = functools.partial(self._store.claim, self.prefix)
+        processes.on_all_processes(claim if is_first else bool, problem, CheckpointError)
+        if state is not None and is_first:
+            self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
+
+    def _save(self, state: Any, step: int | None, extra: Any) -> str:
+        """Start to write a state, and return the path of its checkpoint."""
+        saved_at = self._now()
+        absent = left_out_indices(state, self.leave_out)
+        everything = named_leaves(state)
+        named = [one for i, one in enumerate(everything) if i not in absent]
+        step = step_of(state, step)
+        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
+        arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
+        path = self._store.path(checkpoint_name(self.prefix, step))
+        self._claim()
+        self._saving = path
+        try:
+            records = started_slots([everything[i] for i in sorted(absent)])
+            compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
+            commit = self._retention.commit_of(manifest, records, tuple(self._flushes))
+            self._store.save(path, arrays, compress, commit)
+        except Exception as error:
+            self._give_up(error)
+        return path
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """Remove what a failed save left behind, and raise the error that explains it."""
+        path, self._saving = self._saving, None
+        if path is not None and jax.process_index() == 0:
+            self._store.abandon(path)
+        raise CheckpointError(
+            f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
+            + newest_in_words(self._store, self.prefix)
+        ) from error
 
     def _check_open(self) -> None:
         if self._closed:

@@ -38,7 +38,12 @@ def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
     out = []
     for (keys, leaf), (path, number) in zip(flat, ids(trees.path_str(keys) for keys, _ in flat), strict=True):
         leaf = _with_value(leaf, path)
-        out.append((_record(path, tuple(trees.path_str((key,)) for key in keys), number, leaf), leaf))
+        # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
+        array = _unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E"), number)
+        nbytes, dtype = int(trees.key_data(leaf).nbytes), str(leaf.dtype)
+        impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
+        stored, carrier = array if leaf.size else None, _CARRIERS.get(dtype)
+        out.append((Leaf(path, keys_of(keys), tuple(leaf.shape), dtype, nbytes, stored, carrier, impl), leaf))
     return out
 
 
@@ -71,15 +76,6 @@ def _with_value(leaf: Any, path: str) -> Any:
     )
 
 
-def _record(path: str, keys: tuple[str, ...], number: int, leaf: Any) -> Leaf:
-    # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
-    array = _unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E"), number)
-    nbytes = int(trees.key_data(leaf).nbytes)
-    impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
-    dtype = str(leaf.dtype)
-    return Leaf(path, keys, tuple(leaf.shape), dtype, nbytes, array if leaf.size else None, _CARRIERS.get(dtype), impl)
-
-
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype, whatever its byte order."""
     return str(dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype)
@@ -89,28 +85,21 @@ def to_stored(record: Leaf, leaf: Any) -> Any:
     """Return the array to store for a leaf, of a type that the storage format supports."""
     if record.key_impl is not None:
         return jax.random.key_data(leaf)
-    if record.stored_as is None:
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.view(record.stored_as) if _same_bits(record) else leaf.astype(record.stored_as)
-    if _same_bits(record):
-        return jax.lax.bitcast_convert_type(leaf, record.stored_as)
-    return leaf.astype(record.stored_as)
+    return leaf if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
 def from_stored(record: Leaf, array: Any) -> Any:
     """Return the leaf of a stored array."""
-    if record.stored_as is None:
-        return array
+    return array if record.stored_as is None else _carried(record, array, record.dtype)
+
+
+def _carried(record: Leaf, array: Any, dtype: str) -> Any:
+    """Convert a leaf to the type that carries it, or back: floats by their bits, integers by their values."""
+    if not record.dtype.startswith("float"):
+        return array.astype(dtype)
     if isinstance(array, np.ndarray):
-        return array.view(record.dtype) if _same_bits(record) else array.astype(record.dtype)
-    if _same_bits(record):
-        return jax.lax.bitcast_convert_type(array, jnp.dtype(record.dtype))
-    return array.astype(record.dtype)
-
-
-def _same_bits(record: Leaf) -> bool:
-    return record.dtype.startswith("float")
+        return array.view(dtype)
+    return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
 def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
@@ -449,7 +438,11 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
-    starts = [key[1] for key in keys if len(key) == 2 and key[0] == "slots" and _is_age(key[1], roles)]
+    starts = []
+    for key in keys:
+        if len(key) == 2 and key[0] == SLOTS:
+            is_age = roles[key[1]] in AGES if key[1] in roles else key[1].split("/")[-1] == _AGE
+            starts += [key[1]] if is_age else []
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]
@@ -465,10 +458,6 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())
-
-
-def _is_age(slot: str, roles: Roles) -> bool:
-    return roles[slot] in AGES if slot in roles else slot.split("/")[-1] == _AGE
 
 
 def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:

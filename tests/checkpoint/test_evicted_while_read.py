@@ -60,7 +60,7 @@ def test_a_step_that_is_being_saved_again(tmp_path, after_listing, caplog):
     assert latest_checkpoint(tmp_path) == final + listing.REPLACED
     os.rename(final + listing.REPLACED, final)
     after_listing(tmp_path, lambda: os.rename(final, final + listing.REPLACED))
-    assert listing.broken(str(tmp_path), "model", 1) == []
+    assert Directory(str(tmp_path), None).broken("model", 1) == []
     assert not caplog.records
 
 
