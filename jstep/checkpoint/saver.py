@@ -17,17 +17,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jstep.checkpoint import names as naming
 from jstep.checkpoint.listing import Commit, Files, Store, name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest
 from jstep.checkpoint.match import Names
-from jstep.checkpoint.names import (
-    checked_directory,
-    checked_prefix,
-    checked_step,
-    checkpoint_name,
-    json_copy,
-    open_store,
-)
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.slots import left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
@@ -257,16 +250,16 @@ def step_of(state: Any, given: Any = None) -> int:
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
         if given is not None:
-            return checked_step(given)
+            return naming.checked_step(given)
         found = np.unique(np.asarray(step))
         if len(found) != 1:
             raise ValueError(
                 f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
                 "of this population have no step in common; name the checkpoint with save(state, step=…)"
             )
-        return checked_step(found[0], "state: global_step")
-    number = checked_step(step, "state: global_step")
-    if given is not None and checked_step(given) != number:
+        return naming.checked_step(found[0], "state: global_step")
+    number = naming.checked_step(step, "state: global_step")
+    if given is not None and naming.checked_step(given) != number:
         raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
     return number
 
@@ -376,10 +369,10 @@ class Saver:
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
     ) -> None:
-        self.directory = checked_directory(directory)
-        self.prefix = checked_prefix(prefix)
+        self.directory = naming.checked_directory(directory)
+        self.prefix = naming.checked_prefix(prefix)
         self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
-        self._store = open_store(self.directory, self.prefix)
+        self._store = naming.open_store(self.directory, self.prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
         hours = keep_checkpoint_every_n_hours
@@ -445,7 +438,7 @@ class Saver:
             # All processes start this save, or none of them.
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
-            extra = json_copy(extra, "extra")
+            extra = naming.json_copy(extra, "extra")
             with internal_transfers():
                 path = self._save(state, step, extra)
             if not self._async_save:
@@ -575,7 +568,7 @@ class Saver:
         """
         with self._lock:
             self.claim()
-            self._retention.delete(checked_step(step))
+            self._retention.delete(naming.checked_step(step))
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
@@ -698,7 +691,7 @@ class Saver:
         step = step_of(state, step)
         manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
         arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
-        path = self._store.path(checkpoint_name(self.prefix, step))
+        path = self._store.path(naming.checkpoint_name(self.prefix, step))
         self._claim()
         self._saving = path
         try:
@@ -729,4 +722,4 @@ class Saver:
 
 
 def _step_or_none(step: Any) -> int | None:
-    return None if step is None else checked_step(step)
+    return None if step is None else naming.checked_step(step)

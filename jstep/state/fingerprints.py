@@ -26,7 +26,12 @@ def device_sums(array: Any) -> Any:
     if not array.size:
         return jnp.zeros(2, U)
     key = _keys(array)
-    sums = [_reduced(*lanes(low, high, key + U(half * HALF & MASK))) for half, (low, high) in enumerate(_words(array))]
+    sums = []
+    for half, (low, high) in enumerate(_words(array)):
+        both = lanes(low, high, key + U(half * HALF & MASK))
+        # Both sums in one fast pass.
+        one = lax.reduce(both, (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(key.ndim))
+        sums.append(jnp.stack(one))
     return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
@@ -63,14 +68,6 @@ def _keys(array: Any) -> Any:
         key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
         stride *= shape[axis]
     return key
-
-
-def _reduced(first: Any, second: Any) -> Any:
-    """Compute both sums in one fast pass."""
-    sums = lax.reduce(
-        (first, second), (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(first.ndim)
-    )
-    return jnp.stack(sums)
 
 
 def fingerprints(leaves: list[Any], keys: Any) -> Any:
@@ -163,7 +160,8 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
-    keys = [leaf_key(path, _dtype_name(leaf), tuple(leaf.shape)) for path, leaf in named]
+    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for _, leaf in named]
+    keys = [leaf_key(path, name, tuple(leaf.shape)) for (path, leaf), name in zip(named, names, strict=True)]
     return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
 
 
@@ -195,15 +193,6 @@ def _check(path: str, leaf: Any) -> None:
         )
 
 
-def _dtype_name(leaf: Any) -> str:
-    return leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype)
-
-
-def _of_host(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    sums = np.stack([host_sums(np.asarray(leaf)) for leaf in leaves])
-    return np.stack(sealed(sums, keys), axis=-1)
-
-
 def _sum(found: Sequence[Any]) -> Any:
     return sum(found[1:], found[0]) if found else jnp.zeros(2, U)
 
@@ -218,7 +207,8 @@ def _by_placement(
         some = [leaves[number] for number in numbers]
         parts.append((numbers, compute_on(mesh, form, some, keys[np.array(numbers)])))
     if placements.on_host:
-        of_host = _of_host([leaves[number] for number in placements.on_host], keys[np.array(placements.on_host)])
+        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in placements.on_host])
+        of_host = np.stack(sealed(sums, keys[np.array(placements.on_host)]), axis=-1)
         parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is sum_program else of_host))
     return parts
 
@@ -256,7 +246,10 @@ class ByDevice(NamedTuple):
         found: dict[Any, np.ndarray[Any, Any]] = {}
         with internal_transfers():
             for numbers, part in self.parts:
-                for device, words in _on_each(part):
+                on_each: list[tuple[Any, Any]] = [(None, part)]
+                if isinstance(part, jax.Array):
+                    on_each = [(shard.device, shard.data) for shard in part.addressable_shards]
+                for device, words in on_each:
                     mine = found.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
                     mine[numbers] = np.asarray(words)
         return found
@@ -272,9 +265,3 @@ def by_device(tree: Any) -> ByDevice:
     """
     paths, leaves, keys = named_leaves(tree)
     return ByDevice(paths, stacked(leaves, keys))
-
-
-def _on_each(part: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(part, jax.Array):
-        return [(None, part)]
-    return [(shard.device, shard.data) for shard in part.addressable_shards]

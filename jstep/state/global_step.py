@@ -65,8 +65,11 @@ def get_global_step(state: Any) -> Array | None:
         0
     """
     step = _found_step(state)
-    if step is not None and step.ndim and not _is_population(state, step):
-        raise TypeError(f"the global step must be an integer scalar, got {kind(step)}")
+    if step is not None and step.ndim:
+        # In a population, all leaves are stacked like the step, as by `jax.vmap`.
+        stacked = (np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
+        if not (_has_step(state) and all(stacked)):
+            raise TypeError(f"the global step must be an integer scalar, got {kind(step)}")
     return step
 
 
@@ -78,11 +81,6 @@ def _found_step(state: Any) -> Array | None:
     if found is not None and not _is_step(found):
         raise TypeError(f"the state's global_step must be an integer scalar, got {kind(found)}")
     return create_global_step(found) if isinstance(found, int | np.integer) else found
-
-
-def _is_population(state: Any, step: Array) -> bool:
-    """Whether all leaves of a state are stacked like its step, as by `jax.vmap`."""
-    return _has_step(state) and all(np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
 
 
 def _has_step(x: Any) -> bool:

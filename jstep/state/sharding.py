@@ -58,7 +58,9 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
     named = trees.leaves_with_paths(params)
     if param_specs is None or isinstance(param_specs, PartitionSpec):
         return [param_specs or PartitionSpec()] * len(named)
-    if isinstance(param_specs, list | tuple) and all(_is_rule(rule) for rule in param_specs):
+    if isinstance(param_specs, list | tuple) and all(
+        isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str) for rule in param_specs
+    ):
         return _by_rules(named, names_of(params), param_specs)
     if trees.is_function(param_specs):
         return [_as_spec(param_specs(path, leaf), path) for path, leaf in named]
@@ -71,10 +73,6 @@ def specs_of(params: Params, param_specs: ParamSpecs) -> list[PartitionSpec]:
         ) from error
     leaves = trees.structure(params).flatten_up_to(whole)
     return [_as_spec(spec, path) for spec, (path, _) in zip(leaves, named, strict=True)]
-
-
-def _is_rule(rule: Any) -> bool:
-    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
 
 
 def _by_rules(
@@ -161,7 +159,9 @@ def state_shardings(
         of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
         if of_all or not trees.is_like(params, tree):
             return jax.tree.map(lambda _: on_all, tree)
-        role = roles[name] if name in roles else _role_by_name(name)
+        # A state made by hand has no roles.
+        by_name = Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
+        role = roles.get(name, by_name)
         return treedef.unflatten(
             None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
             for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), for_slots, named, strict=True)
@@ -218,7 +218,10 @@ def of_slot(
             column.
     """
     if role is Role.SCALES:
-        return _of_scales(mesh, sharding, slot_shape)
+        # That of their codes, except along an axis whose blocks are split.
+        parts = zip(sharding.spec, slot_shape, strict=False)
+        fitting = (None if size % parts_along(mesh, part) else part for part, size in parts)
+        return NamedSharding(mesh, PartitionSpec(*fitting))
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
@@ -237,19 +240,6 @@ def of_slot(
     else:  # either dimension may be the reduced one: prefer more parts, to save memory
         chosen = max(kept, key=lambda one: sum(part is not None for part in one))
     return split_replicated(mesh, NamedSharding(mesh, chosen), slot_shape, slot_axis)
-
-
-def _of_scales(mesh: AnyMesh, sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return the sharding of scales: that of their codes, except along an axis whose blocks are split."""
-    parts = zip(sharding.spec, shape, strict=False)
-    return NamedSharding(
-        mesh, PartitionSpec(*(None if size % parts_along(mesh, part) else part for part, size in parts))
-    )
-
-
-def _role_by_name(name: str) -> Role | None:
-    """The role of a slot of a state made by hand, which has no roles."""
-    return Role.ROWS if name.endswith("_row") else Role.COLUMNS if name.endswith("_col") else None
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
@@ -459,33 +449,26 @@ def fsdp_specs(params: Params, mesh: Any, axis: Any = "data", min_size: int = 2*
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
 
     specs = jax.tree.map(spec, params)
-    named = zip(trees.leaves_with_paths(params), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    named = zip(trees.leaves_with_paths(params), leaves, strict=True)
     whole = {path: np.shape(leaf) for (path, leaf), one in named if one == PartitionSpec()}
     if size > 1 and whole:
-        _warn(whole, len(jax.tree.leaves(params)), axis, size, min_size)
+        _warn(whole, len(leaves), axis, size, min_size)
     return specs
 
 
 def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: Any, size: int, min_size: int) -> None:
     """Warn if no leaf is split, or a large one is not."""
     over = f"over axis={axis!r} ({size} devices)"
-    large = {path: shape for path, shape in whole.items() if math.prod(shape) >= max(min_size, _LARGE)}
+    path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
+    count, large = math.prod(shape), [one for one in whole.values() if math.prod(one) >= max(min_size, _LARGE)]
     if len(whole) == leaves:
-        _logger.warning("fsdp_specs: no leaf is split %s: %s", over, _why_none(whole, size, min_size))
+        leaf = f"the largest leaf, {trees.quoted(path)} of shape {shape},"
+        why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
+        if count < min_size:
+            why = f"{leaf} has {count} elements, fewer than {min_size=}; pass a smaller min_size"
+        _logger.warning("fsdp_specs: no leaf is split %s: %s", over, why)
     elif large:
-        path, shape = max(large.items(), key=lambda one: math.prod(one[1]))
         others = f" and {len(large) - 1} more" if len(large) > 1 else ""
         text = "fsdp_specs: %s of shape %s%s is not split %s, because no dimension is divisible by %d"
         _logger.warning(text, trees.quoted(path), shape, others, over, size)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _why_none(whole: dict[str, tuple[int, ...]], size: int, min_size: int) -> str:
-    path, shape = max(whole.items(), key=lambda one: math.prod(one[1]))
-    leaf, count = f"the largest leaf, {trees.quoted(path)} of shape {shape},", math.prod(shape)
-    if count < min_size:
-        return f"{leaf} has {count} elements, fewer than min_size={min_size}; pass a smaller min_size"
-    return f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least min_size={min_size}"

@@ -17,10 +17,9 @@ from jstep.core.placement import checked_memory, collecting_checks, compiles_onl
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
-from jstep.state import sharding
 from jstep.state import sharding as layout
 from jstep.state.global_step import NO_STEP, create_global_step
-from jstep.state.sharding import ParamSpecs, in_memory, put, state_shardings
+from jstep.state.sharding import ParamSpecs
 
 # Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
 
@@ -133,7 +132,7 @@ def _kinds(node: Any) -> set[str]:
 # `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
 # checkpoints, logs and the stop condition all read it.
 
-MODEL_STATE = sharding.MODEL_STATE
+MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
 
@@ -235,13 +234,13 @@ class TrainState:
         memory = checked_memory(slots_memory, mesh, "slots_memory")
 
         def of_params(params: Any) -> Any:
-            return sharding.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
+            return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
 
         def shardings(shapes: TrainState) -> Any:
-            placed, slots, step = sharding.state_shardings(
+            placed, slots, step = layout.state_shardings(
                 shapes.params, shapes.slots, mesh, param_specs, slot_axis, roles_in(shapes)
             )
-            slots = sharding.in_memory(slots, shapes.slots, memory)
+            slots = layout.in_memory(slots, shapes.slots, memory)
             return shapes.replace(params=placed, slots=slots, global_step=step)
 
         with collecting_checks() as waiting:
@@ -286,7 +285,8 @@ class TrainState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        return self is other or _is_equal(_fields(self), _fields(other))
+        mine, others = ((one.params, one.slots, one.global_step) for one in (self, other))
+        return self is other or _is_equal(mine, others)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -318,10 +318,6 @@ def keep_roles(old: Any, new: Any) -> Any:
     return TrainState(new.params, new.slots, new.global_step, roles=roles_in(old)) if same else new
 
 
-def _fields(state: TrainState) -> tuple[Any, ...]:
-    return state.params, state.slots, state.global_step
-
-
 def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
@@ -344,11 +340,11 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     mesh = meshes.explicit_mesh(params)
     if mesh is None:
         return optimizer.init(params, step)
-    everywhere = sharding.everywhere(mesh)
+    everywhere = layout.everywhere(mesh)
     specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
 
     def place(slots: Slots) -> Any:
-        return jax.tree.map(lambda one: one.spec, sharding.state_shardings(params, slots, mesh, specs, None, roles)[1])
+        return jax.tree.map(lambda one: one.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1])
 
     return meshes.without_explicit_axes(
         lambda params, step: dict(optimizer.init(params, step)), params, step, place=place
@@ -424,12 +420,10 @@ def _counted(count: int, one: str, several: str) -> str:
 
 
 def _bytes_text(tree: Any) -> str:
-    return size(sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)))
-
-
-def _bytes(leaf: Any) -> int:
-    # A ShapeDtypeStruct has no nbytes.
-    return int(getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0))
+    count = 0
+    for leaf in jax.tree.leaves(tree):  # a ShapeDtypeStruct has no nbytes
+        count += getattr(leaf, "nbytes", 0) or np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 0)
+    return size(int(count))
 
 
 def _step_text(step: Any) -> str:
@@ -650,10 +644,10 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
-    params, slots, everywhere = state_shardings(
+    params, slots, everywhere = layout.state_shardings(
         state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
     )
-    slots = in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
+    slots = layout.in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
     step: Any = None if state.global_step is None else everywhere
     with meshes.internal_transfers():
-        return jax.tree.map(put, state, state.replace(params=params, slots=slots, global_step=step))
+        return jax.tree.map(layout.put, state, state.replace(params=params, slots=slots, global_step=step))

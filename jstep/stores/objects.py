@@ -186,13 +186,6 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
     return settings
 
 
-def secrets(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the values of environment variables with credentials, which must never appear in a message."""
-    env = os.environ if environ is None else environ
-    words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
-    return [value for key, value in env.items() if len(value) >= 4 and any(word in key.upper() for word in words)]
-
-
 # Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never a secret.
 #
 # tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
@@ -287,17 +280,6 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
     )
 
 
-def no_response(url: str, verb: str, seconds: float, known: str | None = None) -> OSError:
-    """Return the error for a store that does not respond; `known` is the reason of an earlier failure."""
-    if known is not None:
-        return ConnectionError(f"{url}: cannot {verb}: {known}")
-    scheme, bucket, _ = parts_of_url(url)
-    return ConnectionError(
-        f"{url}: cannot {verb}: the store of {scheme}://{bucket} gave no response in {seconds:.0f} s. Check the "
-        f"network and the address: {_ENDPOINT[scheme]}"
-    )
-
-
 def _code(text: str) -> str:
     found = re.search(r"<Code>(\w{1,60})</Code>", text)
     if found is None:  # the driver puts the code before the message
@@ -309,8 +291,10 @@ def _code(text: str) -> str:
 def redact(text: str) -> str:
     """Shorten an error message and remove secrets: response bodies, and values of variables with credentials."""
     text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
-    for secret in secrets():
-        text = text.replace(secret, "…")
+    words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
+    for key, value in os.environ.items():
+        if len(value) >= 4 and any(word in key.upper() for word in words):
+            text = text.replace(value, "…")
     text = re.sub(r"(?i)(authorization|signature|token|secret|password)([\"']?\s*[:=]\s*)\S+", r"\1\2…", text)
     return text[:200]
 
@@ -342,25 +326,10 @@ REMEMBERED = 60.0
 _down: dict[str, tuple[float, str]] = {}
 
 
-def timeout_of(bucket: str) -> float:
-    """Return the timeout of an operation on a bucket."""
-    return SECONDS if outage_of(bucket) is None else WHILE_DOWN
-
-
 def outage_of(bucket: str) -> str | None:
     """Return why a bucket failed recently; None if it did not."""
     since, why = _down.get(bucket, (float("-inf"), ""))
     return why if time.monotonic() - since < REMEMBERED else None
-
-
-def begin_outage(bucket: str, why: str) -> None:
-    """Record the outage of a bucket."""
-    _down[bucket] = time.monotonic(), why
-
-
-def end_outage(bucket: str) -> None:
-    """Record that a bucket has responded."""
-    _down.pop(bucket, None)
 
 
 _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
@@ -386,7 +355,8 @@ class Pending:
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
         self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
-        self._until = time.monotonic() + timeout_of(self._bucket) + nbytes / RATE
+        timeout = SECONDS if outage_of(self._bucket) is None else WHILE_DOWN
+        self._until = time.monotonic() + timeout + nbytes / RATE
 
     def result(self) -> Any:
         """Wait for the operation, and return the result of tensorstore.
@@ -400,15 +370,17 @@ class Pending:
             found = self._future.result(timeout=max(0.01, left))
         except TimeoutError:
             self._future.cancel()
-            known = outage_of(self._bucket)
-            problem = no_response(self.url, self._verb, max(1.0, left), known)
+            store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
+            known = f"{store}. Check the network and the address: {_ENDPOINT[self._bucket.partition('://')[0]]}"
+            reason = outage_of(self._bucket) or known  # that of an earlier failure
+            problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translated(error, self._verb, self.url)
         else:
-            end_outage(self._bucket)
+            _down.pop(self._bucket, None)
             return found
         if isinstance(problem, BusyError | ConnectionError):
-            begin_outage(self._bucket, str(problem).partition(f"cannot {self._verb}: ")[2])
+            _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
 
     def stamp(self) -> bytes:

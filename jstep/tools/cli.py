@@ -176,7 +176,8 @@ def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
         raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    arrays = orbax_checkpoint.opened(folder).arrays.values()
+    found, _ = orbax_checkpoint.opened(folder)
+    arrays = found.values()
     about: dict[str, Any] = {
         "path": folder,
         "format": "orbax",

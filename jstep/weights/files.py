@@ -65,9 +65,10 @@ def dtype_of(code: str) -> np.dtype[Any] | None:
 def code_of(dtype: Any) -> str | None:
     """Return the safetensors code of a dtype; None if there is no equivalent (PRNG keys, int4, complex128)."""
     try:
-        return _codes().get(np.dtype(dtype).newbyteorder("="))
+        wanted = np.dtype(dtype).newbyteorder("=")
     except TypeError:
         return None
+    return next((code for code, found in _dtypes().items() if found == wanted), None)
 
 
 def known() -> str:
@@ -80,11 +81,6 @@ def _dtypes() -> dict[str, np.dtype[Any]]:
     import jax.numpy as jnp
 
     return {code: np.dtype(jnp.dtype(name)) for code, (name, _) in _NAMES.items()}
-
-
-@functools.cache
-def _codes() -> dict[np.dtype[Any], str]:
-    return {dtype: code for code, dtype in _dtypes().items()}
 
 
 METADATA = "__metadata__"
@@ -116,6 +112,27 @@ class Tensor(NamedTuple):
     def dtype(self) -> np.dtype[Any] | None:
         """The NumPy dtype; None if JAX cannot hold it."""
         return dtype_of(self.code)
+
+
+class Array(NamedTuple):
+    """An array in a checkpoint.
+
+    Attributes:
+        name: Its path in the checkpoint, such as `params/dense/kernel`.
+        code: The name of its dtype, such as `key<fry>` for the data of PRNG keys.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Its number of bytes."""
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
 class Header(NamedTuple):
@@ -152,7 +169,9 @@ def read_header(path: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{path}: {METADATA} in the header must map strings to strings, got {shown(metadata)}")
     data = 8 + len(text)
-    tensors = sorted((_tensor(name, entry, path, data) for name, entry in entries.items()), key=_place)
+    tensors = sorted(
+        (_tensor(name, entry, path, data) for name, entry in entries.items()), key=lambda one: (one.start, one.nbytes)
+    )
     _check_gaps(tensors, path, data, size)
     return Header(path, {tensor.name: tensor for tensor in tensors}, metadata)
 
@@ -231,10 +250,6 @@ def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x <= _LONGEST_AXIS for x in value)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.start, tensor.nbytes
 
 
 def _check_gaps(tensors: Sequence[Tensor], path: str, data: int, size: int) -> None:
@@ -341,7 +356,10 @@ def find_weights(path: Any) -> Weights:
             f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads a "
             "repository of the Hub, and returns the path of its folder"
         )
-    return _sharded(path) if _is_index(path) else _single(path)
+    if _is_index(path):
+        return _sharded(path)
+    header = read_header(path)
+    return Weights(path, (header,), header.tensors, header.metadata)
 
 
 def _chosen(folder: str) -> str:
@@ -373,16 +391,16 @@ def _is_index(path: str) -> bool:
     return first.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") or path.endswith(INDEX)
 
 
-def _single(path: str) -> Weights:
-    header = read_header(path)
-    return Weights(path, (header,), header.tensors, header.metadata)
-
-
 def _sharded(path: str) -> Weights:
     weight_map = _files_of(path)
     if not weight_map:
         raise ValueError(f"{path}: the index lists no tensor")
-    headers = {name: _shard(path, name) for name in sorted(set(weight_map.values()))}
+    headers = {}
+    for name in sorted(set(weight_map.values())):
+        file = os.path.join(os.path.dirname(path), name)
+        if not os.path.isfile(file):
+            raise FileNotFoundError(f"{path}: the index names {name!r}, but there is no such file")
+        headers[name] = read_header(file)
     tensors: dict[str, Tensor] = {}
     for header in headers.values():
         for name, tensor in header.tensors.items():
@@ -408,22 +426,13 @@ def _files_of(path: str) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{path}: not an index: must have a weight_map from tensors to files, got {shown(weight_map)}")
     for file in set(weight_map.values()):
-        _check_inside(file, path)
+        # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
+        parts = file.replace("\\", "/").split("/")
+        if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
+            raise ValueError(
+                f"{path}: the index names the file {shown(file)}: must be a name inside the index's folder"
+            )
     return weight_map
-
-
-def _check_inside(file: str, path: str) -> None:
-    # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
-    parts = file.replace("\\", "/").split("/")
-    if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
-        raise ValueError(f"{path}: the index names the file {shown(file)}: must be a name inside the index's folder")
-
-
-def _shard(index: str, name: str) -> Header:
-    path = os.path.join(os.path.dirname(index), name)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{index}: the index names {name!r}, but there is no such file")
-    return read_header(path)
 
 
 # Finding of the arrays of an Orbax checkpoint among its files, without importing Orbax.
@@ -457,7 +466,10 @@ def folder_of(path: str) -> str | None:
     folders = sorted(name for name in entries if os.path.isdir(os.path.join(path, name)))
     if _ARRAYS in entries:
         raise _without_metadata(path)
-    checkpoints = sorted((name for name in folders if _is_checkpoint(path, name)), key=_step)
+    checkpoints = sorted(
+        (name for name in folders if _STEP.fullmatch(name) and _is_checkpoint(os.path.join(path, name))),
+        key=lambda name: int(re.split("[_-]", name)[-1]),
+    )
     if checkpoints:
         raise ValueError(
             f"path={path!r}: is a directory of checkpoints ({', '.join(checkpoints[-_SHOWN:])}); pass the path of one, "
@@ -501,15 +513,7 @@ def _without_metadata(path: str) -> ValueError:
     )
 
 
-def _is_checkpoint(above: str, name: str) -> bool:
-    """Return whether a folder is a checkpoint of Orbax or jstep that is named by its step."""
-    path = os.path.join(above, name)
+def _is_checkpoint(path: str) -> bool:
+    """Return whether a folder is a checkpoint of Orbax or jstep."""
     entries = set(listed(path))
-    is_one = bool(entries & {MANIFEST, *OF_ORBAX}) or any(
-        _METADATA in listed(os.path.join(path, one)) for one in entries
-    )
-    return _STEP.fullmatch(name) is not None and is_one
-
-
-def _step(name: str) -> int:
-    return int(re.split("[_-]", name)[-1])
+    return bool(entries & {MANIFEST, *OF_ORBAX}) or any(_METADATA in listed(os.path.join(path, one)) for one in entries)

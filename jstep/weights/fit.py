@@ -240,15 +240,12 @@ def with_transform_problems(found: Fit) -> Fit:
 
     Nothing is read: each transform is called with ones, and skipped if it fails with these.
     """
-    problems = [_transform_problem(wanted) for wanted in found.wanted]
+    problems = []
+    for one in found.wanted:
+        if one.tensor is not None and one.rule.transform is not None:
+            array = transform_of_ones(one.rule.transform, one.tensor.shape, one.tensor.dtype, one.path)
+            problems.append("" if array is None else one.difference(array.shape, array.dtype))
     return dataclasses.replace(found, mismatched=[*found.mismatched, *filter(None, problems)])
-
-
-def _transform_problem(wanted: Wanted) -> str:
-    if wanted.tensor is None or wanted.rule.transform is None:
-        return ""
-    found = transform_of_ones(wanted.rule.transform, wanted.tensor.shape, wanted.tensor.dtype, wanted.path)
-    return "" if found is None else wanted.difference(found.shape, found.dtype)
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:

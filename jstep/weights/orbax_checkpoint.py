@@ -1,7 +1,7 @@
 """Reading of checkpoints that Orbax wrote, through Orbax, which it imports."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,14 +14,18 @@ from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.slots import GLOBAL_STEP, unique
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
-from jstep.weights.checkpoints import Array, Checkpoint
+from jstep.weights.files import Array
 
 _LONGEST = 300  # characters of an error of Orbax
 _SHOWN = 20  # arrays named in a message
 
 
-def opened(folder: str) -> Checkpoint:
-    """Return the arrays of a checkpoint, from its metadata.
+Read = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Reads arrays: name → sharding, or None for a NumPy array."""
+
+
+def opened(folder: str) -> tuple[dict[str, Array], Read]:
+    """Return the arrays of a checkpoint, from its metadata, and a function that reads them.
 
     Args:
         folder: A folder that has `_METADATA`.
@@ -44,13 +48,21 @@ def opened(folder: str) -> Checkpoint:
         raise ValueError(
             f"{folder}: jstep wrote it, and its {MANIFEST} is missing, so that it cannot be verified: copy it again"
         )
-    arrays = [_array(name, found) for name, (_, found) in zip(names, flat, strict=True)]
+    arrays: dict[str, Array] = {}
+    for name, (_, found) in zip(names, flat, strict=True):
+        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+        if shape is not None and dtype is not None:  # not a string
+            arrays[name] = Array(name, str(jnp.dtype(dtype)), tuple(shape), jnp.dtype(dtype))
     places = [".".join(trees.path_str((key,)) for key in keys) for keys, _ in flat]
     sharing = _sharing(dict(zip(names, places, strict=True)))
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:
         item = [0 if name in wanted else ocp.PLACEHOLDER for name in names]
-        options = [_options(array, wanted.get(name)) for name, array in zip(names, arrays, strict=True)]
+        options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(names)
+        for i, name in enumerate(names):
+            if name in arrays and (sharding := wanted.get(name)) is not None:
+                shape = arrays[name].shape
+                options[i] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=True)
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
         with internal_transfers():
             restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
@@ -71,7 +83,7 @@ def opened(folder: str) -> Checkpoint:
             found = [f"{name!r}: {problem}" for name, problem in problems.items() if problem]
             raise _unreadable(folder, "; ".join(found[:_SHOWN]) or _short(error)) from error
 
-    return Checkpoint(folder, {array.name: array for array in arrays if array}, read, f"Orbax {ocp.__version__}")
+    return arrays, read
 
 
 def _sharing(places: Mapping[str, str]) -> dict[str, list[str]]:
@@ -109,17 +121,3 @@ def _unreadable(folder: str, why: str) -> ValueError:
         f"{folder}: Orbax {ocp.__version__} cannot read it: {why}. It is corrupted, its copy is incomplete, or another "
         "version of Orbax wrote it: read it with that version"
     )
-
-
-def _array(name: str, found: Any) -> Array | None:
-    """Return the array that an entry of the metadata describes; None for a string."""
-    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
-    if shape is None or dtype is None:
-        return None
-    return Array(name, str(jnp.dtype(dtype)), tuple(shape), jnp.dtype(dtype))
-
-
-def _options(array: Array | None, sharding: Any) -> Any:
-    if array is None or sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=array.shape, strict=True)

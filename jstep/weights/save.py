@@ -103,13 +103,12 @@ class Files:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
         self.path = path + INDEX if shards > 1 else path
 
-    def begin(self) -> None:
-        """Create the folder if necessary."""
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[BinaryIO]:
+        """A context that opens a file under its temporary name for writing, and creates the folder if necessary."""
         make_folders(self._folder)
-
-    def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A context that opens a file under its temporary name for writing."""
-        return new_file(self._temporary(self.names[number]))
+        with new_file(self._temporary(self.names[number])) as file:
+            yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove those of an older save.
@@ -122,13 +121,15 @@ class Files:
             total_size: The bytes of all tensors.
         """
         confirm(self._temporary(name) for name in self.names)
-        older, index = self._older(), self._base + INDEX
+        index = self._base + INDEX
+        older = [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
         sharded = len(self.names) > 1
         # If the older index refers to shards of the same names, the new ones get interim names first.
         clash = sharded and not set(older).isdisjoint(self.names)
         entry = index if sharded else self._base
         is_new, is_switched = entry not in older, False
-        first = [self._interim(name) for name in self.names] if clash else self.names
+        interim = f".{self._token[-8:]}{self._suffix}"
+        first = [name.removesuffix(self._suffix) + interim for name in self.names] if clash else self.names
         moved: list[tuple[str, str]] = []
         try:
             for name, under in zip(self.names, first, strict=True):
@@ -148,7 +149,10 @@ class Files:
             raise
         if clash:
             for name, under in zip(self.names, first, strict=True):
-                _link(self._at(under), self._temporary(name))
+                try:
+                    os.link(self._at(under), self._temporary(name))
+                except OSError:  # a file system without links
+                    shutil.copyfile(self._at(under), self._temporary(name))
                 os.replace(self._temporary(name), self._at(name))
             self._switch_index(self.names, shard_of, total_size)
             sync_folder(self._folder)
@@ -179,10 +183,6 @@ class Files:
             with contextlib.suppress(OSError):
                 os.remove(self._temporary(name))
 
-    def _older(self) -> list[str]:
-        """Return the existing files of an older save: the file, the index and all shards."""
-        return [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
-
     def _is_own(self, name: str) -> bool:
         """Return whether a file may come from a save under this path."""
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
@@ -208,9 +208,6 @@ class Files:
     def _at(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _interim(self, name: str) -> str:
-        return f"{name.removesuffix(self._suffix)}.{self._token[-8:]}{self._suffix}"
-
     def _temporary(self, name: str) -> str:
         # Readers that take all *.safetensors of a folder must not find it.
         return os.path.join(self._folder, f".{name}.{self._token}.tmp")
@@ -220,13 +217,6 @@ def _place(process: Mapping[str, Any]) -> str:
     """Return where a process runs: its host since that was started, and its container."""
     text = f"{process['host']} {process['space']}"
     return f"{zlib.crc32(text.encode()):08x}"
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 # `save_weights`: saving as safetensors files.
@@ -318,7 +308,6 @@ def save_weights(
 def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
     shard_of, total = {}, 0
     try:
-        files.begin()
         for number, shard in enumerate(shards):
             with files.writing(number) as file:
                 file.write(header_of([item.entry for item in shard], metadata))
@@ -367,7 +356,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
 def _item(path: str, leaf: Any, rule: Rule) -> _Item:
     shape, dtype = _kind(leaf)
     ready = None
-    if rule.transform is not None and not _is_key(dtype):
+    if rule.transform is not None and not jnp.issubdtype(dtype, jax.dtypes.extended):
         found = transform_of_ones(rule.transform, shape, dtype, path)
         if found is None:  # the transform depends on values
             found = ready = _call(rule, _host(leaf), path)
@@ -434,10 +423,6 @@ def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
     if trees.is_array(leaf):
         return tuple(leaf.shape), leaf.dtype
     return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-
-
-def _is_key(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
