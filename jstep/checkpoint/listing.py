@@ -402,27 +402,32 @@ def find_corruption(
     others = set(large) - set(large[share[0] :: share[1]])
     expected = {path: record for path, record in manifest.files.items() if path not in others}
     root = os.path.realpath(checkpoint)
-    outside = {path for path in expected if not is_below(root, path)}
-    found = dict.fromkeys(outside, "a link out of the checkpoint")
-    found |= _differences(checkpoint, {path: expected[path] for path in expected.keys() - outside - UNUSED}, threads)
-    for path in expected.keys() & UNUSED - outside:
-        try:
-            found |= _differences(checkpoint, {path: expected[path]}, threads)
-        except OSError as error:
-            found[path] = error.strerror or "it cannot be read"
-    found = {path: found[path] for path in expected}
-    return _problems(checkpoint, found, is_first=share[0] == 0, every=every)
+    problems = {}
+    read = {}
+    for path, record in expected.items():
+        if not is_below(root, path):
+            problems[path] = "a link out of the checkpoint"
+        elif path not in UNUSED:
+            read[path] = record
+        else:
+            try:
+                problems |= _differences(checkpoint, {path: record}, threads)
+            except OSError as error:
+                problems[path] = error.strerror or "it cannot be read"
+    problems |= _differences(checkpoint, read, threads)
+    return _problems(checkpoint, {path: problems[path] for path in expected}, is_first=share[0] == 0, every=every)
 
 
 def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], threads: int) -> dict[str, str]:
     """Return how each file differs from its record; "" if it does not."""
-    there = [path for path in expected if may_be_file(os.path.join(checkpoint, path))]
-    sizes = {path: os.path.getsize(os.path.join(checkpoint, path)) for path in there}
-    found = {path: _difference_of_size(record, sizes.get(path)) for path, record in expected.items()}
-    if any(found.values()):
-        return found
-    actual = records(checkpoint, expected, threads)
-    return {path: difference(record, actual[path]) for path, record in expected.items()}
+    found = {}
+    for path, record in expected.items():
+        whole = os.path.join(checkpoint, path)
+        found[path] = _difference_of_size(record, os.path.getsize(whole) if may_be_file(whole) else None)
+    if not any(found.values()):
+        for path, actual in records(checkpoint, expected, threads).items():
+            found[path] = difference(expected[path], actual)
+    return found
 
 
 def _problems(checkpoint: str, found: Mapping[str, str], *, is_first: bool, every: bool) -> list[str]:

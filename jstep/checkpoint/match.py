@@ -86,6 +86,8 @@ class Match:
 
     def differences(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
+        if not (self.missing or self.extra or self.differing):
+            return ""
         return (
             listing("missing in the checkpoint", [repr(path) for path in self.missing])
             + _by_prefix(self.missing)
@@ -128,8 +130,10 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         saved,
         lambda i, source: "" if averaged[i] else _difference(leaves[i], source, steps),
     )
-    guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
-    of_guards = {i for i in found.missing if leaves[i].keys in guards}
+    of_guards: set[int] = set()
+    if missing := {leaves[i].keys: leaves[i].kind for i in found.missing}:
+        guards = slots.guards(missing, steps, roles_in(target))
+        of_guards = {i for i in found.missing if leaves[i].keys in guards}
     copies: dict[int, int] = {}  # leaf that the checkpoint lacks → the restored leaf that it begins as a copy of
     for i, originals in ({} if all(found.sources) else slots.copied(target)).items():
         restored = [j for j in originals if isinstance(found.sources[j], Leaf)]
@@ -292,7 +296,8 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        return tuple(leaf.shape), slots.dtype_name(leaf.dtype)
+        dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+        return tuple(leaf.shape), str(dtype)
     raise TypeError(
         f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a shape for each leaf, such as "
         "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"

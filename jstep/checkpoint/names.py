@@ -11,7 +11,6 @@ import numpy as np
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import Directory
-from jstep.checkpoint.listing import Store
 from jstep.core.checks import as_number, as_text, kind, shown
 from jstep.stores.objects import absolute, is_url, location
 
@@ -104,7 +103,7 @@ def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
 # Names of checkpoints, the newest checkpoint of a directory, new ones as they are written, and their store.
 
 
-def open_store(directory: str, prefix: str | None = None) -> Store:
+def open_store(directory: str, prefix: str | None = None) -> listing.Store:
     """Return the store of a directory.
 
     Args:
@@ -204,7 +203,7 @@ def checkpoints_iterator(
     return _steps(open_store(found), name, seconds, interval, _POLL_SECS_OF_URLS if is_url(found) else _POLL_SECS)
 
 
-def _steps(store: Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
+def _steps(store: listing.Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
     step = _WAIT
     while True:
         step = _next(store, prefix, step, timeout, poll)
@@ -215,7 +214,7 @@ def _steps(store: Store, prefix: str, timeout: float | None, interval: float, po
         time.sleep(max(at + interval - time.monotonic(), 0.0))
 
 
-def _next(store: Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
+def _next(store: listing.Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
     """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 

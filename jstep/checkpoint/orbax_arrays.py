@@ -20,8 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jstep.checkpoint import listing
-from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError
+from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError, write_part
 from jstep.checkpoint.manifest import Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import in_background
@@ -297,7 +296,7 @@ class _Written:
             if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
                 raise errors[0]
             if jax.process_count() > 1:
-                listing.write_part(self._temporary, jax.process_index())
+                write_part(self._temporary, jax.process_index())
 
     def cancel(self) -> None:
         for future in self._futures:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -99,8 +98,9 @@ class Reader:
                 f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
-        read = functools.partial(self._manifest, path)
-        manifest, problem, verdict = processes.on_all_processes(read, "the manifest cannot be read")
+        manifest, problem, verdict = processes.on_all_processes(
+            lambda: self._manifest(path), "the manifest cannot be read"
+        )
         if processes.any_process(manifest is None and not problem):
             raise _GoneError(path)
         if manifest is not None and manifest.step != step:
@@ -161,7 +161,8 @@ class Reader:
                 if want.copy_of is not None:
                     values[i] = match.copy_of(want, values[want.copy_of])
             pairs = zip(found.wanted, values, strict=True)
-            changed = slots.changed_leaves([(one.left_out, value) for one, value in pairs if one.left_out is not None])
+            left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
+            changed = slots.changed_leaves(left_out) if left_out else []
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "

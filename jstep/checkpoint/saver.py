@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -87,7 +85,7 @@ def evictions(
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
             for_good |= {step}
-            since += 3600 * every_n_hours * math.floor(hours / every_n_hours)
+            since += 3600 * every_n_hours * int(hours / every_n_hours)
         else:
             victims.append(step)
     return victims, RetainedSteps(frozenset(for_good), since)
@@ -677,8 +675,12 @@ class Saver:
         absent = left_out_indices(state, self.leave_out) if state is not None else set()
         is_first = jax.process_index() == 0
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
-        claim = functools.partial(self._store.claim, self.prefix)
-        processes.on_all_processes(claim if is_first else bool, problem, CheckpointError)
+
+        def claim() -> None:
+            if is_first:
+                self._store.claim(self.prefix)
+
+        processes.on_all_processes(claim, problem, CheckpointError)
         if state is not None and is_first:
             self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
 

@@ -76,11 +76,6 @@ def _with_value(leaf: Any, path: str) -> Any:
     )
 
 
-def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, whatever its byte order."""
-    return str(dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype)
-
-
 def to_stored(record: Leaf, leaf: Any) -> Any:
     """Return the array to store for a leaf, of a type that the storage format supports."""
     if record.key_impl is not None:

@@ -1,7 +1,6 @@
 """The Coordinator, which stops threads together, and runners that fill queues."""
 
 import contextlib
-import functools
 import logging
 import math
 import sys
@@ -455,8 +454,9 @@ class QueueRunner:
             self._exceptions, self._coord, self._left = [], coord, len(self._ops)
             # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
             self._closed_before = self._queue.is_closed()
-            cancel = functools.partial(self._queue.close, cancel_pending_enqueues=True)
-            self._forget = coord.call_on_stop(cancel) if coord else lambda: None
+            self._forget: Callable[[], None] = lambda: None
+            if coord:
+                self._forget = coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
             threads: list[threading.Thread] = []
             for i, op in enumerate(self._ops):
                 called = getattr(op, "__name__", type(op).__name__)

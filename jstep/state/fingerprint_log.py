@@ -49,28 +49,6 @@ def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
     return first + second, second
 
 
-def lanes_in_place(low: Any, high: Any, key: Any, first: Any, spare: Any) -> tuple[Any, Any]:
-    """As `lanes`, for NumPy arrays: writes the results to `first` and `key`, and overwrites `spare`."""
-    np.bitwise_xor(low, key, out=first)
-    _scramble(first, spare)
-    np.bitwise_xor(key, U(SECOND), out=key)
-    np.add(first, key, out=key)
-    if high is not None:
-        np.add(key, high, out=key)
-    _scramble(key, spare)
-    np.add(first, key, out=first)
-    return first, key
-
-
-def _scramble(x: Any, spare: Any) -> None:
-    for shift, multiplier in zip((16, 13), MULTIPLIERS, strict=True):
-        np.right_shift(x, U(shift), out=spare)
-        np.bitwise_xor(x, spare, out=x)
-        np.multiply(x, U(multiplier), out=x)
-    np.right_shift(x, U(16), out=spare)
-    np.bitwise_xor(x, spare, out=x)
-
-
 def split_at(shape: tuple[int, ...]) -> int:
     """Return how many elements of the last axes 32 bits can index: all of them, except in huge arrays."""
     size = 1
@@ -136,15 +114,12 @@ def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
 def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any, Any]:
     total = np.zeros(2, np.uint64)
     base = np.arange(min(_PIECE, len(words)), dtype=U) * U(STRIDE)
-    key, first, spare = (np.empty_like(base) for _ in range(3))
     for row in range(0, len(words), split):
         of_row = row // split * HIGH + half * HALF
         for start in range(row, min(row + split, len(words)), _PIECE):
             piece = words[start : min(start + _PIECE, row + split)]
-            size = len(piece)
             low, high = (piece, None) if piece.ndim == 1 else (piece[:, 0], piece[:, 1])
-            np.add(base[:size], U(((start - row) * STRIDE + of_row) & MASK), out=key[:size])
-            a, b = lanes_in_place(low, high, key[:size], first[:size], spare[:size])
+            a, b = lanes(low, high, base[: len(piece)] + U(((start - row) * STRIDE + of_row) & MASK))
             total += np.array([a.sum(dtype=U), b.sum(dtype=U)], np.uint64)
     return total
 

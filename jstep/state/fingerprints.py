@@ -12,7 +12,6 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
-from jstep.core.trees import key_data
 from jstep.state.fingerprint_log import HALF, HIGH, MASK, STRIDE, U, host_sums, lanes, leaf_key, sealed, split_at
 
 # Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard.
@@ -22,7 +21,7 @@ HOST = np.ndarray | np.generic
 
 def device_sums(array: Any) -> Any:
     """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
-    array = key_data(on_devices(array))
+    array = trees.key_data(on_devices(array))
     if not array.size:
         return jnp.zeros(2, U)
     key = _keys(array)

@@ -19,7 +19,6 @@ from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_i
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
 from jstep.state import sharding as layout
 from jstep.state.global_step import NO_STEP, create_global_step
-from jstep.state.sharding import ParamSpecs
 
 # Creation of a state: which parameters it takes, and sharded without any device holding more than its shards.
 
@@ -604,7 +603,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
 def shard_state(
     state: TrainState,
     mesh: Any,
-    param_specs: ParamSpecs = None,
+    param_specs: layout.ParamSpecs = None,
     slot_axis: Any = None,
     *,
     slots_memory: str | None = None,

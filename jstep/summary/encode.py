@@ -456,22 +456,23 @@ class LocalFile:
     """A local file.
 
     Args:
-        new_path: Creates the directory and returns a path for the file.
-        first: Returns the first record.
+        logdir: Its directory, which is created if necessary.
 
     Raises:
         OSError: The file cannot be created.
     """
 
-    def __init__(self, new_path: Callable[[], str], first: Callable[[], bytes]) -> None:
-        self._new_path, self._first = new_path, first
+    def __init__(self, logdir: str) -> None:
+        self._logdir = logdir
         self._open()
 
     def _open(self) -> None:
-        self.path, self._is_named = self._new_path(), False
+        make_folders(self._logdir)
+        there = filter(is_event_file, os.listdir(self._logdir))
+        self.path, self._is_named = os.path.join(self._logdir, _file_name(there)), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:
-            self._append(self._first())
+            self._append(_first_record())
         except BaseException:
             self._file.close()
             os.unlink(self.path)
@@ -556,7 +557,7 @@ def open_event_file(logdir: str, flush_secs: float) -> Sink:
     if is_url(logdir):
         return _objects(logdir, flush_secs)
     try:
-        return LocalFile(lambda: _new_path(logdir), _first_record)
+        return LocalFile(logdir)
     except OSError as error:
         raise type(error)(error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir) from error
 
@@ -564,11 +565,6 @@ def open_event_file(logdir: str, flush_secs: float) -> Sink:
 def _first_record() -> bytes:
     source = {"writer": "jstep.summary"}
     return frame(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
-
-
-def _new_path(logdir: str) -> str:
-    make_folders(logdir)
-    return os.path.join(logdir, _file_name(filter(is_event_file, os.listdir(logdir))))
 
 
 def _objects(logdir: str, flush_secs: float) -> ObjectAppender:

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jstep.core.checks import as_bool
-from jstep.core.checks import as_text as checked_text
+from jstep.core import checks
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate, name_stack
 from jstep.core.trees import path_str
 from jstep.stores.files import replace_file
@@ -450,12 +449,12 @@ def write_graph(graph: Any, logdir: str | os.PathLike[str], name: str, as_text: 
     Source: TensorFlow's `tf.train.write_graph`.
     """
     logdir = location(logdir, "logdir")
-    checked_text(name, "name", "the name of a file in logdir")
+    checks.as_text(name, "name", "the name of a file in logdir")
     parts = name.replace(os.sep, "/").split("/")
     if os.path.isabs(name) or ".." in parts or "\0" in name or parts[-1] in ("", "."):
         raise ValueError(f"name={name!r}: must be the name of a file in logdir or below it")
     is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
-    if not as_bool(as_text, "as_text"):
+    if not checks.as_bool(as_text, "as_text"):
         data = graph_def(graph).SerializeToString()
     elif is_graph_def or name.endswith(".pbtxt"):
         data = str(graph_def(graph)).encode()

@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -17,8 +16,7 @@ from jax.extend.core import get_opaque_trace_state as _trace
 from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.trees import Array, is_array, is_traced
-from jstep.differentiate.engine import note_lost_summary
-from jstep.differentiate.engine import register_summaries as register_with_steps
+from jstep.differentiate import engine
 
 # Summaries as pytrees.
 #
@@ -215,7 +213,7 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
         return
     collectors = _active.get()
     if not any(collector.key == SUMMARIES for collector in collectors):
-        note_lost_summary()
+        engine.note_lost_summary()
     if not collectors:
         names = _checked(collections)
         if not has_tracers(part):
@@ -395,7 +393,7 @@ def _merged(returned: Any, made: Any) -> Summary | None:
     return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
 
 
-register_with_steps(collect_unreturned, _merged)
+engine.register_summaries(collect_unreturned, _merged)
 
 
 def _returned(result: Any, collector: _Collector) -> list[Part]:
@@ -682,7 +680,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     return Summary((part,))
 
 
-@partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
 def _pixels(x: Array, count: int) -> Array:
     def as_uint8(x: Array) -> Array:
         return jnp.copy(x[:count]) if x.dtype == jnp.uint8 else jax.vmap(_rescale)(x[:count])

@@ -18,7 +18,6 @@ from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, listing, note, shown
 from jstep.core.placement import ShardBounds
 from jstep.core.selection import ambiguous, assign, entries, names_of
-from jstep.core.trees import is_floating
 from jstep.weights.files import Tensor, dtype_of
 
 # Matching of tensors to the leaves of a target, by the `names` argument, and what does not fit.
@@ -407,7 +406,7 @@ def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return array
     with np.errstate(all="ignore"):
         result = array.astype(wanted.dtype)
-    if not is_floating(wanted.dtype):
+    if not trees.is_floating(wanted.dtype):
         if (result != array).any():
             raise ValueError(
                 f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"

@@ -39,33 +39,40 @@ _TEMPORARY = re.compile(
 """Names of temporary files; those of older versions lack the time at which their process started."""
 
 
-class Entry(NamedTuple):
-    """A tensor to write.
+class _Item(NamedTuple):
+    """A leaf to save, and the tensor to store for it.
 
     Attributes:
-        name: Its name.
-        code: The safetensors code of its dtype.
+        path: The path of the leaf.
+        leaf: The leaf.
+        rule: The name of the tensor, and the transform.
+        code: The safetensors code of its dtype; empty if it has none.
         shape: Its shape.
         nbytes: Its size.
+        ready: The tensor, if it had to be computed to find its shape.
     """
 
-    name: str
+    path: str
+    leaf: Any
+    rule: Rule
     code: str
     shape: tuple[int, ...]
     nbytes: int
+    ready: np.ndarray[Any, Any] | None
 
 
-def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file, with the entries in order.
+def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file, with the tensors in order.
 
     Raises:
         ValueError: The header is larger than readers allow.
     """
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
-    for entry in entries:
-        found[entry.name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
-        at += entry.nbytes
+    for item in items:
+        offsets = [at, at + item.nbytes]
+        found[str(item.rule.name)] = {"dtype": item.code, "shape": item.shape, "data_offsets": offsets}
+        at += item.nbytes
     text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
@@ -225,16 +232,6 @@ _FORMAT = {"format": "pt"}
 """Default metadata, without which `transformers` refuses a file."""
 
 
-class _Item(NamedTuple):
-    """A leaf to save, and the tensor to store for it."""
-
-    path: str
-    leaf: Any
-    rule: Rule
-    entry: Entry
-    ready: np.ndarray[Any, Any] | None
-
-
 def save_weights(
     path: str | os.PathLike[str],
     params: Any,
@@ -310,11 +307,11 @@ def _write(files: Files, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any
     try:
         for number, shard in enumerate(shards):
             with files.writing(number) as file:
-                file.write(header_of([item.entry for item in shard], metadata))
+                file.write(_header(shard, metadata))
                 for item in shard:
                     write_tensor(file, _stored(item, next(arrays)))
-                    shard_of[item.entry.name] = number
-                    total += item.entry.nbytes
+                    shard_of[str(item.rule.name)] = number
+                    total += item.nbytes
         files.publish(shard_of, total)
     finally:
         files.discard()
@@ -338,7 +335,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
             problems.append(f"{path!r} {problem}")
         owners.setdefault(rule.name, path)
         item = _item(path, leaf, rule)
-        if item.entry.code:
+        if item.code:
             items.append(item)
         else:
             problems.append(f"{path!r} is {_kind(leaf)[1] if item.ready is None else item.ready.dtype}")
@@ -363,7 +360,7 @@ def _item(path: str, leaf: Any, rule: Rule) -> _Item:
         shape, dtype = tuple(found.shape), found.dtype
     code = code_of(dtype) or ""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize if code else 0
-    return _Item(path, leaf, rule, Entry(str(rule.name), code, shape, nbytes), ready)
+    return _Item(path, leaf, rule, code, shape, nbytes, ready)
 
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
@@ -371,12 +368,12 @@ def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     shards: list[list[_Item]] = []
     size = limit + 1
     for item in items:
-        if size + item.entry.nbytes > limit:
+        if size + item.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(item)
-        size += item.entry.nbytes
-    return [sorted(shard, key=lambda item: bits_of(item.entry.code) or 0, reverse=True) for shard in shards]
+        size += item.nbytes
+    return [sorted(shard, key=lambda item: bits_of(item.code) or 0, reverse=True) for shard in shards]
 
 
 def _array(item: _Item) -> Any:
@@ -390,10 +387,10 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
         return item.ready
     if item.rule.transform is not None:
         array = _call(item.rule, array, item.path)
-    if (array.shape, code_of(array.dtype)) != (item.entry.shape, item.entry.code):
+    if (array.shape, code_of(array.dtype)) != (item.shape, item.code):
         raise ValueError(
             f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
-            f"{item.entry.code}{list(item.entry.shape)} for ones of its shape; it must depend on shape and dtype alone"
+            f"{item.code}{list(item.shape)} for ones of its shape; it must depend on shape and dtype alone"
         )
     return array
 
