@@ -398,7 +398,7 @@ class Checkpointer:
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
-        self._publish: Callable[[str, str], None] = _nothing
+        self._publish: Callable[[str, str], None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
             Handler(self, begun, type_handler_registry=registry, multiprocessing_options=processes),
@@ -435,9 +435,9 @@ class Checkpointer:
             raise
 
     def _end(self, temporary: str, final: str) -> None:
-        publish, self._publish = self._publish, _nothing  # do not keep the function, and what it references, alive
+        publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
         with self.deferred():
-            if self.error is None:
+            if self.error is None and publish is not None:
                 publish(temporary, final)
 
     def wait(self) -> None:
@@ -472,10 +472,6 @@ class Checkpointer:
     def close(self) -> None:
         """End the threads."""
         self._async.close()
-
-
-def _nothing(temporary: str, final: str) -> None:
-    pass
 
 
 @functools.cache

@@ -210,12 +210,6 @@ def is_complete(found: Known) -> bool:
     return all(field in found for field in FIELDS)
 
 
-def is_alone(found: Known) -> bool:
-    """Whether there is a single process, according to the known fields or the current SLURM step."""
-    count = found.get(COUNT) or _of_slurm().get(COUNT)
-    return count is not None and count.value == 1
-
-
 def several() -> str | None:
     """Return a variable that indicates several processes, as `NAME=value`, or None."""
     for name in _SIZES:
@@ -361,7 +355,8 @@ def initialize(
     if num_processes == 1:
         return
     found = known(arguments)
-    if is_alone(found):
+    total = found.get(COUNT) or _of_slurm().get(COUNT)
+    if total is not None and total.value == 1:
         return
     address, count, index = (found[name].value if name in found else None for name in (ADDRESS, COUNT, INDEX))
     complete = is_complete(found)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -193,10 +193,11 @@ def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -
         ValueError: `names` has a path that is not in the target.
     """
     by_name = rules(names, target, "target")
-    wanted = [
-        _wanted(path, leaf, rule, float_dtype)
-        for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True)
-    ]
+    wanted = []
+    for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True):
+        dtype = _dtype(leaf, path)
+        casts = float_dtype is not None and trees.is_floating(dtype)
+        wanted.append(Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts))
     keys = [one.rule.name for one in wanted]
     found = assign(keys, tensors, lambda i, tensor: _problem(wanted[i], tensor))
     return Fit(
@@ -206,12 +207,6 @@ def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -
         found.differing,
         _separator_hint(wanted, tensors.keys() - set(found.unused), set(found.unused)),
     )
-
-
-def _wanted(path: str, leaf: Any, rule: Rule, float_dtype: Any) -> Wanted:
-    dtype = _dtype(leaf, path)
-    casts = float_dtype is not None and trees.is_floating(dtype)
-    return Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts)
 
 
 def _missing(wanted: Wanted) -> str:
@@ -319,10 +314,20 @@ def read_parts(file: io.RawIOBase, tensor: Tensor, parts: Sequence[ShardBounds])
 def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardBounds) -> np.ndarray[Any, Any]:
     array = np.empty(placement.lengths(part), dtype)
     view = array.reshape(-1).view(np.uint8).data
-    length = _run(tensor.shape, part)[1] * dtype.itemsize
-    for number, start in enumerate(_starts(tensor.shape, part) if view.nbytes else ()):
-        at = number * length
-        _fill(file, view[at : at + length], tensor.start + start * dtype.itemsize, tensor)
+    axes, count = _run(tensor.shape, part)
+    strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
+    first = tensor.start + sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
+    done = 0
+    for at in itertools.product(*(range(*bounds) for bounds in part[:axes])) if view.nbytes else ():
+        file.seek(first + sum(i * stride for i, stride in zip(at, strides, strict=False)))
+        end = done + count * dtype.itemsize
+        while done < end:
+            size = file.readinto(view[done:end])
+            if not size:
+                raise ValueError(
+                    f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+                )
+            done += size
     if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
         raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
     return array
@@ -335,27 +340,6 @@ def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
         axes -= 1
     axes = max(axes - 1, 0)
     return axes, math.prod(placement.lengths(part[axes:]))
-
-
-def _starts(shape: Sequence[int], part: ShardBounds) -> Iterator[int]:
-    """Yield the index of the first element of each run, in order."""
-    axes, _ = _run(shape, part)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    first = sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
-    for at in itertools.product(*(range(*one) for one in part[:axes])):
-        yield first + sum(i * stride for i, stride in zip(at, strides, strict=False))
-
-
-def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
-    file.seek(start)
-    done = 0
-    while done < view.nbytes:
-        count = file.readinto(view[done:])
-        if not count:
-            raise ValueError(
-                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
-            )
-        done += count
 
 
 _logger = logging.getLogger("jstep")

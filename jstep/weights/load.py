@@ -263,7 +263,12 @@ class Checkpoint:
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves in order: each device its own part, except for dtypes that JAX supports only with x64 enabled."""
         for batch in _batches(wanted):
-            arrays = self.read({one.tensor.name: _sharding(one) for one in batch})
+            shardings = {}
+            for one in batch:
+                is_known = jax.dtypes.canonicalize_dtype(one.tensor.dtype) == one.tensor.dtype
+                as_array = is_known and not one.on_host
+                shardings[one.tensor.name] = target_sharding(one.leaf, one.path) if as_array else None
+            arrays = self.read(shardings)
             for one in batch:
                 yield _leaf(one, arrays.pop(one.tensor.name))
 
@@ -319,15 +324,8 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         yield list(batch.values())
 
 
-def _sharding(wanted: Wanted) -> Any:
-    """Return the sharding to read an array with; None for a NumPy array."""
-    sharding = None if wanted.on_host else target_sharding(wanted.leaf, wanted.path)
-    is_known = jax.dtypes.canonicalize_dtype(wanted.tensor.dtype) == wanted.tensor.dtype
-    return sharding if is_known else None
-
-
 def _leaf(wanted: Wanted, array: Any) -> Any:
-    """Return the leaf of an array that was read with `_sharding`."""
+    """Return the leaf of an array that was read with its sharding."""
     if not isinstance(array, jax.Array):
         return fitting.from_host(wanted, array)
     platforms = {getattr(device, "platform", "") for device in array.sharding.device_set}
@@ -360,11 +358,23 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal verified
         stored = {array: shardings[name] for name in shardings if (array := saved[name].array) is not None}
-        arrays = _read(store, path, manifest, stored, not verified)
+        found = _read(store, path, manifest, stored, not verified)
         verified = True
-        return {name: _value(saved[name], arrays) for name in shardings}
+        values = {}
+        with internal_transfers():
+            for name in shardings:
+                leaf = saved[name]
+                values[name] = (
+                    slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
+                )
+        return values
 
-    return Checkpoint(path, {name: _array(name, leaf) for name, leaf in saved.items()}, read)
+    arrays = {}
+    for name, leaf in saved.items():
+        # That of PRNG keys is their data.
+        shape, dtype = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
+        arrays[name] = Array(name, leaf.dtype, shape, jnp.dtype(dtype))
+    return Checkpoint(path, arrays, read)
 
 
 def _readable(store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
@@ -399,19 +409,6 @@ def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, A
         reason = "see the error of another process" if failure is None else short(failure)
         raise CheckpointError(f"{path} could not be read: {reason}") from failure
     return arrays
-
-
-def _array(name: str, leaf: Leaf) -> Array:
-    """Return the array of a leaf; that of PRNG keys is their data."""
-    shape, dtype = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-    return Array(name, leaf.dtype, shape, jnp.dtype(dtype))
-
-
-def _value(leaf: Leaf, arrays: Mapping[str, Any]) -> Any:
-    if leaf.array is None:
-        return slots.zeros_of(leaf)
-    with internal_transfers():
-        return slots.from_stored(leaf, arrays[leaf.array])
 
 
 @contextlib.contextmanager
