@@ -27,7 +27,6 @@ from jstep.stores.objects import is_url, location
 
 _logger = logging.getLogger("jstep")
 
-MODES = ("min", "max")
 _EPSILON = 1e-8
 """Smaller changes are not applied, as in torch."""
 
@@ -40,7 +39,7 @@ def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
         ValueError: The name is empty, or the mode is neither `"min"` nor `"max"`.
     """
     as_text(metric, "metric", "the name of a metric that evaluate returns")
-    one_of(mode, "mode", MODES)
+    one_of(mode, "mode", ("min", "max"))
     return metric, mode
 
 
@@ -154,25 +153,18 @@ class MetricCallback:
 
     def set_state(self, value: Any) -> bool | None:
         """Restore the state; an incompatible one is logged and ignored."""
-        why = self._mismatch(value)
-        if why is None:
-            try:
-                self._progress = type(self._progress).from_json(value)
-            except (KeyError, TypeError, ValueError) as error:
-                why = f"cannot be read ({type(error).__name__}: {error})"
-        if why is not None:
-            self._start_fresh(why)
-        return None
-
-    def _mismatch(self, value: Any) -> str | None:
-        """Return why a state is not that of a callback like this one, or None."""
         if not isinstance(value, Mapping) or not self._watched.keys() <= value.keys():
-            return "was written by another version of it"
-        differ = ((name, value[name], here) for name, here in self._watched.items() if value[name] != here)
-        return next((f"is for {name}={there!r}, but it has {name}={here!r}" for name, there, here in differ), None)
-
-    def _score(self, results: Mapping[str, Any]) -> float:
-        return score(results, self.metric, type(self).__name__)
+            self._start_fresh("was written by another version of it")
+            return None
+        for name, here in self._watched.items():
+            if value[name] != here:
+                self._start_fresh(f"is for {name}={value[name]!r}, but it has {name}={here!r}")
+                return None
+        try:
+            self._progress = type(self._progress).from_json(value)
+        except (KeyError, TypeError, ValueError) as error:
+            self._start_fresh(f"cannot be read ({type(error).__name__}: {error})")
+        return None
 
     def _start_fresh(self, why: str) -> None:
         """Log that the state in the checkpoint cannot be used."""
@@ -256,7 +248,7 @@ class EarlyStopping(MetricCallback):
         Raises:
             KeyError: evaluate does not return the metric.
         """
-        value, progress = self._score(results), self._progress
+        value, progress = score(results, self.metric, type(self).__name__), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
             self._progress = _StoppingProgress(value)
             return None
@@ -370,8 +362,10 @@ class ReduceOnPlateau(MetricCallback):
         Raises:
             KeyError: evaluate does not return the metric, or the state holds no such hyperparameter.
         """
-        value, progress = self._score(results), self._progress
-        if self._is_good(value):
+        value, progress = score(results, self.metric, type(self).__name__), self._progress
+        by = self._threshold if self._mode == "max" else -self._threshold
+        than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
+        if is_better(value, than, self._mode):
             progress.best, progress.bad = value, 0
         else:
             progress.bad += 1
@@ -389,14 +383,6 @@ class ReduceOnPlateau(MetricCallback):
             if jax.process_index() == 0:
                 _logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
             return set_hyperparameter(state, self._name, new)
-
-    def _is_good(self, value: float) -> bool:
-        best = self._progress.best
-        if best is None:
-            return value < math.inf if self._mode == "min" else value > -math.inf
-        if self._mode == "min":
-            return value < best * (1.0 - self._threshold)
-        return value > best * (1.0 + self._threshold)
 
 
 # Keeping the best checkpoints by an evaluation metric.
@@ -489,7 +475,17 @@ class KeepBest:
         self._open()
         if self._is_fresh and self.values and jax.process_index() == 0:
             with internal_transfers():
-                self._warn_of_another_run(global_step(state))
+                start = global_step(state)
+            best = max(self.values, key=self._worse_first)
+            _logger.warning(
+                "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
+                "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
+                start,
+                self._directory,
+                checkpoint_name(self._prefix, best),
+                self.metric,
+                self.values[best],
+            )
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
         """Save the state if it is among the best, and delete checkpoints that no longer are.
@@ -500,7 +496,10 @@ class KeepBest:
         """
         value = score(results, self.metric, "KeepBest")
         saver = self._saver or self._open()
-        if not math.isfinite(value) or not self._is_among_the_best(step, value):
+        # The step has a value if the run was resumed from an earlier step.
+        has_rival = step in self.values or len(self.values) >= self._keep
+        rival = self.values[step if step in self.values else self._worst()] if has_rival else None
+        if not math.isfinite(value) or not is_better(value, rival, self._mode):
             return
         if nan := StateContents(state, params_only=True).with_nan():  # for which a metric may be the best ever
             if jax.process_index() == 0:
@@ -527,25 +526,6 @@ class KeepBest:
         """Wait until the save in progress has ended; if it failed, the next call raises its error."""
         if (saver := self._saver) is not None:
             saver.settle()
-
-    def _warn_of_another_run(self, start: int) -> None:
-        best = max(self.values, key=self._worse_first)
-        _logger.warning(
-            "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another run "
-            "with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
-            start,
-            self._directory,
-            checkpoint_name(self._prefix, best),
-            self.metric,
-            self.values[best],
-        )
-
-    def _is_among_the_best(self, step: int, value: float) -> bool:
-        if step not in self.values and len(self.values) < self._keep:
-            return True
-        # The step has a value if the run was resumed from an earlier step.
-        rival = self.values[step if step in self.values else self._worst()]
-        return is_better(value, rival, self._mode)
 
     def _worst(self) -> int:
         return min(self.values, key=self._worse_first)

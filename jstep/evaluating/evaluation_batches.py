@@ -146,20 +146,15 @@ def _check(batches: Any) -> None:
         raise TypeError(f"batches={shown(batches)}: must be an iterable or a sequence of batches")
     if not is_iterable:
         raise ValueError(f"batches={shown(batches)}: a function of the step has no end; {_ENDLESS}")
-    whole = _whole(batches)
+    whole = getattr(batches, "_batches", batches)  # of an iterator over `jstep.batches`
     has_length_if_finite = isinstance(whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence)
     if has_length_if_finite and operator.length_hint(whole, -1) < 0:
         raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
 
 
-def _whole(batches: Any) -> Any:
-    """Return the `jstep.batches`, or the slice of it, behind an iterator; return anything else unchanged."""
-    return getattr(batches, "_batches", batches)
-
-
 def _warn_of_dropped_rows(batches: Any) -> None:
     """Warn that rows are dropped, if whole epochs are evaluated; a slice of other steps omits rows on purpose."""
-    whole = _whole(batches)
+    whole = getattr(batches, "_batches", batches)
     if not isinstance(whole, Batches):
         return
     size = whole.batch_size
@@ -200,14 +195,22 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
         shardings: A tree of shardings that is a prefix of the batch, or None.
     """
     each = (trees.arguments_of(copied(batch)) for batch in batches)
-    if shardings is not None and not processes.is_single_process():
+    is_single = processes.is_single_process()
+    if shardings is not None and not is_single:
         yield from _synchronized(each, shardings)
         return
     for args in each:
         taken[0] += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
-            placed_args = _placed(args, shardings)
-        yield placed_args
+            if shardings is not None:
+                args = jax.tree.map(
+                    lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
+                    args,
+                    _leaf_shardings(shardings, args),
+                )
+            elif is_single:  # else it is the same on all processes, or global already
+                args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
+        yield args
 
 
 taken = [0]
@@ -229,18 +232,6 @@ def num_examples(args: Any) -> int | str:
             "examples, or return a pair (sum, count)"
         )
     return next(iter(sizes))
-
-
-def _placed(args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
-    if shardings is not None:
-        return jax.tree.map(
-            lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
-            args,
-            _leaf_shardings(shardings, args),
-        )
-    if not processes.is_single_process():
-        return args  # the same on all processes, or global already
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
 
 
 def _leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,7 +259,8 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterato
             mine = _ENDED if args is None else _rows(args)
         except Exception as error:
             failure, mine = error, _FAILED
-        counts = _gather_count(mine)
+        with internal_transfers():
+            counts = np.asarray(multihost_utils.process_allgather(np.array([mine], np.int32))).reshape(-1)
         if failure is not None:
             raise failure
         if (counts == _FAILED).any():
@@ -299,11 +291,6 @@ def _rows(args: tuple[Any, ...]) -> int:
     return rows
 
 
-def _gather_count(number: int) -> np.ndarray[Any, Any]:
-    with internal_transfers():
-        return np.asarray(multihost_utils.process_allgather(np.array([number], np.int32))).reshape(-1)
-
-
 def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array:
     """Return one array with the rows of all processes, of which each has as many as `counts` says."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
@@ -314,7 +301,14 @@ def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array
         shape = (int(counts[0]) * len(owners), *rows.shape[1:])
         if counts[0] and (counts == counts[0]).all() and fitting(sharding, shape).spec == sharding.spec:
             return place_rows(rows, sharding)
-        whole = _gather_rows(rows, counts, owners)
+        # The rows of all processes, as bytes, so that no conversion changes them.
+        rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
+        most, tail = int(counts.max()), rows.shape[1:]
+        padded = np.zeros((most, *tail), rows.dtype)
+        padded[: len(rows)] = rows
+        gathered = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
+        parts = gathered.reshape(len(counts), -1)
+        whole = np.concatenate([parts[p].copy().view(rows.dtype).reshape(most, *tail)[: counts[p]] for p in owners])
     return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])
 
 
@@ -329,15 +323,3 @@ def _owners(sharding: NamedSharding) -> list[int]:
     for process, starts in sorted(parts.items()):
         first_of.setdefault(tuple(sorted(starts)), process)
     return [process for _, process in sorted(first_of.items())]
-
-
-def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], owners: list[int]) -> np.ndarray[Any, Any]:
-    """Gather the rows of all processes as bytes, so that no conversion changes them."""
-    rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
-    most, tail = int(counts.max()), rows.shape[1:]
-    padded = np.zeros((most, *tail), rows.dtype)
-    padded[: len(rows)] = rows
-    everyone = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
-    everyone = everyone.reshape(len(counts), -1)
-    parts = [everyone[p].copy().view(rows.dtype).reshape(most, *tail)[: counts[p]] for p in owners]
-    return np.concatenate(parts)

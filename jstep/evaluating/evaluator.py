@@ -395,12 +395,19 @@ def evaluator(
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals(merge)
         for args in placed(passes, shardings):
+            is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
-            if processes.is_single_process() or _mesh_of_processes((params, args)) is not None:
+            if is_global or processes.is_single_process():
                 raise_if_stop_requested()
             with using_mesh(mesh_of((params, args))), _explained(state, has_model_state, args):
-                for metrics in _measured(computed, params, args):
-                    totals.add(metrics)
+                # NumPy arrays, which are identical on all of several processes, become global arrays here.
+                with internal_transfers() if is_global else contextlib.nullcontext():
+                    metrics = computed(params, args)
+                with internal_transfers():  # begin to read what is summed on the host
+                    for leaf in jax.tree.leaves([one for each in metrics for one in each if one.kind != OBJECT]):
+                        leaf.copy_to_host_async()
+                for each in metrics:
+                    totals.add(each)
         return totals.results()
 
     return CheckedEvaluation(evaluate, check)
@@ -453,20 +460,6 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, a
     return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(lanes.number)]
 
 
-def _measured(
-    computed: Callable[..., list[list[Metric]]], params: tuple[Any, ...], args: tuple[Any, ...]
-) -> list[list[Metric]]:
-    """Compute the metrics of a batch, and begin to read those that are summed on the host."""
-    # With several processes, NumPy arrays, which are identical on all of them, become global arrays here.
-    is_alone = _mesh_of_processes((params, args)) is None
-    with contextlib.nullcontext() if is_alone else internal_transfers():
-        metrics = computed(params, args)
-    with internal_transfers():
-        for leaf in jax.tree.leaves([metric for each in metrics for metric in each if metric.kind != OBJECT]):
-            leaf.copy_to_host_async()
-    return metrics
-
-
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` compiled; its results are available on every process."""
 
@@ -493,34 +486,23 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
         return state.params
     with internal_transfers():
         if isinstance(use_averages, bool | np.bool_) and NAME not in state.slots:
-            free = _schedule_free(state)
+            free = None
+            with contextlib.suppress(ValueError):
+                free = schedule_free_params(state)
+            kept = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]
+            if free is not None and kept:
+                others = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
+                raise ValueError(
+                    f"use_averages=True: the state has averages ({', '.join(kept)}) and schedule-free parameters "
+                    f"({', '.join(others)}), each for some of the parameters; give the name of the averages, or "
+                    "evaluate state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
+                )
             if free is not None:
-                _refuse_both(state)
                 return free
         try:
             return averaged_params(state, names)
         except ValueError as error:
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
-
-
-def _schedule_free(state: TrainState) -> Any:
-    """Return the parameters of a schedule-free optimizer in the state, or None."""
-    try:
-        return schedule_free_params(state)
-    except ValueError:
-        return None
-
-
-def _refuse_both(state: TrainState) -> None:
-    """Raise an error if a schedule-free state also has averages, as each of them covers only some parameters."""
-    averages = [slot for slot in state.slots if slot.endswith(f"/{NAME}")]
-    if averages:
-        free = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
-        raise ValueError(
-            f"use_averages=True: the state has averages ({', '.join(averages)}) and schedule-free parameters "
-            f"({', '.join(free)}), each for some of the parameters; give the name of the averages, or evaluate "
-            "state.replace(params=jstep.schedule_free_params(state)) with use_averages=False"
-        )
 
 
 def _model_state_of(state: TrainState, has_model_state: bool) -> tuple[Any, ...]:

@@ -41,16 +41,6 @@ class Metric:
     kind: str = dataclasses.field(metadata={"static": True})
     rows: int | str = dataclasses.field(metadata={"static": True})
 
-    def sum_and_count(self) -> tuple[int | float, int | float]:
-        """Return the sum and the count of a metric that is not an object, waiting for it."""
-        if self.kind == PAIR:
-            total, count = map(_sum, self.value)
-            return total, count
-        rows = int(self.rows)
-        if self.kind == MEAN and not rows:
-            return 0, 0  # not NaN · 0
-        return _sum(self.value) * (rows if self.kind == MEAN else 1), rows
-
 
 def metrics_of(found: Any, rows: int | str) -> list[Metric]:
     """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing.
@@ -173,8 +163,14 @@ class Totals:
             for metric in self._pending.popleft():
                 if metric.kind == OBJECT:
                     jax.block_until_ready(metric.value)
+                    continue
+                if metric.kind == PAIR:
+                    total, count = map(_sum, metric.value)
                 else:
-                    self._totals[metric.name].parts.append(metric.sum_and_count())
+                    count = int(metric.rows)
+                    weight = count if metric.kind == MEAN else 1
+                    total = _sum(metric.value) * weight if weight else 0  # not NaN · 0
+                self._totals[metric.name].parts.append((total, count))
 
 
 def _sum(value: Any) -> int | float:
@@ -242,11 +238,12 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
     Raises:
         TypeError: `merge` does not return an object of the same structure. The message contains the metric.
     """
-
-    def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
-
-    return without_explicit_axes(merged, totals, objects)
+    merged: dict[str, Any] = without_explicit_axes(
+        lambda totals, objects: {name: _merged(name, total, objects[name]) for name, total in totals.items()},
+        totals,
+        objects,
+    )
+    return merged
 
 
 def _merged(name: str, total: Any, one: Any) -> Any:
@@ -259,7 +256,15 @@ def _merged(name: str, total: Any, one: Any) -> Any:
     try:
         merged = total.merge(one)
     except Exception as error:
-        note(error, f"metric_fn: in merge of the metric {name!r}{_merge_advice(total, one)}")
+        advice = "which is compiled: use jax.numpy on the leaves"
+        pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
+        differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
+        if differ:
+            advice += (
+                f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may "
+                "have fewer rows: sum over the rows, or concatenate them"
+            )
+        note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
     if not _is_like(merged, total):
         raise TypeError(
@@ -272,18 +277,6 @@ def _merged(name: str, total: Any, one: Any) -> Any:
 
 def _is_like(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(trees.structure(one) == trees.structure(other))
-
-
-def _merge_advice(total: Any, one: Any) -> str:
-    pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(one), strict=True)
-    differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
-    advice = ", which is compiled: use jax.numpy on the leaves"
-    if differ:
-        advice += (
-            f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may have "
-            "fewer rows: sum over the rows, or concatenate them"
-        )
-    return advice
 
 
 def _numbers_of(name: str, total: Any) -> dict[str, float]:
