@@ -585,14 +585,13 @@ class AUC:
         if not seen.any() or np.isnan(low[seen]).any():
             return math.nan
         is_span = (low < high)[seen]
-        return (_roc if self.curve == "ROC" else _average_precision)(positive[seen], negative[seen], is_span)
-
-
-def _roc(positive: Any, negative: Any, is_span: Any) -> float:
-    """The fraction of pairs of a positive and a negative example in the right order; equal scores count half."""
-    pairs = float(positive.sum() * negative.sum())
-    above = np.cumsum(positive) - positive
-    return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
+        positive, negative = positive[seen], negative[seen]
+        if self.curve == "PR":
+            return _average_precision(positive, negative, is_span)
+        # The fraction of pairs of a positive and a negative example in the right order; equal scores count half.
+        pairs = float(positive.sum() * negative.sum())
+        above = np.cumsum(positive) - positive
+        return float(np.sum(negative * (above + positive / 2))) / pairs if pairs else math.nan
 
 
 def _average_precision(positive: Any, negative: Any, is_span: Any) -> float:
@@ -673,11 +672,17 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
     """Reduce the number of bins to `most`, sorted by score.
 
     Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
-    size, as measured by `_weight`; a score that exceeds this size by itself keeps its own bin.
+    size, as measured by `size`; a score that exceeds this size by itself keeps its own bin.
     """
     given = _sorted(_both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given)))  # one bin at least
     unit = jnp.minimum(given.positive.unit(), given.negative.unit())
-    size = _weight(given.positive.approximate(), given.negative.approximate(), unit)
+    positive, negative = given.positive.approximate(), given.negative.approximate()
+    # A bin has its share of the positive examples, of the negative ones, and of their log ranks: precision changes
+    # fastest at the highest scores.
+    both = positive + negative
+    rank = jnp.log1p(both / (jnp.cumsum(both[::-1])[::-1] - both + unit))
+    shares = [one / jnp.maximum(jnp.sum(one), jnp.float32(1e-30)) for one in (positive, negative, rank)]
+    size = shares[0] + shares[1] + shares[2]
     is_seen = size > 0
     is_new = _differs(given.low) | _differs(given.high)
     group = jnp.cumsum(is_new.astype(jnp.int32)) - 1
@@ -690,26 +695,6 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
         given.positive.segment_sum(place, most),
         given.negative.segment_sum(place, most),
     )
-
-
-def _weight(positive: Array, negative: Array, unit: Array) -> Array:
-    """Weight each bin by its share of the positive examples, of the negative examples, and of their log ranks.
-
-    Ranks are logarithmic because precision changes fastest at the highest scores.
-
-    Args:
-        positive: The number, or weight, of positive examples in each bin.
-        negative: The same of negative examples.
-        unit: The least of one example.
-    """
-    each = positive + negative
-    above = jnp.cumsum(each[::-1])[::-1] - each
-    rank = jnp.log1p(each / (above + unit))
-    return _share(positive) + _share(negative) + _share(rank)
-
-
-def _share(size: Array) -> Array:
-    return size / jnp.maximum(jnp.sum(size), jnp.float32(1e-30))
 
 
 def _sorted(given: Thresholds) -> Thresholds:

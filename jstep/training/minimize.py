@@ -25,17 +25,8 @@ from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
+from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.guards import (
-    LEFT_OUT,
-    NOT_REACHED,
-    all_finite,
-    loss_scale_of,
-    noise_metrics,
-    noise_slots,
-    require_noise_slots,
-    unscaled,
-)
 from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, shown_slots, skips, value_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, is_guarded
 from jstep.optimizers.offloading import Transfers, is_worth_loops, using_transfers, with_small_ones_loaded
@@ -149,22 +140,22 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     match_gradients(grads, state.params)  # even if no element of a chain checks them
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
-    loss_scale_of(roles, held)
-    noise_slots(roles)
-    guards = [name for name in roles.of(Role.LAST_FINITE) if name in held]
-    not_reached = {name: jnp.full_like(held[name], NOT_REACHED) for name in guards}
+    guards.loss_scale_of(roles, held)
+    guards.noise_slots(roles)
+    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
+    not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     try:
         updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
     _check_slots(held, own)
-    left_out = {name: own[name] == LEFT_OUT for name in guards}
-    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guards}
+    left_out = {name: own[name] == guards.LEFT_OUT for name in guarding}
+    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
-        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guards}
+        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
     new = state.replace(slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new
     return Applied(new, updates, own, roles, left_out)
@@ -216,8 +207,8 @@ def layouts_of(state: TrainState) -> Layouts:
 
 def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
     """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    scale = loss_scale_of(done.roles, before.slots)
-    found = skips(done.left_out, None if scale is None else ~all_finite(grads, before.params), done.roles)
+    scale = guards.loss_scale_of(done.roles, before.slots)
+    found = skips(done.left_out, None if scale is None else ~guards.all_finite(grads, before.params), done.roles)
     if not found:
         return {}
     overall = functools.reduce(jnp.logical_or, found.values())
@@ -325,14 +316,16 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
         check_form(entry[1], f"{place}[1]")
         each[name] = make(*entry)
     gate = next(iter(each.values())).gate_gradients
-    return SeveralLosses(_changed(each, gate_gradients=GATE_NONE), gate)
+    each = {name: dataclasses.replace(one, gate_gradients=GATE_NONE) for name, one in each.items()}
+    return SeveralLosses(each, gate)
 
 
 def replaced(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
     """Apply `dataclasses.replace` to one loss, or to each of several."""
-    if isinstance(differentiate, SeveralLosses):
-        return dataclasses.replace(differentiate, each=_changed(differentiate.each, **changes))
-    return dataclasses.replace(differentiate, **changes)
+    if not isinstance(differentiate, SeveralLosses):
+        return dataclasses.replace(differentiate, **changes)
+    each = {name: dataclasses.replace(one, **changes) for name, one in differentiate.each.items()}
+    return dataclasses.replace(differentiate, each=each)
 
 
 def shown_losses(part: Part, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
@@ -358,10 +351,6 @@ def name_of(loss_fn: Any) -> str:
 
 def _by_name(aux: Any) -> Mapping[str, Any]:
     return aux if isinstance(aux, Mapping) else {"aux": aux}
-
-
-def _changed(each: Mapping[str, Differentiation], **changes: Any) -> dict[str, Differentiation]:
-    return {name: dataclasses.replace(one, **changes) for name, one in each.items()}
 
 
 def _without_overlap(params: Params, var_lists: Mapping[str, VarList]) -> dict[str, list[int]]:
@@ -569,9 +558,9 @@ def minimize(
             )
         key = None if rng is None else jax.random.fold_in(rng, step)
         roles = roles_of(optimizer, state.params)
-        scale = loss_scale_of(roles, state.slots)
+        scale = guards.loss_scale_of(roles, state.slots)
         if measures_noise:
-            require_noise_slots(roles)
+            guards.require_noise_slots(roles)
         kwargs = None
         if averages is not None:
             kwargs = {"averages": alike(in_lanes, functools.partial(_averages_for, names=averages), state)}
@@ -587,12 +576,21 @@ def minimize(
 
     def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, dict[str, Any], Constants]:
         """Return the results of the step, given those of the loss."""
-        step, key, scale = step_of(state), inputs.key, loss_scale_of(roles_of(optimizer, state.params), state.slots)
+        step, key, scale = (
+            step_of(state),
+            inputs.key,
+            guards.loss_scale_of(roles_of(optimizer, state.params), state.slots),
+        )
         context = EMPTY_CONTEXT
         if optimizer.takes_context:
             plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
-            own_key = None if key is None else jax.random.fold_in(key, OF_CONTEXT)
-            context = Context(part.loss, _value_and_grad(plain, inputs), own_key)
+
+            def value_and_grad(params: Params) -> tuple[Array, Updates]:
+                """The loss and gradients on this step's batch, both without the scale."""
+                there = plain(inputs._replace(params=params))
+                return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
+
+            context = Context(part.loss, value_and_grad, None if key is None else jax.random.fold_in(key, OF_CONTEXT))
         context = context._replace(noise=None if part.squares is None else estimated(part.squares))
         done = applied(state, part.gradients, optimizer, increment_global_step, context)
         new_state = done.state
@@ -607,14 +605,16 @@ def minimize(
             if name == "grad_norm":
                 found = global_norm(part.gradients)
                 return found if scale is None else found / scale.astype(found.dtype)
-            return global_norm(done.updates if name == "update_norm" else _trainable(new_state.params))
+            if name == "update_norm":
+                return global_norm(done.updates)
+            return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, new_state.params))
 
         named = {
             "the optimizer's hyperparameters": optimizer.hyperparameters(step),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
             "the norms": {name: norm(name) for name in norms},
-            "the noise scale": noise_metrics(done.roles, done.slots) if measures_noise else {},
+            "the noise scale": guards.noise_metrics(done.roles, done.slots) if measures_noise else {},
         }
         return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
 
@@ -652,18 +652,6 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
         return jax.tree.map(placement.back, new, state), *others
 
     return parts
-
-
-def _value_and_grad(
-    differentiate: Differentiation | SeveralLosses, inputs: Inputs
-) -> Callable[[Params], tuple[Array, Updates]]:
-    """Return a function from parameters to the loss and gradients on this step's batch, both unscaled."""
-
-    def value_and_grad(params: Params) -> tuple[Array, Updates]:
-        part = differentiate(inputs._replace(params=params))
-        return part.loss, part.gradients if inputs.scale is None else unscaled(part.gradients, inputs.scale)
-
-    return value_and_grad
 
 
 def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
@@ -725,10 +713,6 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
             f"{str(error).rstrip('.')}. State and step need the same optimizer."
         ) from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
-
-
-def _trainable(params: Params) -> Any:
-    return jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params)
 
 
 def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
-from jstep.core.trees import is_traced
 from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import TrainState, keep_roles, require_alive
 
@@ -126,18 +125,6 @@ _PASSED_WITH = {
 """Arguments of a loss → what `minimize` passes them with."""
 
 
-def _explain_missing_arguments(error: BaseException, state: Any) -> None:
-    """Add a note to the error of a loss that lacks an argument which `minimize` passes only on request."""
-    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
-    if found is None:
-        return
-    options = {name: option for name, option in _PASSED_WITH.items() if f"'{name}'" in found[1]}
-    if not options and isinstance(state, TrainState) and state.model_state is not None:
-        options["model_state"] = _PASSED_WITH["model_state"]
-    for name, option in options.items():
-        note(error, f"jstep: if this is the loss, minimize(..., {option}) passes {name} to it")
-
-
 def is_spent(state: Any) -> bool:
     """Return whether a state was donated to an earlier step."""
     step = getattr(state, "global_step", None)
@@ -159,10 +146,16 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
         RuntimeError: A leaf was donated to an earlier step.
         ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
     """
+    arrays = [x for x in jax.tree.leaves((state, args)) if isinstance(x, jax.Array) and not trees.is_traced(x)]
     if not isinstance(error, RuntimeError | ValueError):
-        if type(error).__name__ == "ShardingTypeError" and _is_on_one_device((state, args)):
+        if type(error).__name__ == "ShardingTypeError" and all(len(x.sharding.device_set) == 1 for x in arrays):
             note(error, _CAPTURED)
-        _explain_missing_arguments(error, state)
+        found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+        missing = [] if found is None else [name for name in _PASSED_WITH if f"'{name}'" in found[1]]
+        if found is not None and not missing and isinstance(state, TrainState) and state.model_state is not None:
+            missing = ["model_state"]
+        for name in missing:
+            note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")
         explain_jax(error)
         return
     if was_spent or not is_spent(state):
@@ -175,7 +168,12 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             "step is donated. Set jax_debug_nans before the first step of the run, which then donates nothing, or call "
             "jstep.find_nonfinite(train_step, state, ...)"
         ) from error
-    if len(_placements((state, args))) > 1:
+    where = {
+        leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
+        for leaf in arrays
+        if leaf.committed
+    }
+    if len(where) > 1:
         note(error, _ON_ONE_MESH)
     elif _OF_DEVICES.search(str(error)):
         note(error, _CAPTURED)
@@ -240,21 +238,6 @@ def _buffer(leaf: Any) -> Any:
         return id(leaf)
 
 
-def _is_on_one_device(tree: Any) -> bool:
-    """Return whether no array is on several devices; then none of them can raise an error about shardings."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not trees.is_traced(x)]
-    return all(len(array.sharding.device_set) == 1 for array in arrays)
-
-
-def _placements(tree: Any) -> set[Any]:
-    """Return the meshes, or sets of devices, that arrays are committed to."""
-    return {
-        leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and leaf.committed
-    }
-
-
 # The compiled training step, which donates its state.
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
@@ -298,7 +281,7 @@ class PureStep:
         """Return the shardings of a batch; None if the step ignores them or the batch is on no mesh."""
         if not self.looks_at_rows or mesh_of(args) is None:
             return None
-        return jax.tree.map(lambda leaf: None if is_traced(leaf) else getattr(leaf, "sharding", None), args)
+        return jax.tree.map(lambda leaf: None if trees.is_traced(leaf) else getattr(leaf, "sharding", None), args)
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {self.__name__}>"
@@ -381,19 +364,6 @@ class TrainStep:
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
         self._keeps_roles = True
 
-    def _jit(self, kind: str, batch_specs: Any, shardings: Any, *, donate: bool) -> Any:
-        parts = self._pure.parts if kind == "call" else functools.partial(whole, self._pure.parts)
-
-        def function(state: TrainState, *args: Any) -> Any:
-            return traced(parts, shardings, state, args, batch_specs)
-
-        function.__name__ = function.__qualname__ = self.__name__
-        # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
-        # recompiles the step for its own result.
-        others = self._other_shardings(shardings) if kind == "call" else (None,)
-        where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
-        return jax.jit(function, donate_argnums=(0,) if donate else (), **where)
-
     def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
         """The shardings of the computed and the constant metrics, for those of a state on a mesh."""
         return None, None
@@ -410,7 +380,17 @@ class TrainStep:
             *((trees.structure(tree), tuple(jax.tree.leaves(tree))) for tree in (shardings, batch_specs)),
         )
         if key not in self._programs:
-            self._programs[key] = self._jit(kind, batch_specs, shardings, donate=donate)
+            parts = self._pure.parts if kind == "call" else functools.partial(whole, self._pure.parts)
+
+            def function(state: TrainState, *args: Any) -> Any:
+                return traced(parts, shardings, state, args, batch_specs)
+
+            function.__name__ = function.__qualname__ = self.__name__
+            # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
+            # recompiles the step for its own result.
+            others = self._other_shardings(shardings) if kind == "call" else (None,)
+            where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, *others)}
+            self._programs[key] = jax.jit(function, donate_argnums=(0,) if donate else (), **where)
         return self._programs[key]
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
