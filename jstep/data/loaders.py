@@ -1,7 +1,6 @@
 """Sources of batches that users pass: a function, a sequence, an iterator, a loader with a position of its own."""
 
 import base64
-import collections.abc
 import contextlib
 import functools
 import inspect
@@ -9,7 +8,7 @@ import itertools
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -17,7 +16,6 @@ import numpy as np
 
 from jstep.core import tagged_json
 from jstep.core.checks import can_take, kind, may_take, note, shown
-from jstep.core.tagged_json import as_json
 from jstep.data.prefetch import ReplayedBatches, ReplayedIterator
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
 from jstep.distributed import processes
@@ -190,7 +188,7 @@ def gather_positions(position: Any) -> dict[str, Any]:
     Args:
         position: The position of this process, from `copied_position`; None if not known.
     """
-    position = as_json(position)
+    position = tagged_json.as_json(position)
     if jax.process_count() == 1:
         return {} if position is None else {POSITION: position}
     positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
@@ -313,8 +311,7 @@ def source_of(
         items = _by_step(batches, start, last_step)
         if items is not None:
             return Source(until_end(items), by_step=batches, fresh=isinstance(batches, BatchSequence))
-        is_replayed = isinstance(batches, ReplayedBatches)
-        items = ReplayedIterator(functools.partial(_made_again, batches.make)) if is_replayed else iter(batches)
+        items = ReplayedIterator(batches.make, until_end) if isinstance(batches, ReplayedBatches) else iter(batches)
         if not keeps_position(items):
             ways_out = (
                 "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or "
@@ -334,17 +331,18 @@ def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
     if hasattr(batches, "__getitem__"):
         if _is_sequence(batches) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
-        first = _first(batches, start, last_step)
+        # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only
+        # by inheritance.
+        try:
+            first = list(until_end(map(batches.__getitem__, range(start, min(start + 1, last_step)))))
+        except IndexError:
+            first = []
+        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+            first = None
         if first is not None:
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
     is_function = not hasattr(batches, "__iter__") and callable(batches)
     return map(batches, range(start, last_step)) if is_function else None
-
-
-def _made_again(make: Callable[[], Any]) -> Any:
-    """The batches of `replayed`; those that were used may end, too, by the OutOfRangeError of a queue."""
-    made = make()
-    return until_end(made) if isinstance(made, collections.abc.Iterable) else made
 
 
 def _may_keep_something(make: Callable[..., Any]) -> bool:
@@ -413,23 +411,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sequence(batches: Any) -> bool:
-    return isinstance(batches, collections.abc.Sequence | BatchSequence)
-
-
-def _first(batches: Any, start: int, last_step: int) -> list[Any] | None:
-    """The first batch in a list, or an empty list without a first batch; None if batches cannot be indexed by step.
-
-    Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only by
-    inheritance.
-    """
-    if start >= last_step:
-        return []
-    try:
-        return list(until_end(map(batches.__getitem__, (start,))))
-    except IndexError:
-        return []
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        return None
+    return isinstance(batches, Sequence | BatchSequence)
 
 
 def _resumed(owner: Any, position: Any, start: int, last_step: int, without: str = _WITHOUT) -> tuple[Any, Any]:
@@ -499,7 +481,7 @@ def owner_of(batches: Any) -> Any:
 
 def position_of(owner: Any) -> Any:
     """The current position of a loader that keeps it; None if the loader does not know it yet."""
-    return as_json(_position(_methods(owner)[0], type(owner).__name__))
+    return tagged_json.as_json(_position(_methods(owner)[0], type(owner).__name__))
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

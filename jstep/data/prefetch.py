@@ -516,10 +516,17 @@ class ReplayedBatches(Iterable[Any]):
 
 
 class ReplayedIterator(Iterator[Any]):
-    """An iterator over the batches of `replayed`."""
+    """An iterator over the batches of `replayed`.
 
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
-        self._make = make
+    Args:
+        make: `make()` returns an iterable of batches.
+        begin: Returns the iterator over what `make` returned.
+    """
+
+    def __init__(
+        self, make: Callable[[], Iterable[Any]], begin: Callable[[Iterable[Any]], Iterator[Any]] = iter
+    ) -> None:
+        self._make, self._iter = make, begin
         self._items: Iterator[Any] | None = None
         self._count = 0
 
@@ -534,7 +541,7 @@ class ReplayedIterator(Iterator[Any]):
         made = self._make()
         if not isinstance(made, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(made)}")
-        items, used = iter(made), self._count
+        items, used = self._iter(made), self._count
         if not used:
             return items
         began, dropped = time.perf_counter(), 0

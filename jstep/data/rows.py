@@ -275,17 +275,6 @@ class Sizes(NamedTuple):
                 yield inner, self.runs[i]
 
 
-def next_change(sizes: Sizes, steps: Steps, number: int) -> int | None:
-    """Return the next step number whose batch has a different size than that of `number`, or None."""
-    size = sizes.at(steps[number])
-    for first, part in steps.numbered(number + 1):
-        for inner, run in sizes.split(part):
-            found = run.first_other(inner, size)
-            if found is not None:
-                return first + (found - part.start) // part.step
-    return None
-
-
 class Share:
     """This process's share of each batch.
 

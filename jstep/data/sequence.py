@@ -13,7 +13,7 @@ import numpy as np
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import flatten, is_key, path_str, quoted, stack_trees, structure
-from jstep.data.rows import RowNumbers, Steps, next_change
+from jstep.data.rows import RowNumbers, Steps
 
 # Batches that are made with the state of the run, such as those of environments and self-play.
 
@@ -414,7 +414,14 @@ class BatchSequence(abc.ABC):
         Raises:
             IndexError: `step` is negative or past the end.
         """
-        return next_change(self._plan.sizes, self._steps, self._as_step(step))
+        step, sizes = self._as_step(step), self._plan.sizes
+        size = sizes.at(self._steps[step])
+        for first, part in self._steps.numbered(step + 1):
+            for inner, run in sizes.split(part):
+                found = run.first_other(inner, size)
+                if found is not None:
+                    return int(first + (found - part.start) // part.step)
+        return None
 
     def skip(self: Self, start: int, stop: int) -> Self:
         """Return the batches without those of steps `start` to `stop - 1`, such as bad data or a loss spike.

@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +54,6 @@ class EvaluationBatches:
 
     def __init__(self, batches: Any) -> None:
         _check(batches)
-        _warn_of_dropped_rows(batches)
         self._batches = batches
         self._is_iterator = hasattr(batches, "__next__")
         self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
@@ -136,7 +134,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _check(batches: Any) -> None:
-    """Refuse a value that cannot be a source of batches, or that has no end."""
+    """Refuse a value that cannot be a source of batches, or that has no end; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
             f"batches is a {type(batches).__name__}, which may be one batch, not a source of them; give [batch]"
@@ -150,16 +148,11 @@ def _check(batches: Any) -> None:
     has_length_if_finite = isinstance(whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence)
     if has_length_if_finite and operator.length_hint(whole, -1) < 0:
         raise ValueError(f"batches={shown(batches)}: has no end; {_ENDLESS}")
-
-
-def _warn_of_dropped_rows(batches: Any) -> None:
-    """Warn that rows are dropped, if whole epochs are evaluated; a slice of other steps omits rows on purpose."""
-    whole = getattr(batches, "_batches", batches)
     if not isinstance(whole, Batches):
         return
     size = whole.batch_size
     if not isinstance(size, int) or len(whole) % whole.steps_per_epoch:
-        return
+        return  # a slice of other steps omits rows on purpose
     dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
         _logger.warning(
@@ -316,9 +309,9 @@ def _owners(sharding: NamedSharding) -> list[int]:
     """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
     rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
-    parts: dict[int, set[int]] = defaultdict(set)
+    parts: dict[int, set[int]] = {}
     for device, (index,) in places.items():
-        parts[device.process_index].add(index.start or 0)
+        parts.setdefault(device.process_index, set()).add(index.start or 0)
     first_of: dict[tuple[int, ...], int] = {}
     for process, starts in sorted(parts.items()):
         first_of.setdefault(tuple(sorted(starts)), process)

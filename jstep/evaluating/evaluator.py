@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -457,7 +456,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, a
         return of_each_lane(lanes, i, metrics(params, treedef.unflatten(trees.with_leaves(leaves, indices, rows))))
 
     stacked = sum_over_lanes(lanes, part, whole, [leaves[i] for i in indices], [0] * len(indices))
-    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(lanes.number)]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(lanes.number)]
 
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
