@@ -39,6 +39,7 @@ class Leaf:
         array: The name of the stored array; None if the leaf has no elements and nothing is stored.
         stored_as: The dtype on disk, if the storage format does not support the dtype of the leaf.
         key_impl: The implementation of a PRNG key, whose raw data is stored.
+        half: The name of the stored array with the other half of the numbers: scales or a remainder of `compact`.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Leaf:
     array: str | None
     stored_as: str | None = None
     key_impl: str | None = None
+    half: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a short dict, without what follows from the path."""
@@ -57,8 +59,8 @@ class Leaf:
             out["keys"] = list(self.keys)
         if self.array != self.path:
             out["array"] = self.array
-        out |= {name: getattr(self, name) for name in ("stored_as", "key_impl") if getattr(self, name) is not None}
-        return out
+        others = ("stored_as", "key_impl", "half")
+        return out | {name: getattr(self, name) for name in others if getattr(self, name) is not None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
@@ -76,6 +78,7 @@ class Leaf:
             array,
             _text_or_none(data.get("stored_as")),
             _text_or_none(data.get("key_impl")),
+            _text_or_none(data.get("half")),
         )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import SHOWN, array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
 from jstep.core.selection import assign, entries, has_value, names_of
-from jstep.core.slot_roles import roles_in
+from jstep.core.slot_roles import opened, roles_in, split
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
 
@@ -31,6 +31,20 @@ _Id = tuple[str, int]
 """A path, and the number of the leaf among those with that path."""
 
 
+class Copy(NamedTuple):
+    """What a leaf of a target without a source begins as a copy of: indices among the leaves of the target.
+
+    Attributes:
+        of: The restored leaf.
+        half: The leaf with its other half, if `compact` stores it in two.
+        part: Which half of the copy the leaf is, 0 or 1; None if it is all of it.
+    """
+
+    of: int
+    half: int | None
+    part: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """A leaf of a target, and the saved leaf to restore into it.
@@ -43,7 +57,8 @@ class Wanted:
         source: The saved leaf; None if no saved leaf fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
         left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
-        copy_of: The index of the restored leaf of the target that this one, without a source, begins as a copy of.
+        copy: What this leaf, without a source, begins as a copy of.
+        half: The other half of the source, if the leaf is the value of both.
     """
 
     path: str
@@ -53,7 +68,8 @@ class Wanted:
     source: Leaf | None = None
     is_guard: bool = False
     left_out: LeftOut | None = None
-    copy_of: int | None = None
+    copy: Copy | None = None
+    half: Leaf | None = None
 
     @property
     def dtype(self) -> str:
@@ -76,6 +92,7 @@ class Match:
         extra: Paths of the checkpoint that the target does not use.
         differing: Descriptions of leaves that differ in shape or dtype.
         untrained: Paths of the checkpoint for which the target has no use: averages of parameters that are not updated.
+        in_other_format: Whether `compact` stores slots of one in two, and not, or in other blocks, those of the other.
     """
 
     wanted: list[Wanted]
@@ -83,6 +100,7 @@ class Match:
     extra: list[str]
     differing: list[str]
     untrained: list[str]
+    in_other_format: bool
 
     def differences(self) -> str:
         """Describe everything that does not fit; the empty string if everything fits."""
@@ -134,18 +152,28 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     if missing := {leaves[i].keys: leaves[i].kind for i in found.missing}:
         guards = slots.guards(missing, steps, roles_in(target))
         of_guards = {i for i in found.missing if leaves[i].keys in guards}
-    copies: dict[int, int] = {}  # leaf that the checkpoint lacks → the restored leaf that it begins as a copy of
+    arrays = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    halves = slots.halves_in(target)
+
+    def is_in_other_format(i: int, record: Leaf) -> bool:
+        half, wanted = arrays.get(record.half or ""), halves.get(i)
+        return (half and (half.shape, half.dtype)) != (None if wanted is None else leaves[wanted].kind)
+
+    copies: dict[int, Copy] = {}  # leaf that the checkpoint lacks → the restored leaf that it begins as a copy of
     for i, originals in ({} if all(found.sources) else slots.copied(target)).items():
         restored = [j for j in originals if isinstance(found.sources[j], Leaf)]
         if found.sources[i] is None and restored:
-            copies[i] = restored[0]
+            parts = [i, halves[i]] if i in halves else [i]
+            for part, number in enumerate(parts):
+                copies[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
     wanted = [
         dataclasses.replace(
             one,
             source=source if isinstance(source, Leaf) else None,
             is_guard=i in of_guards,
             left_out=source if isinstance(source, LeftOut) else None,
-            copy_of=copies.get(i),
+            copy=copies.get(i),
+            half=arrays.get(source.half or "") if isinstance(source, Leaf) and averaged[i] else None,
         )
         for i, (one, source) in enumerate(zip(leaves, found.sources, strict=True))
     ]
@@ -163,6 +191,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         [key[0] for key in unused if key not in untrained],
         found.differing,
         [key[0] for key in untrained],
+        bool(roles_in(target))
+        and any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own)),
     )
 
 
@@ -182,12 +212,11 @@ _REPACK = (
 )
 
 
-def check(found: Match, target: Any, manifest: Manifest, partial: bool, where: str) -> None:
+def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
     """Check that a state can be restored from what was matched.
 
     Args:
         found: The result of `match`.
-        target: The target.
         manifest: The manifest of the checkpoint.
         partial: Whether leaves that do not fit are skipped.
         where: The name of the checkpoint, for errors.
@@ -195,13 +224,12 @@ def check(found: Match, target: Any, manifest: Manifest, partial: bool, where: s
     Raises:
         ValueError: Something does not fit (lists it); or, if partial, nothing or not the step.
     """
+    if found.in_other_format:
+        raise ValueError(f"target does not fit {where}{found.differences()}. Nothing was restored.{_REPACK}")
     if not partial and found.differences():
-        kinds = {one.keys: one.kind for one in found.wanted}
-        saved = {leaf.keys: (leaf.shape, leaf.dtype) for leaf in manifest.leaves}
         raise ValueError(
             f"target does not fit {where}{found.differences()}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
-            + (_REPACK if slots.is_in_other_format(kinds, saved, roles_in(target)) else "")
         )
     if found.wanted and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
@@ -328,7 +356,7 @@ def match_params(
     whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest, averages, whole, where)
-    check(found, target, manifest, True, where)
+    check(found, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
     if found.differences():
@@ -390,11 +418,11 @@ def _by_prefix(paths: Sequence[str]) -> str:
         if len(groups) <= _GROUPS:
             break
     counted = []
-    for split in groups.values():
-        columns = zip(*(parts[:-1] for parts in split), strict=False)
+    for some in groups.values():
+        columns = zip(*(parts[:-1] for parts in some), strict=False)
         common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
-        of_all = f"'{'/'.join([*common, '*'])}' ({len(split)} leaves)"
-        counted.append(repr("/".join(split[0])) if len(split) == 1 else of_all)
+        of_all = f"'{'/'.join([*common, '*'])}' ({len(some)} leaves)"
+        counted.append(repr("/".join(some[0])) if len(some) == 1 else of_all)
     return f", that is, {', '.join(counted)}"
 
 
@@ -405,8 +433,8 @@ def stored_sharding(wanted: Wanted) -> Any:
     """Return the sharding for reading the stored array of a leaf; None to read it as a NumPy array."""
     record = wanted.source
     assert record is not None
-    if wanted.is_numpy:
-        return None
+    if wanted.is_numpy or (wanted.half is not None and wanted.half.shape != record.shape):
+        return None  # scales have fewer numbers along an axis
     sharding = target_sharding(wanted.leaf, wanted.path)
     if record.dtype != wanted.dtype:
         return None  # a count of another width: converted on the host, which supports both
@@ -415,16 +443,19 @@ def stored_sharding(wanted: Wanted) -> Any:
     return sharding if fits or record.key_impl is None else None
 
 
-def place_leaf(wanted: Wanted, read: Any) -> Any:
+def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
     """Return the leaf of the array that was read for it.
 
     Args:
         wanted: The leaf of the target, with its source.
         read: A NumPy array, or one with `stored_sharding`, which may be donated; None if nothing was stored.
+        half: The array that was read for its other half; None if it has none.
     """
     leaf, record = wanted.leaf, wanted.source
     assert record is not None
     array = slots.zeros_of(record) if read is None else read
+    if half is not None:
+        record, array = dataclasses.replace(record, dtype="float32"), slots.opened_like(array, half)
     if record.dtype != wanted.dtype and jnp.issubdtype(record.dtype, jnp.integer):
         record, array = dataclasses.replace(record, dtype=wanted.dtype), _count(wanted, np.asarray(array))
     if wanted.is_numpy:
@@ -477,13 +508,26 @@ def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: S
         at = nested
         for part in record.keys[:-1]:
             at = at.setdefault(part, {})
-        at[record.keys[-1]] = values[key] if average is None else values[average].astype(values[key].dtype)
+        half = None if average is None else arrays.get(records[average].half or "")
+        value = values[average or key]
+        at[record.keys[-1]] = slots.opened_like(value, half).astype(values[key].dtype) if average else value
     return nested
 
 
-def copy_of(wanted: Wanted, original: Any) -> Any:
-    """Return a copy of another leaf of the target, as it was restored, in the dtype and sharding of this one."""
-    leaf, dtype = wanted.leaf, wanted.dtype
+def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
+    """Return a copy of another leaf of the target, as it was restored, in the dtype and sharding of this one.
+
+    Args:
+        wanted: The leaf.
+        values: The leaves of the target, as they were restored.
+    """
+    assert wanted.copy is not None
+    leaf, dtype, original, half = wanted.leaf, wanted.dtype, values[wanted.copy.of], wanted.copy.half
+    if half is not None or wanted.copy.part is not None:
+        both = original, None if half is None else values[half]
+        original = opened(*(None if x is None else on_devices(jnp.asarray(x)) for x in both))
+    if wanted.copy.part is not None:
+        original = split(original.astype(jnp.float32))[wanted.copy.part]
     if wanted.is_numpy:
         return np.array(original, leaf.dtype)
     array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))

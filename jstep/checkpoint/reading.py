@@ -57,7 +57,7 @@ class Reader:
                 stored = {leaf.array: None for leaf in manifest.leaves if leaf.array is not None}
                 return match.nested_values(manifest.leaves, self._read(path, manifest, stored), averages)
             found = match.match(target, manifest, averages, names, path)
-            match.check(found, target, manifest, partial, path)
+            match.check(found, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
@@ -142,24 +142,26 @@ class Reader:
         """Return the leaves of a target in its order: restored, kept, or copies of others."""
         with internal_transfers():
             values = [
-                match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy_of is None else None
+                match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
                 for want in found.wanted
             ]
-            uses = Counter(want.source.array for want in found.wanted if want.source is not None)
+            read = [(one.array, want) for want in found.wanted for one in (want.source, want.half) if one is not None]
+            uses = Counter(name for name, _ in read)
             shardings: dict[str, Any] = {}
-            for want in found.wanted:
-                if want.source is not None and want.source.array is not None:
-                    shardings.setdefault(want.source.array, match.stored_sharding(want))
+            for name, want in read:
+                if name is not None:
+                    shardings.setdefault(name, match.stored_sharding(want))
             arrays = self._read(path, manifest, shardings)
             for i, want in enumerate(found.wanted):
                 if want.source is not None:
                     name = want.source.array
                     array: Any = None if name is None else arrays[name]
                     shared = uses[name] > 1 and isinstance(array, jax.Array)
-                    values[i] = match.place_leaf(want, array.copy() if shared else array)
+                    half = None if want.half is None else arrays.get(want.half.array or "")
+                    values[i] = match.place_leaf(want, array.copy() if shared else array, half)
             for i, want in enumerate(found.wanted):
-                if want.copy_of is not None:
-                    values[i] = match.copy_of(want, values[want.copy_of])
+                if want.copy is not None:
+                    values[i] = match.copied_leaf(want, values)
             pairs = zip(found.wanted, values, strict=True)
             left_out = [(one.left_out, value) for one, value in pairs if one.left_out is not None]
             changed = slots.changed_leaves(left_out) if left_out else []
@@ -192,7 +194,7 @@ class Reader:
         if not found.differences():
             return
         without = [i for i, want in enumerate(found.wanted) if want.source is None and want.left_out is None]
-        copies = [i for i in without if found.wanted[i].copy_of is not None]
+        copies = [i for i in without if found.wanted[i].copy is not None]
         left = [i for i in without if not found.wanted[i].is_guard and i not in copies]
         _logger.warning(
             "%s was restored in part%s%s%s",

@@ -1,5 +1,6 @@
 """The leaves of a state as checkpoints describe them: kinds, slots that may be missing, and those left out."""
 
+import dataclasses
 import functools
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, resolve
-from jstep.core.slot_roles import AGES, COPIES, Role, Roles, roles_in
+from jstep.core.slot_roles import AGES, COPIES, Role, Roles, opened, roles_in
 from jstep.state.fingerprint_log import leaf_key
 from jstep.state.fingerprints import as_text, stacked
 from jstep.state.train_state import TrainState, owners
@@ -44,6 +45,8 @@ def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
         impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
         stored, carrier = array if leaf.size else None, _CARRIERS.get(dtype)
         out.append((Leaf(path, keys_of(keys), tuple(leaf.shape), dtype, nbytes, stored, carrier, impl), leaf))
+    for i, half in halves_in(state).items():
+        out[i] = dataclasses.replace(out[i][0], half=out[half][0].array), out[i][1]
     return out
 
 
@@ -95,6 +98,12 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     if isinstance(array, np.ndarray):
         return array.view(dtype)
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
+
+
+def opened_like(array: Any, half: Any) -> Any:
+    """Return the values of what `compact` stores in two arrays; NumPy arrays for NumPy arrays."""
+    value = opened(array, half)
+    return np.asarray(value) if isinstance(array, np.ndarray) else value
 
 
 def stored_kind(record: Leaf) -> tuple[tuple[int, ...], str]:
@@ -230,7 +239,6 @@ _PARAMS = "params"
 SLOTS = "slots"
 _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
 _WIDTHS = {"int32", "int64"}
-_CODES = {"int8", "int16", "uint8"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 _AGE = "start_step"
 _AVERAGING, _LOOKAHEAD = "with_moving_average", "lookahead"
@@ -291,17 +299,28 @@ def guards(missing: Mapping[Keys, Kind], steps: Sequence[int], roles: Roles) -> 
     return found
 
 
+def halves_in(tree: Any) -> dict[int, int]:
+    """Return the leaves that `compact` stores in two → those with their other halves: indices among all leaves."""
+    found: dict[int, int] = {}
+    for state, numbers in _states_in(tree):
+        roles = roles_in(state)
+        pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
+        own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+        for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
+            if all(trees.is_like(state.params, one) for one in both):
+                places = zip(*(trees.flatten_like(state.params, one, SLOTS) for one in both), strict=True)
+                found |= {place: half for place, half in places if place is not None and half is not None}
+    return found
+
+
 def copied(target: Any) -> dict[int, list[int]]:
     """Return the leaves of slots that begin as copies → the leaves they are copies of, in order of preference.
 
     A slot inside `master_weights` begins as a copy of the master, or without one in the checkpoint, of the parameter.
     Both are indices among the leaves of the target. Only a `TrainState` knows the roles of its slots.
     """
-    indices = jax.tree.unflatten(trees.structure(target), range(len(jax.tree.leaves(target))))
     found: dict[int, list[int]] = {}
-    for state, numbers in zip(*(jax.tree.leaves(one, is_leaf=_is_state) for one in (target, indices)), strict=True):
-        if not _is_state(state):
-            continue
+    for state, numbers in _states_in(target):
         params, roles = jax.tree.leaves(numbers.params), roles_in(state)
         mine = [
             (roles[name], place, number)
@@ -319,8 +338,11 @@ def copied(target: Any) -> dict[int, list[int]]:
     return found
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, TrainState)
+def _states_in(tree: Any) -> list[tuple[TrainState, TrainState]]:
+    """Return each state in a tree, with a copy whose leaves are their indices among all leaves of the tree."""
+    indices = jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
+    nodes = (jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, TrainState)) for one in (tree, indices))
+    return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
 
 
 def is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
@@ -398,25 +420,6 @@ def is_of_untrained(keys: Keys, params: Collection[str], target: Any) -> bool:
     return averaged and "/".join((_PARAMS, *keys[2:])) in params
 
 
-def is_in_other_format(target: Mapping[Keys, Kind], saved: Mapping[Keys, Kind], roles: Roles) -> bool:
-    """Return whether a target and a checkpoint seem to have the same slots in different formats.
-
-    Codes are small integers, and so is a remainder, which only one of the formats may have.
-
-    Args:
-        target: The leaves of the target: keys → shape and dtype.
-        saved: Those of the checkpoint.
-        roles: The roles of the target's slots, as far as they are known.
-    """
-
-    def differs(keys: Keys) -> bool:
-        one, other = target.get(keys), saved.get(keys)
-        scales = len(keys) > 1 and roles.get(keys[1]) is Role.SCALES
-        return one != other and (scales or any(kind is not None and kind[1] in _CODES for kind in (one, other)))
-
-    return any(keys[0] == SLOTS and differs(keys) for keys in {**target, **saved})
-
-
 def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
     """Return a warning about slots that stayed fresh while their state was restored to an old age; "" if none did.
 
@@ -449,7 +452,9 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
         role = roles.get(key[1])
         first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]
         # A copy has no bias correction, but by an age of its own.
-        start = min(first, default=None if role in COPIES else of_scope, key=lambda s: not s.startswith(own))
+        start = min(
+            first, default=None if role in (*COPIES, Role.REMAINDER) else of_scope, key=lambda s: not s.startswith(own)
+        )
         if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
             stale.setdefault(start, []).append("/".join(key))
     return " ".join(_text(start, paths, after) for start, paths in stale.items())

@@ -340,6 +340,8 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
 def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     """Return the arrays of a checkpoint, which is verified before the first is returned.
 
+    A slot that `compact` stores in two is one array of its float32 values. A parameter is what the loss sees.
+
     Args:
         path: A folder that has a manifest.
         partial: Whether to leave out the arrays that cannot be read, with a warning, if the checkpoint is corrupted.
@@ -350,34 +352,44 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     path = os.path.abspath(path)
     store = open_store(os.path.dirname(path))
     manifest = store.manifest(path)
-    saved = dict(zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True))
+    known = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != PARAMS]
+    halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
+    given = zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
+    saved = {name: leaf for name, leaf in given if leaf not in halves.values()}
     if partial and jax.process_count() == 1:
-        saved = _readable(store, path, manifest, saved)
+        saved = _readable(store, path, manifest, saved, halves)
     verified = partial and jax.process_count() == 1
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal verified
-        stored = {array: shardings[name] for name in shardings if (array := saved[name].array) is not None}
+        stored: dict[str, Any] = {}
+        for name, sharding in shardings.items():
+            leaf, half = saved[name], halves.get(saved[name].array)
+            of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
+            stored |= {one.array: of_both for one in (leaf, half) if one is not None and one.array is not None}
         found = _read(store, path, manifest, stored, not verified)
         verified = True
         values = {}
         with internal_transfers():
             for name in shardings:
-                leaf = saved[name]
-                values[name] = (
-                    slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
-                )
+                leaf, half = saved[name], halves.get(saved[name].array)
+                value = slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
+                values[name] = value if half is None else slots.opened_like(value, found[half.array or ""])
         return values
 
     arrays = {}
     for name, leaf in saved.items():
         # That of PRNG keys is their data.
         shape, dtype = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        arrays[name] = Array(name, leaf.dtype, shape, jnp.dtype(dtype))
+        code, dtype = ("float32", "float32") if leaf.array in halves else (leaf.dtype, dtype)
+        arrays[name] = Array(name, code, shape, jnp.dtype(dtype))
     return Checkpoint(path, arrays, read)
 
 
-def _readable(store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def _readable(
+    store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf], halves: Mapping[str | None, Leaf]
+) -> dict[str, Leaf]:
     """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
     problems = store.find_corruption(path, manifest)
     if not problems:
@@ -385,7 +397,10 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: Mapping[str, L
     lost = []
     for name, leaf in saved.items():
         try:
-            store.restore(path, manifest, {} if leaf.array is None else {leaf.array: None})
+            both = leaf, halves.get(leaf.array)
+            store.restore(
+                path, manifest, {one.array: None for one in both if one is not None and one.array is not None}
+            )
         except Exception:  # tensorstore has no error types
             lost.append(name)
     _logger.warning(

@@ -215,6 +215,7 @@ def main(cases):
         "users": users_rule,
         "optax": with_optax,
         "lbfgs": with_line_search,
+        "compact": lambda: jstep.compact(jstep.chain(clipped, jstep.adamw(1e-2)), min_size=64),
         "rounding": lambda: jstep.stochastic_rounding(jstep.adamw(1e-2), jax.random.key(5)),
         "muon+adamw": lambda: jstep.partition(
             {"m": jstep.muon(1e-2), "a": jstep.adamw(1e-2)}, lambda path, leaf: "m" if leaf.ndim >= 2 else "a"

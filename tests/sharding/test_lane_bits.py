@@ -57,7 +57,17 @@ OPTIMIZERS = {
     "noise": {"metrics": ["noise_scale", "grad_norm"]},
     **{
         name: {}
-        for name in ("guarded", "update_every", "adaptive", "users", "optax", "lbfgs", "rounding", "muon+adamw")
+        for name in (
+            "guarded",
+            "update_every",
+            "adaptive",
+            "users",
+            "optax",
+            "lbfgs",
+            "rounding",
+            "muon+adamw",
+            "compact",
+        )
     },
 }
 
