@@ -393,12 +393,22 @@ def in_blocks(x: Array, blocks: Blocks) -> Array:
     )
 
 
+def of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
+    """The number of its block, for each element of an array of a shape.
+
+    What is computed for elements has their shape everywhere. Operations on a view of blocks beside others on the array
+    are twice the same work for XLA's GPU compiler, which then stores their results instead.
+    """
+    split = (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
+    return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), split).reshape(shape)
+
+
 def decoded(codes: Array, scales: Array) -> Array:
     """The values of codes, in float32; what they hold is known by their dtype."""
     blocks = blocks_between(codes.shape, scales.shape)
-    c = in_blocks(codes, blocks).astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
+    c = codes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
-    return (unscaled * jnp.expand_dims(scales, blocks.axis + 1)).reshape(codes.shape)
+    return unscaled * of_elements(scales, blocks, codes.shape)
 
 
 def encoded(x: Array, blocks: Blocks, dtype: Any, fractions: Any = 0.5) -> tuple[Array, Array]:
@@ -424,10 +434,9 @@ def scales_of(x: Array, blocks: Blocks) -> Array:
 
 def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: Any, fractions: Any) -> Array:
     """The codes of an array with known scales; the arguments are those of `encoded`."""
-    up = in_blocks(fractions, blocks) if isinstance(fractions, jax.Array) else fractions
-    share = in_blocks(x, blocks) * jnp.expand_dims(1 / jnp.maximum(scales, _TINY), blocks.axis + 1)
-    codes = (_squares if dtype == jnp.uint8 else _signed)(share, up, int(np.iinfo(dtype).max))
-    return codes.astype(jnp.int32).astype(dtype).reshape(x.shape)
+    share = x * of_elements(1 / jnp.maximum(scales, _TINY), blocks, x.shape)
+    codes = (_squares if dtype == jnp.uint8 else _signed)(share, fractions, int(np.iinfo(dtype).max))
+    return codes.astype(jnp.int32).astype(dtype)
 
 
 def _signed(share: Array, up: Any, largest: int) -> Array:

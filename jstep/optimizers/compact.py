@@ -179,11 +179,9 @@ def _closed_row(
         half = halves.get(name, "")
         if name in found:
             scales, changed = found[name]
-            codes = slot_roles.in_blocks(
-                slot_roles.codes_of(x, scales, blocks, row[name].dtype, fractions(name)), blocks
-            )
-            kept = jnp.where(jnp.expand_dims(changed, blocks.axis + 1), codes, slot_roles.in_blocks(row[name], blocks))
-            made[name], made[half] = kept.reshape(x.shape), jnp.where(changed, scales, row[half])
+            codes = slot_roles.codes_of(x, scales, blocks, row[name].dtype, fractions(name))
+            made[name] = jnp.where(slot_roles.of_elements(changed, blocks, x.shape), codes, row[name])
+            made[half] = jnp.where(changed, scales, row[half])
         elif half in row:
             made[name], made[half] = slot_roles.split(
                 x, fractions(name)
