@@ -338,6 +338,7 @@ SMALLEST_BLOCK = 32
 KINDS = {"mean": np.dtype("int8"), "slow": np.dtype("int16"), "square": np.dtype("uint8"), "weight": None}
 """What a slot holds → the dtype of its codes; None for bfloat16 with a remainder."""
 _TINY = np.float32(2.0**-126)
+_ALMOST = np.float32(1 - 2.0**-20)
 _GOLDEN = 0x9E3779B9
 _PRIMES = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1
 
@@ -426,15 +427,21 @@ def encoded(x: Array, blocks: Blocks, dtype: Any, fractions: Any = 0.5) -> tuple
 
 
 def scales_of(x: Array, blocks: Blocks) -> Array:
-    """The largest size of the values of each block."""
+    """The largest size of the values of each block, or the least normal number.
+
+    The scales of decoded values are the scales of their codes: the largest value has the largest code.
+    """
     # The largest bits belong to the largest number, or to a NaN, which a reduction of floats may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(in_blocks(x, blocks)), jnp.int32)
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=blocks.axis + 1), jnp.float32)
+    largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))
+    return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: Any, fractions: Any) -> Array:
     """The codes of an array with known scales; the arguments are those of `encoded`."""
-    share = x * of_elements(1 / jnp.maximum(scales, _TINY), blocks, x.shape)
+    share = x / of_elements(scales, blocks, x.shape)
+    # Another kernel may have computed the scales: the largest value must not fall short of them.
+    share = jnp.where(jnp.abs(share) > _ALMOST, jnp.sign(share), share)
     codes = (_squares if dtype == jnp.uint8 else _signed)(share, fractions, int(np.iinfo(dtype).max))
     return codes.astype(jnp.int32).astype(dtype)
 

@@ -6,6 +6,7 @@ from their codes. The update is traced as a whole. For each leaf the operations 
 the loop, and everything before them, such as a global norm or a product of matrices, runs first.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax.extend.core import Literal
 
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
-from jstep.core.programs import Operation, Subprogram, apply, is_elementwise_operation, on_part, variables
+from jstep.core.programs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, on_part, variables
 from jstep.core.slot_roles import Blocks
 from jstep.core.trees import Array
 
@@ -114,10 +115,37 @@ def values_of(program: Subprogram, given: Sequence[Any], wanted: Iterable[Any]) 
         if missing.intersection(operation.eqn.outvars):
             needed.append(operation)
             missing.update(variables(operation.eqn.invars))
+    widened: dict[Any, Any] = {}
     for operation in reversed(needed):
         values = [read(env, atom) for atom in operation.eqn.invars]
-        env.update(zip(operation.eqn.outvars, apply(operation, values), strict=True))
+        made = operation.eqn.outvars[0]
+        if (
+            operation.eqn.primitive.name == "convert_element_type"
+            and operation.eqn.invars[0].aval.dtype.itemsize < made.aval.dtype.itemsize
+        ):
+            widened[made] = values[0]
+        results = _narrow(operation, values, widened) if operation.kind == "cond" else apply(operation, values)
+        env.update(zip(operation.eqn.outvars, results, strict=True))
     return env
+
+
+def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, Any]) -> list[Any]:
+    """Apply a condition with its operands as they were before they were widened: XLA stores each as an array.
+
+    Args:
+        operation: The condition.
+        values: Its operands, the number of the branch first.
+        widened: The variables that are made by a conversion → what they are converted from.
+    """
+    atoms = operation.eqn.invars[1:]
+    given = [x if isinstance(a, Literal) else widened.get(a, x) for a, x in zip(atoms, values[1:], strict=True)]
+
+    def branch(number: int, *given: Any) -> list[Any]:
+        operands = [x.astype(atom.aval.dtype) for atom, x in zip(atoms, given, strict=True)]
+        return evaluate(operation.bodies[number], operands)
+
+    branches = [functools.partial(branch, number) for number in range(len(operation.bodies))]
+    return list(jax.lax.switch(values[0], branches, *given))
 
 
 def read(env: Mapping[Any, Any], atom: Any) -> Any:

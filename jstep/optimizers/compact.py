@@ -144,44 +144,39 @@ def _closed(
     for i, blocks in enumerate(stored.blocks):
         other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
         u = found[i] if large[i] or REMAINDER in rows[i] else None
-        args = rows[i], old[i], other, whole[i], u, turns[i], blocks, halves
+        args = rows[i], other, whole[i], u, turns[i], blocks, halves
         value, row = done[i] if i in done else _closed_leaf(*args)
         found[i], rows[i] = found[i] if value is None else Projected(value), rows[i] | row
     return trees.structure(stored.params).unflatten(found), stored.trees(rows, stored.slots | after)
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7))
+@functools.partial(jax.jit, static_argnums=(5, 6))
 def _closed_leaf(
-    row: Row, old: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
+    row: Row, new: Row, master: Any, u: Any, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
-    found = _found(row, old, new, blocks, dict(halves))
+    scales = _scales(row, new, blocks, dict(halves))
     at = functools.partial(slot_roles.fractions_at, np.shape(master))
-    return _closed_row(row, new, master, u, found, lambda name: at(turns[name]), blocks, dict(halves))
+    return _closed_row(row, new, master, u, scales, lambda name: at(turns[name]), blocks, dict(halves))
 
 
-def _found(row: Row, old: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
-    """The scales of new values that become codes, and which blocks have a value that is another one, by name."""
-    if blocks is None:
-        return {}
+def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
+    """The scales of new values that become codes, by name."""
     coded = [name for name in new if halves.get(name) in row and row[name].dtype != jnp.bfloat16]
-    changed = {
-        name: jnp.any(slot_roles.in_blocks(new[name] != old[name], blocks), axis=blocks.axis + 1) for name in coded
-    }
-    return {name: (slot_roles.scales_of(new[name], blocks), changed[name]) for name in coded}
+    return {} if blocks is None else {name: slot_roles.scales_of(new[name], blocks) for name in coded}
 
 
 def _closed_row(
-    row: Row, new: Row, master: Any, u: Any, found: Any, fractions: Any, blocks: Any, halves: Mapping[str, str]
+    row: Row, new: Row, master: Any, u: Any, scales: Row, fractions: Any, blocks: Any, halves: Mapping[str, str]
 ) -> tuple[Any, Row]:
     """The new value of a parameter, None without an update, and what is stored of it and of its slots."""
     made = dict(row)
     for name, x in new.items():
         half = halves.get(name, "")
-        if name in found:
-            scales, changed = found[name]
-            codes = slot_roles.codes_of(x, scales, blocks, row[name].dtype, fractions(name))
-            made[name] = jnp.where(slot_roles.of_elements(changed, blocks, x.shape), codes, row[name])
-            made[half] = jnp.where(changed, scales, row[half])
+        if name in scales:
+            made[half] = scales[name]
+            codes = slot_roles.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name))
+            # In a block of which no value has changed the scale has not, either: nothing is rounded again.
+            made[name] = jnp.where(slot_roles.decoded(row[name], scales[name]) == x, row[name], codes)
         elif half in row:
             made[name], made[half] = slot_roles.split(
                 x, fractions(name)
@@ -202,9 +197,10 @@ class _Leaf(NamedTuple):
         turns: The positions of their sequences.
         blocks: Their blocks.
         part: The shape of its slices.
-        ending: The operations that compute its update and its slots of its shape.
+        ending: The operations that compute its update and the slots that it replaces.
         is_value: Whether the update is a new value.
-        slots: The names of these slots → their variables before the update.
+        slots: The names of the slots of its shape → their variables before the update.
+        written: The names of those that the update replaces.
         master: The variable of the parameter.
     """
 
@@ -215,6 +211,7 @@ class _Leaf(NamedTuple):
     ending: by_slices.Ending
     is_value: bool
     slots: Row
+    written: list[str]
     master: Any
 
 
@@ -245,9 +242,10 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
         if large[i] and u is not None and not is_slices(u):
             part = by_slices.slice_shape(named[i][0], shape, blocks) if platform == TPU else shape
             mine = {name: var for name, var in variables.items() if results[numbers[name]].aval.shape == shape}
-            wanted = [u.value if hyper.is_projected(u) else u, *(numbers[name] for name in mine)]
+            written = [name for name, var in mine.items() if results[numbers[name]] is not var]
+            wanted = [u.value if hyper.is_projected(u) else u, *(numbers[name] for name in written)]
             ending = by_slices.ending_of(program, wanted, shape)
-            leaves[i] = _Leaf(row, turns, blocks, part, ending, hyper.is_projected(u), mine, masters[i])
+            leaves[i] = _Leaf(row, turns, blocks, part, ending, hyper.is_projected(u), mine, written, masters[i])
     done = {number for leaf in leaves.values() for number in leaf.ending.numbers}
     rest = [None if number in done else var for number, var in enumerate(results)]
     needed = [var for leaf in leaves.values() for var in leaf.ending.needs]
@@ -263,33 +261,35 @@ def _closed_by_itself(
     p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
     """The new value of a parameter, and what is stored of it and of its slots."""
-    own = {*leaf.slots, *(halves.get(name) for name in leaf.slots), REMAINDER}
+    own = {*leaf.written, *(halves.get(name) for name in leaf.written), REMAINDER}
+    only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - own
     others = [var for var in leaf.ending.needs if var not in (leaf.master, *leaf.slots.values())]
 
-    def values(now: Any, read: Any) -> tuple[Array, Row, Any, Row]:
-        p, row = now
-        old, master = _values(row, halves), value_of(p, row.get(REMAINDER))
-        known = dict(zip(others, read, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
+    def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
+        (p, row), (given, kept) = now, read
+        old, master = _values(row | kept, halves), value_of(p, row.get(REMAINDER))
+        known = dict(zip(others, given, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         made = leaf.ending.on_slice(known | {leaf.master: master}, leaf.part)
         # On TPUs the new slots are not computed again for their codes.
         u, *new = jax.lax.optimization_barrier(made) if platform == TPU else made
-        return master, old, Projected(u) if leaf.is_value else u, dict(zip(leaf.slots, new, strict=True))
+        return master, Projected(u) if leaf.is_value else u, dict(zip(leaf.written, new, strict=True))
 
     def body(position: tuple[Any, ...], now: Any, read: Any) -> Any:
-        master, old, u, new = values(now, read)
-        found = _found(now[1], old, new, leaf.blocks, halves)
+        master, u, new = values(now, read)
+        scales = _scales(now[1], new, leaf.blocks, halves)
         if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
-            now, read, found = jax.lax.optimization_barrier((now, read, found))
-            master, old, u, new = values(now, read)
+            now, read, scales = jax.lax.optimization_barrier((now, read, scales))
+            master, u, new = values(now, read)
 
         def fractions(name: str) -> Array:
             return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
 
-        return _closed_row(now[1], new, master, u, found, fractions, leaf.blocks, halves)
+        return _closed_row(now[1], new, master, u, scales, fractions, leaf.blocks, halves)
 
-    carried = p, {name: x for name, x in leaf.row.items() if name in own}
-    made: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, carried, [env[var] for var in others])
-    return made
+    row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
+    read = [env[var] for var in others], kept
+    found: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, (p, row), read)
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -174,21 +174,24 @@ def moved(text):
     return total
 
 
-COMPACT = "adamw", "lion", "momentum", "adagrad", "nadam", "ademamix", "rmsprop", "schedule_free_adamw"
+COMPACT = (
+    "adamw",
+    "lion",
+    "momentum",
+    "adagrad",
+    "nadam",
+    "ademamix",
+    "rmsprop",
+    "adopt",
+    "adadelta",
+    "prodigy",
+    "chain",
+)
 
 
 def compact_rows(names):
     print("| optimizer | device | state | kernels move / least | temporaries |\n|---|---|---|---|---|", flush=True)
-    for name in names or (
-        "adamw",
-        "lion",
-        "momentum",
-        "adagrad",
-        "nadam",
-        "ademamix",
-        "rmsprop",
-        "schedule_free_adamw",
-    ):
+    for name in names or COMPACT:
         for device in ("v5e:1x1", "h100:1"):
             chip = jax.NamedSharding(jstep.topology(device), jax.P())
             grads = on_chip({key: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16) for key, one in matrix().items()}, chip)

@@ -5,7 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core.slot_roles import Blocks, Turn, blocks_between, blocks_of, decoded, encoded, fractions_at, joined, split
+from jstep.core.slot_roles import (
+    Blocks,
+    Turn,
+    blocks_between,
+    blocks_of,
+    decoded,
+    encoded,
+    fractions_at,
+    joined,
+    scales_of,
+    split,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,18 @@ def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     # A square between 0 and its smallest code becomes that code.
     assert np.max(np.abs(error)) < bound
     assert np.max(np.abs(np.mean(error, 1))) < bound / 10
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-20, 1.0, 1e30])
+def test_the_scales_of_decoded_values_are_those_of_their_codes(dtype, size):
+    """So that a block of which no value changes keeps its codes."""
+    blocks, x = Blocks(1, 128), jnp.asarray(values(dtype, (64, 1024)) * np.float32(size))
+    for fractions in (0.0, 0.5, fractions_at(x.shape, Turn(3, 1)), 1 - 2.0**-24):
+        codes, scales = encoded(x, blocks, np.dtype(dtype), fractions)
+        for _ in range(2):
+            assert np.array_equal(scales_of(decoded(codes, scales), blocks), scales)
+            codes, _ = encoded(decoded(codes, scales), blocks, np.dtype(dtype))
 
 
 def test_a_positive_square_never_becomes_0_and_0_stays_0():
