@@ -423,7 +423,7 @@ def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], thr
     found = {}
     for path, record in expected.items():
         whole = os.path.join(checkpoint, path)
-        found[path] = _difference_of_size(record, os.path.getsize(whole) if may_be_file(whole) else None)
+        found[path] = difference(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
     if not any(found.values()):
         for path, actual in records(checkpoint, expected, threads).items():
             found[path] = difference(expected[path], actual)
@@ -456,17 +456,19 @@ def is_below(root: str, path: str) -> bool:
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
-def _difference_of_size(expected: Mapping[str, Any], size: int | None) -> str:
-    if size is None:
-        return "missing"
-    return f"{size} bytes instead of {expected['bytes']}" if size != expected["bytes"] else ""
-
-
 def difference(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
-    """Describe how the record of a file differs from the one in the manifest; "" if it does not."""
-    if wrong := _difference_of_size(expected, None if actual is None else actual["bytes"]):
-        return wrong
-    assert actual is not None
+    """Describe how the record of a file differs from the one in the manifest; "" if it does not.
+
+    Args:
+        expected: The record in the manifest.
+        actual: The record of the file; without checksums, sizes are compared. None if there is no file.
+    """
+    if actual is None:
+        return "missing"
+    if actual["bytes"] != expected["bytes"]:
+        return f"{actual['bytes']} bytes instead of {expected['bytes']}"
+    if "crc32" not in actual:
+        return ""
     sums = expected.get("crc32")
     if not isinstance(sums, list) or len(sums) != len(actual["crc32"]):
         return "the manifest has no checksums for it"
@@ -480,18 +482,11 @@ def find_corruption_of_copy(
 ) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint that was copied from a disk; see above."""
     paths = sorted(manifest.files)[share[0] :: share[1]]
-    actual = _records_of_objects(objects, above, {path: manifest.files[path]["bytes"] for path in paths})
-    found = {path: difference(manifest.files[path], actual.get(path)) for path in paths}
-    return _problems(objects.at(above.rstrip("/")), found, is_first=True, every=every)
-
-
-def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return the sizes and checksums of objects, as `records` does for files; missing ones are left out."""
-    found: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in sizes}
-    missing = set()
+    actual: dict[str, dict[str, Any]] = {path: {"bytes": 0, "crc32": []} for path in paths}
 
     def started() -> Iterator[tuple[str, Pending]]:
-        for path, size in sizes.items():
+        for path in paths:
+            size = manifest.files[path]["bytes"]
             for at in range(0, max(size, 1), BLOCK):
                 stop = at + BLOCK if at + BLOCK < size else None  # the last read shows whether the object is longer
                 yield path, objects.start_read(above + path, at, stop)
@@ -502,12 +497,13 @@ def _records_of_objects(objects: Objects, above: str, sizes: Mapping[str, int]) 
         except TruncatedError:
             continue  # the size that was read until here differs
         if data is None:
-            missing.add(path)
-        else:
-            found[path]["bytes"] += len(data)
-            found[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
+            actual.pop(path, None)
+        elif path in actual:
+            actual[path]["bytes"] += len(data)
+            actual[path]["crc32"] += [f"{zlib.crc32(data):08x}"] if data else []
 
-    return {path: record for path, record in found.items() if path not in missing}
+    found = {path: difference(manifest.files[path], actual.get(path)) for path in paths}
+    return _problems(objects.at(above.rstrip("/")), found, is_first=True, every=every)
 
 
 def write_part(checkpoint: str, process: int) -> None:
