@@ -317,20 +317,26 @@ def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardB
     axes, count = _run(tensor.shape, part)
     strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
     first = tensor.start + sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
-    done = 0
-    for at in itertools.product(*(range(*bounds) for bounds in part[:axes])) if view.nbytes else ():
-        file.seek(first + sum(i * stride for i, stride in zip(at, strides, strict=False)))
-        end = done + count * dtype.itemsize
-        while done < end:
-            size = file.readinto(view[done:end])
-            if not size:
-                raise ValueError(
-                    f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
-                )
-            done += size
+    length = count * dtype.itemsize
+    runs = itertools.product(*(range(*bounds) for bounds in part[:axes])) if view.nbytes else ()
+    for number, at in enumerate(runs):
+        start = first + sum(i * stride for i, stride in zip(at, strides, strict=False))
+        _fill(file, view[number * length : (number + 1) * length], start, tensor)
     if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
         raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
     return array
+
+
+def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    done = 0
+    while done < view.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise ValueError(
+                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
+            )
+        done += count
 
 
 def _run(shape: Sequence[int], part: ShardBounds) -> tuple[int, int]:
