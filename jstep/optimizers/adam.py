@@ -116,13 +116,8 @@ def adamw(
     """
     amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
     slots = {"m": Slot(dtype=m_dtype, holds="mean"), "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": weight_decay}
     flags = elements.decay_mask(weight_decay_mask)
     return elements.from_direction("adamw", adam_direction, slots, hyper, flags=flags, prepare=corrections)
 
@@ -205,12 +200,8 @@ def adamax(
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
     `optax.adamax` and `torch.optim.Adamax`. Keras adds ε to u.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": elements.positive("epsilon", epsilon),
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
+    hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
     return elements.from_update("adamax", adamax_update, M_V, hyper, prepare=corrections)
 
 
@@ -260,13 +251,8 @@ def nadam(
     Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016). Four algorithms have this name; this is
     `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
-    hyper: dict[str, Any] = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-    }
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": weight_decay}
     flags = elements.decay_mask(weight_decay_mask)
     if momentum_decay is None:
         return elements.from_direction("nadam", nadam_direction, M_V, hyper, flags=flags, prepare=nadam_weights)
@@ -346,14 +332,8 @@ def radam(
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
     `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "threshold": threshold,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"threshold": threshold, "weight_decay": weight_decay}
     flags = elements.decay_mask(weight_decay_mask)
     return elements.from_direction("radam", radam_direction, M_V, hyper, flags=flags, prepare=rectification)
 
@@ -410,17 +390,10 @@ def adabelief(
 
     Source: Zhuang et al., "AdaBelief Optimizer" (2020); the results match `optax.adabelief`.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "epsilon_root": epsilon_root,
-    }
-    # v is computed from the old m.
-    return elements.from_direction(
-        "adabelief", adabelief_direction, {"v": SQUARE, "m": MEAN}, hyper, prepare=corrections
-    )
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"epsilon_root": epsilon_root}
+    slots = {"v": SQUARE, "m": MEAN}  # v is computed from the old m
+    return elements.from_direction("adabelief", adabelief_direction, slots, hyper, prepare=corrections)
 
 
 def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -459,13 +432,8 @@ def yogi(
     Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return elements.from_direction(
-        "yogi",
-        yogi_direction,
-        {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")},
-        hyper,
-        prepare=corrections,
-    )
+    slots = {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")}
+    return elements.from_direction("yogi", yogi_direction, slots, hyper, prepare=corrections)
 
 
 def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -518,26 +486,16 @@ def ademamix(
     Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024); the results match
     `optax.contrib.ademamix`, with v in float32 whatever the dtype of the parameters.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "beta3": beta3,
-        "alpha": alpha,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "beta3": beta3}
+    hyper |= {"alpha": alpha, "weight_decay": weight_decay}
     slots, flags = {"m1": MEAN, "m2": SLOW, "v": SQUARE}, elements.decay_mask(weight_decay_mask)
     return elements.from_direction("ademamix", ademamix_direction, slots, hyper, flags=flags, prepare=corrections)
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     """Adam's direction with a second, slow average."""
-    m1, m2, v = (
-        elements.average(s.m1, g, h.beta1),
-        elements.average(s.m2, g, h.beta3),
-        elements.average(s.v, g * g, h.beta2),
-    )
+    m1, m2 = elements.average(s.m1, g, h.beta1), elements.average(s.m2, g, h.beta3)
+    v = elements.average(s.v, g * g, h.beta2)
     u = (h.unbias1 * m1 + h.alpha * m2) / (jnp.sqrt(h.unbias2 * v) + h.epsilon)
     return u, {"m1": m1, "m2": m2, "v": v}
 
@@ -582,14 +540,8 @@ def adan(
     Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code
     and timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "beta3": beta3,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "beta3": beta3}
+    hyper |= {"weight_decay": weight_decay}
     slots, flags = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}, elements.decay_mask(weight_decay_mask)
     return elements.from_update("adan", adan_update, slots, hyper, flags=flags, prepare=adan_corrections)
 
@@ -641,12 +593,8 @@ def adopt(
     Source: Taniguchi et al., "ADOPT: Modified Adam Can Converge with Any β2 with the Optimal Rate" (2024); the results
     match `optax.contrib.adopt`.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": elements.positive("epsilon", epsilon),
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
+    hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
     return elements.from_direction("adopt", adopt_direction, M_V, hyper, prepare=adopt_weights)
 
 

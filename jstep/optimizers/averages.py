@@ -17,18 +17,9 @@ from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Role
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers import leafwise
+from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
-from jstep.optimizers.hyperparameters import (
-    age_of,
-    check_prefix,
-    checked,
-    is_update,
-    leaf_numbers,
-    mask,
-    partial_params,
-    value_at,
-)
+from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, value_at
 from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.offloading import per_leaf
 from jstep.optimizers.updates import add, apply_updates, find_slot
@@ -590,7 +581,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         at_rounding = leafwise.inner_context(
             at.context, lambda masters: jax.tree.map(_rounded, params, masters), leafwise.wide_updates
         )
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             updates, inner = leafwise.call_update(
                 optimizer, leafwise.wide_updates(updates), inner, whole, step, at_rounding, exact=True
             )
@@ -682,7 +673,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
             dense = u.to_dense() if trees.is_slices(u) else u
             return _stochastically_rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, i))
 
-        leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
+        leaves, numbers = jax.tree.leaves(at.params), hyperparameters.leaf_numbers(at.params)
         return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
     return wrap_optimizer(

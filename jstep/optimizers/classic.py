@@ -86,25 +86,19 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
     Source: `optax.trace`.
     """
-    return elements.from_update(
-        "trace", _direction(use_nesterov), {"momentum": MEAN}, {"momentum": momentum}, by_rows=True
-    )
+    hyper = {"momentum": momentum}
+    return elements.from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
 def _direction(use_nesterov: bool) -> Rule:
-    return nesterov_direction if as_bool(use_nesterov, "use_nesterov") else momentum_direction
+    """The heavy ball's direction, which is its buffer a, or Nesterov's, one step ahead of it."""
+    is_ahead = as_bool(use_nesterov, "use_nesterov")
 
+    def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+        a = h.momentum * s.momentum + g
+        return (g + h.momentum * a if is_ahead else a), {"momentum": a}
 
-def momentum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The heavy ball's direction a, which is its buffer."""
-    a = h.momentum * s.momentum + g
-    return a, {"momentum": a}
-
-
-def nesterov_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Nesterov's direction, one step ahead of the buffer a."""
-    a = h.momentum * s.momentum + g
-    return g + h.momentum * a, {"momentum": a}
+    return direction
 
 
 def sgd(
@@ -148,7 +142,7 @@ def sgd(
     hyper = elements.in_bounds(
         {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     )
-    keeps, damped, decays = (not _is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    keeps, damped, decays = (not elements.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
             f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
@@ -163,10 +157,6 @@ def sgd(
         prepare=share_of_gradient if keeps and damped else None,
         by_rows=not decays,
     )
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, float) and value == 0.0
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
@@ -314,9 +304,7 @@ def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adadelta(
-    learning_rate: ScalarOrSchedule = 0.001,
-    rho: ScalarOrSchedule = 0.95,
-    epsilon: ScalarOrSchedule = 1e-8,
+    learning_rate: ScalarOrSchedule = 0.001, rho: ScalarOrSchedule = 0.95, epsilon: ScalarOrSchedule = 1e-8
 ) -> Optimizer:
     """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
 
@@ -470,12 +458,8 @@ def madgrad(
     """
     # The parameters are computed from the sum of squares: it is not declared, as in FTRL.
     slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
-    hyper = {
-        "learning_rate": learning_rate,
-        "momentum": checked("momentum", momentum, **BETA),
-        "weight_decay": weight_decay,
-        "epsilon": epsilon,
-    }
+    hyper = {"learning_rate": learning_rate, "momentum": checked("momentum", momentum, **BETA)}
+    hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
     return elements.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
 
@@ -487,7 +471,7 @@ def madgrad_weight(h: Values) -> dict[str, Any]:
 
 def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update towards z."""
-    g = g if isinstance(h.weight_decay, float) and h.weight_decay == 0.0 else g + h.weight_decay * p
+    g = g if elements.is_zero(h.weight_decay) else g + h.weight_decay * p
     total, total_square = s.s + h.weight * g, s.grad_sum_sq + h.weight * (g * g)
     root = jnp.cbrt(total_square) + h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.

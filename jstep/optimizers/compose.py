@@ -14,24 +14,8 @@ from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, Init, Labels, Role, Roles, labels_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers import leafwise
-from jstep.optimizers.hyperparameters import (
-    Conditions,
-    Hyper,
-    Projected,
-    check_prefix,
-    collecting_conditions,
-    conditions_of,
-    held_names,
-    held_slots,
-    is_update,
-    new_start_step,
-    own_leaves,
-    partial_params,
-    report,
-    report_condition,
-    values_at,
-)
+from jstep.optimizers import hyperparameters, leafwise
+from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.updates import NoGradientsError, apply_updates, missing_slot
@@ -90,7 +74,7 @@ class Own:
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots, but for the age."""
         made = {name: make(params, global_step) for name, make in self.slots.items()}
-        return made | held_slots(self.hyper)
+        return made | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
         """The roles of the slots, but for the age."""
@@ -165,17 +149,15 @@ def wrap_optimizer(
     Raises:
         ValueError: Both have a slot or a hyperparameter of the same name.
     """
-    hyper, own_roles = own.hyper, own.all_roles()
-    added = Optimizer(
-        Init(own.init, lambda params: own_roles), lambda updates, slots, params, step: (updates, {}), report(hyper)
-    )
+    own_roles, reported = own.all_roles(), hyperparameters.report(own.hyper)
+    added = Optimizer(Init(own.init, lambda params: own_roles), lambda *args: (args[0], {}), reported)
     parts = {f"the optimizer in {by}": optimizer, by: added}
     leafwise.check_names(parts)
     age_role = Role.AGE if own.counted is None else Role.OWN_AGE
     age_scope = by if own.age_scope is None else own.age_scope
 
     def labels(params: Params) -> Labels | None:
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             return labels_of(optimizer, params)
 
     def age_slots(params: Params) -> Ages:
@@ -196,11 +178,13 @@ def wrap_optimizer(
         return Ages([free.get(slot or "") for slot in slots], {name: name not in inner for name in free.values()})
 
     def init(params: Params, global_step: Step) -> Slots:
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
             ages = age_slots(params)
         slots = leafwise.merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
-        return slots | {age: new_start_step(global_step) for age, is_own in ages.slots.items() if is_own}
+        return slots | {
+            age: hyperparameters.new_start_step(global_step) for age, is_own in ages.slots.items() if is_own
+        }
 
     def all_roles(params: Params) -> Roles:
         ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
@@ -218,9 +202,8 @@ def wrap_optimizer(
         mine = {name: slots[name] for name in own_roles}
         starts = {name: slots[name] for name in ages.slots}
         later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices), own, step)
-        at = StepInputs(
-            params, step, context, values_at(hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
-        )
+        h, of_leaves = values_at(own.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
+        at = StepInputs(params, step, context, h, of_leaves)
         updates, inner, changed = update(updates, inner, mine, at)
         return updates, mine | later | changed | inner
 
@@ -300,7 +283,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
 
     init = Init(
-        lambda params, step: leafwise.merged_slots(parts, params, step),
+        lambda params, step: leafwise.merge([(part, one.init(params, step)) for part, one in parts.items()], "slot"),
         lambda params: leafwise.merged_roles(parts, params),
         finished=bool(finished),
         guarded=leafwise.is_guarded(optimizers[0]),
@@ -330,12 +313,6 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
     trees.require_optimizer("optimizer", optimizer)
     check_prefix("name", as_text(name, "name"))
 
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        return leafwise.prefixed(name, optimizer.init(params, global_step))
-
-    def roles(params: Params) -> Roles:
-        return roles_of(optimizer, params).prefixed(name)
-
     @loads_slots
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
@@ -348,17 +325,15 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         inner = labels_of(optimizer, params)
         return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
 
-    return Optimizer(
-        Init(
-            init,
-            roles,
-            leafwise.makes_finished_updates(optimizer),
-            guarded=leafwise.is_guarded(optimizer),
-            labels=labels,
-        ),
-        update,
-        lambda step: leafwise.prefixed(name, optimizer.hyperparameters(step)),
-        optimizer.takes_context,
+    init = Init(
+        lambda params, global_step: leafwise.prefixed(name, optimizer.init(params, global_step)),
+        lambda params: roles_of(optimizer, params).prefixed(name),
+        leafwise.makes_finished_updates(optimizer),
+        guarded=leafwise.is_guarded(optimizer),
+        labels=labels,
+    )
+    return optimizer._replace(
+        init=init, update=update, hyperparameters=lambda step: leafwise.prefixed(name, optimizer.hyperparameters(step))
     )
 
 
@@ -409,7 +384,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
 
     def labelled(params: Params) -> Labels:
         found: Labels = []
-        for path, leaf in own_leaves(params):
+        for path, leaf in hyperparameters.own_leaves(params):
             label = labels(path, leaf)
             if not (label is None or (isinstance(label, str) and label in parts)):
                 raise ValueError(
@@ -424,14 +399,14 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return {label: _Part(one, params, [mine == label for mine in names]) for label, one in parts.items()}
 
     def inner_labels(params: Params) -> Labels:
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             names = labelled(params)
             inner = {label: labels_of(part.optimizer, part.params) for label, part in split(params).items()}
         below = {label: iter(found) for label, found in inner.items() if found is not None}
         return [next(below[label]) if label in below else label for label in names]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             made = [
                 (name, part.optimizer.init(part.params, global_step))
                 for name, part in zip(called, split(params).values(), strict=True)
@@ -439,7 +414,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return leafwise.merge(made, "slot")
 
     def roles(params: Params) -> Roles:
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             found = Roles()
             for part in split(params).values():
                 found = found.joined(roles_of(part.optimizer, part.params))
@@ -453,7 +428,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
-        with partial_params(params):
+        with hyperparameters.partial_params(params):
             divided = split(params)
             known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
             for label, part in divided.items():
@@ -501,21 +476,20 @@ class _Part:
     def _restricted(self, leaves: list[Any]) -> Any:
         return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
 
-    def _in_whole(self, params: Params) -> Params:
-        """All parameters, with those of this part replaced."""
-        found = self._treedef.flatten_up_to(params)
-        pairs = zip(found, self._leaves, self._mine, strict=True)
-        return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
-
-    def _of_gradients(self, gradients: Updates) -> Updates:
-        return self._restricted(self._treedef.flatten_up_to(gradients))
-
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
         """The updates of these leaves, and the new slots."""
         own = self._restricted(gradients)
         if not jax.tree.leaves(own, is_leaf=trees.is_slices):
             raise NoGradientsError(self.params, "All gradients of this part are None.")
-        own_context = leafwise.inner_context(context, self._in_whole, self._of_gradients)
+
+        def in_whole(params: Params) -> Params:
+            """All parameters, with those of this part replaced."""
+            pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._mine, strict=True)
+            return self._treedef.unflatten([one if mine else leaf for one, leaf, mine in pairs])
+
+        own_context = leafwise.inner_context(
+            context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
+        )
         return leafwise.call_update(self.optimizer, own, slots, self.params, step, own_context, exact=True)
 
 
@@ -558,22 +532,21 @@ def cautious(optimizer: Optimizer) -> Optimizer:
     """
     trees.require_optimizer("optimizer", optimizer)
 
+    def masked(u: Any, g: Any) -> Any:
+        g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
+
+        def of_table(u: Array) -> Array:
+            agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
+            return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
+
+        return trees.on_table(of_table, u)
+
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=trees.is_slices)
         updates, inner = leafwise.call_update(optimizer, updates, inner, at.params, at.step, at.context)
-        return leafwise.map_updates(_masked, at.params, updates, gradients, what="updates"), inner, {}
+        return leafwise.map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}
 
     return wrap_optimizer(optimizer, "cautious", update)
-
-
-def _masked(u: Any, g: Any) -> Any:
-    g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
-
-    def masked(u: Array) -> Array:
-        agrees = (((u < 0) & (g > 0)) | ((u > 0) & (g < 0))).astype(u.dtype)
-        return u * (agrees / jnp.maximum(jnp.mean(agrees), LEAST_SHARE))
-
-    return trees.on_table(masked, u)
 
 
 # Projection of the parameters after each update: bounds, unit norms, manifolds.
@@ -621,16 +594,16 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        params, conditions = at.params, Conditions()
-        with collecting_conditions(conditions):
+        params, conditions = at.params, hyperparameters.Conditions()
+        with hyperparameters.collecting_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         for one in conditions:
-            report_condition(*one)
+            hyperparameters.report_condition(*one)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
         before, after = jax.tree.leaves(params), jax.tree.leaves(moved)
-        rows = zip(found, new, before, after, conditions_of(params, conditions), strict=True)
+        rows = zip(found, new, before, after, hyperparameters.conditions_of(params, conditions), strict=True)
         projected = [None if trees.is_none(u) else _unless_skipped(*rest) for u, *rest in rows]
         return trees.structure(params).unflatten(projected), inner, {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -18,20 +17,8 @@ from jstep.core.placement import as_key
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
-from jstep.optimizers.hyperparameters import (
-    Flag,
-    Hyper,
-    UnitAxes,
-    by_path,
-    check_axes,
-    checked,
-    constant,
-    first_match,
-    leaf_numbers,
-    mask,
-    own_leaves,
-    unit_axes_of,
-)
+from jstep.optimizers import hyperparameters
+from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves, unit_axes_of
 from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates
 
 # Transformations of gradients as elements of a chain: noise, normalization, moments, directions.
@@ -75,17 +62,17 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         steps = jnp.asarray(step).astype(real) + 1
         sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
         of_step = jax.random.fold_in(key, step)
-        return map_updates(lambda g, i: _noisy(g, sigma, of_step, i), params, updates, leaf_numbers(params))
+
+        def of_leaf(g: Any, i: int) -> Array:
+            g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
+            dtype = trees.compute_dtype(g.dtype)
+            noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
+            return g.astype(dtype) + sigma.astype(dtype) * noise
+
+        return map_updates(of_leaf, params, updates, hyperparameters.leaf_numbers(params))
 
     hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
     return element(noisy, hyper)
-
-
-def _noisy(g: Any, sigma: Array, key: Array, i: int) -> Array:
-    g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
-    dtype = trees.compute_dtype(g.dtype)
-    noise = jax.random.normal(jax.random.fold_in(key, i), g.shape, dtype)
-    return g.astype(dtype) + sigma.astype(dtype) * noise
 
 
 def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
@@ -112,24 +99,22 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
     """
-    check_axes(axes)
+    hyperparameters.check_axes(axes)
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
-            return _centred(g, unit_axes_of(axes, *leaf, lambda shape: tuple(range(1, len(shape)))))
+            over = unit_axes_of(axes, *leaf, lambda shape: tuple(range(1, len(shape))))
+
+            def centred(g: Array) -> Array:
+                wide = g.astype(trees.compute_dtype(g.dtype))
+                return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
+
+            mixes = trees.is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
+            return centred(g.to_dense()) if mixes else trees.on_table(centred, g)
 
         return map_updates(of_leaf, params, updates, own_leaves(params))
 
     return element(centralize, {})
-
-
-def _centred(g: Any, over: tuple[int, ...]) -> Any:
-    def centred(g: Array) -> Array:
-        wide = g.astype(trees.compute_dtype(g.dtype))
-        return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
-
-    mixes = trees.is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
-    return centred(g.to_dense()) if mixes else trees.on_table(centred, g)
 
 
 def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
@@ -365,12 +350,12 @@ def positive(name: str, value: Any) -> Any:
 
 def decay_mask(weight_decay_mask: VarList) -> dict[str, Flag]:
     """The flag for the leaves to which weight decay applies."""
-    return {DECAYED: mask("weight_decay_mask", weight_decay_mask)}
+    return {DECAYED: hyperparameters.mask("weight_decay_mask", weight_decay_mask)}
 
 
 def decays(h: Values) -> bool:
     """Whether this leaf decays; False only if it is known while tracing that it does not."""
-    return bool(h.decayed) and not (isinstance(h.weight_decay, float) and h.weight_decay == 0.0)
+    return bool(h.decayed) and not is_zero(h.weight_decay)
 
 
 def with_decay(u: Array, p: Array, h: Values) -> Array:
@@ -467,19 +452,16 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
     """
     if callable(factors) and not isinstance(factors, Mapping | Held):
         given = factors
-
-        def factor(path: str, leaf: Any) -> float:
-            return constant(f"factors({path!r}, …)", given(path, leaf), low=0)
-
-        return from_update("scale_updates", scaled_update, {}, {}, flags={"factor": by_path(factor)}, by_rows=True)
+        factor = hyperparameters.by_path(
+            lambda path, leaf: hyperparameters.constant(f"factors({path!r}, …)", given(path, leaf), low=0)
+        )
+        return from_update("scale_updates", scaled_update, {}, {}, flags={"factor": factor}, by_rows=True)
     if not isinstance(factors, Mapping):
         raise TypeError(
             f"factors={shown(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> number, "
             f"got {kind(factors)}"
         )
-    for glob in factors:
-        if not isinstance(glob, str):
-            raise TypeError(f"factors: {shown(glob)} must be a path or a glob, got {kind(glob)}")
+    _require_globs("factors", factors)
     hyper = {f"{SCALE}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
     flags = {"factor": first_match("factors", factors)}
     return from_update("scale_updates", scaled_update, {}, hyper, flags=flags, by_rows=True)
@@ -522,7 +504,8 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
     """
     hyper, flags = decay_arguments("weight_decay", weight_decay, mask)
     # Rows without a gradient decay, too.
-    return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=is_zero(hyper))
+    by_rows = all(map(is_zero, hyper.values()))
+    return from_update("add_weight_decay", with_added_decay, {}, hyper, flags=flags, by_rows=by_rows)
 
 
 def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -562,24 +545,18 @@ def decay_weights(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017), where decay follows the schedule's
     fraction and not the rate; "Cautious Weight Decay" (2025).
     """
-    rule = cautiously_decayed if as_bool(cautious, "cautious") else decayed
+    is_cautious = as_bool(cautious, "cautious")
+
+    def decayed(u: Array, p: Array, s: Values, h: Values) -> Result:
+        decay = decay_of(h)
+        if decay is None:
+            return u, {}
+        if is_cautious:  # only elements that the update moves towards zero
+            decay = decay * (((u < 0) & (p > 0)) | ((u > 0) & (p < 0))).astype(p.dtype)
+        return u - decay * p, {}
+
     hyper, flags = decay_arguments("decoupled_weight_decay", weight_decay, mask)
-    return from_update("decay_weights", rule, {}, hyper, flags=flags)
-
-
-def decayed(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with weight decay."""
-    decay = decay_of(h)
-    return (u if decay is None else u - decay * p), {}
-
-
-def cautiously_decayed(u: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with weight decay for the elements that it moves towards zero."""
-    decay = decay_of(h)
-    if decay is None:
-        return u, {}
-    towards_zero = ((u < 0) & (p > 0)) | ((u > 0) & (p < 0))
-    return u - decay * towards_zero.astype(p.dtype) * p, {}
+    return from_update("decay_weights", decayed, {}, hyper, flags=flags)
 
 
 Decay: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
@@ -600,29 +577,25 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict
         TypeError: A value is not a number, or a key is not a string.
         ValueError: A value is out of its range.
     """
-    given = _by_glob("weight_decay", weight_decay)
-    if given is None:
-        hyper = {name: checked("weight_decay", weight_decay, low=0)}
-        which: Flag | None = None
+    if isinstance(weight_decay, Mapping):
+        _require_globs("weight_decay", weight_decay)
+        hyper = {f"{name}/{glob}": checked(f"weight_decay[{glob!r}]", x, low=0) for glob, x in weight_decay.items()}
+        which: Flag | None = first_match("weight_decay", weight_decay)
     else:
-        hyper = {f"{name}/{glob}": checked(f"weight_decay[{glob!r}]", one, low=0) for glob, one in given.items()}
-        which = first_match("weight_decay", given)
+        hyper, which = {name: checked("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
-    scales = mask("mask", mask_given) if factors is None else first_match("mask", factors)
+    scales = hyperparameters.mask("mask", mask_given) if factors is None else first_match("mask", factors)
+
+    def of_leaf(glob: str | None, scale: Any) -> Any:
+        factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
+        return None if glob is None or factor == 0 else (name if which is None else f"{name}/{glob}", factor)
 
     def decay(params: Params) -> list[Any]:
         names = scales(params)
         globs = [""] * len(names) if which is None else which(params)
-        return [_of_leaf(name, which is not None, glob, one, factors) for glob, one in zip(globs, names, strict=True)]
+        return list(map(of_leaf, globs, names))
 
     return hyper, {DECAY: decay}
-
-
-def _of_leaf(name: str, is_split: bool, glob: str | None, scale: Any, factors: Mapping[str, float] | None) -> Any:
-    if glob is None:
-        return None
-    factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]
-    return None if factor == 0 else (f"{name}/{glob}" if is_split else name, factor)
 
 
 def decay_of(h: Values) -> Any:
@@ -630,24 +603,18 @@ def decay_of(h: Values) -> Any:
     if h.decay is None:
         return None
     name, factor = h.decay
-    decay = h[name]
-    if isinstance(decay, float) and decay == 0:
-        return None
-    return decay if factor == 1 else factor * decay
+    return None if is_zero(h[name]) else h[name] if factor == 1 else factor * h[name]
 
 
-def is_zero(hyper: Mapping[str, Any]) -> bool:
-    """Whether all decays are the constant 0."""
-    return all(isinstance(value, float) and value == 0 for value in hyper.values())
+def is_zero(value: Any) -> bool:
+    """Whether a hyperparameter is the constant 0."""
+    return isinstance(value, float) and value == 0.0
 
 
-def _by_glob(argument: str, given: Any) -> Mapping[str, Any] | None:
-    if not isinstance(given, Mapping):
-        return None
+def _require_globs(argument: str, given: Mapping[Any, Any]) -> None:
     for glob in given:
         if not isinstance(glob, str):
             raise TypeError(f"{argument}: {shown(glob)} must be a path or a glob, got {kind(glob)}")
-    return given
 
 
 def _factors(given: VarList) -> dict[str, float] | None:
@@ -705,17 +672,9 @@ def clip_gradients(
     Brock et al., "High-Performance Large-Scale Image Recognition Without Normalization" (2021), and
     `optax.adaptive_grad_clip`, for adaptive.
     """
-    given: dict[str, Any] = {
-        name: value
-        for name, value in {
-            "by_value": by_value,
-            "by_norm": by_norm,
-            "by_average_norm": by_average_norm,
-            "by_global_norm": by_global_norm,
-            "adaptive": adaptive,
-        }.items()
-        if value is not None
-    }
+    ways = {"by_value": by_value, "by_norm": by_norm, "by_average_norm": by_average_norm}
+    ways |= {"by_global_norm": by_global_norm, "adaptive": adaptive}
+    given: dict[str, Any] = {name: value for name, value in ways.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
             f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm, by_global_norm and adaptive, got "
@@ -724,7 +683,7 @@ def clip_gradients(
     ((how, limit),) = given.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
-    check_axes(axes)
+    hyperparameters.check_axes(axes)
     hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
@@ -737,7 +696,12 @@ def clip_gradients(
             return clipping.clip_by_norm(updates, h["clip_by_norm"])
         if how == "by_average_norm":
             return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
-        return clip_by_unit_norm(updates, params, h["clip_adaptive"], axes)
+
+        def by_unit(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
+            over = unit_axes_of(axes, *leaf, _unit_axes)
+            return trees.on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], over), g)
+
+        return map_updates(by_unit, params, updates, jax.tree.leaves(params), own_leaves(params))
 
     made = element(clip, hyper)
     if how != "by_value" or "clip_by_value_min" in hyper:
@@ -761,29 +725,14 @@ def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | An
     return {"clip_by_value_min": low, "clip_by_value_max": high}
 
 
-def clip_by_unit_norm(updates: Updates, params: Params, ratio: Any, axes: UnitAxes) -> Updates:
-    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001).
-
-    Args:
-        updates: The gradients; `IndexedSlices` name the same rows afterwards, None stays None.
-        params: The parameters.
-        ratio: The largest ratio.
-        axes: The axes that a unit spans; see `clip_gradients`.
-    """
-
-    def clipped(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
-        return trees.on_table(functools.partial(_clip, p=p, ratio=ratio, over=unit_axes_of(axes, *leaf, _unit_axes)), g)
-
-    return map_updates(clipped, params, updates, jax.tree.leaves(params), own_leaves(params))
-
-
 def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     if sum(size > 1 for size in shape) <= 1:
         return tuple(range(len(shape)))
     return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
 
 
-def _clip(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
+def _clipped_units(g: Array, p: Array, ratio: Any, over: tuple[int, ...]) -> Array:
+    """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001)."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
     limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), LEAST_PARAMETER_NORM)

@@ -12,7 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import AGES, Role, Roles, roles_of
-from jstep.core.trees import Array, GradientNoise, IndexedSlices, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
@@ -69,10 +69,12 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         made = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
-    added = {LAST_FINITE_STEP: lambda params, step: hyper.new_start_step(step)}
-    roles = {LAST_FINITE_STEP: Role.LAST_FINITE}
-    own = Own(added, roles)
+    own = Own({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
     return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=Roles.of_own_age)
+
+
+def _at_step(params: Params, step: Step) -> Array:
+    return hyper.new_start_step(step)
 
 
 def _left_out(last: Array) -> Array:
@@ -127,8 +129,13 @@ def conditional_update(
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
     found = trees.flatten_like(at.params, updates, "updates", is_leaf=hyper.is_update)
-    leaves, treedef = trees.flatten(at.params)
-    updates = treedef.unflatten([_zero_unless(condition, *pair) for pair in zip(found, leaves, strict=True)])
+
+    def zero_unless(update: Any, leaf: Any) -> Any:
+        if hyper.is_projected(update):
+            return Projected(_select(condition, on_devices(leaf), update.value))
+        return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
+
+    updates = trees.structure(at.params).unflatten(list(map(zero_unless, found, jax.tree.leaves(at.params))))
 
     def slot(name: str, new: Any) -> Any:
         role, old = roles.get(name), slots[name]
@@ -146,13 +153,6 @@ def conditional_update(
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
 def _select(condition: Array, before: Array, after: Array) -> Array:
     return jnp.where(condition, after, before)
-
-
-def _zero_unless(condition: Array, update: Any, leaf: Any) -> Any:
-    """The update if `condition`, else one that leaves the parameter as it is."""
-    if hyper.is_projected(update):
-        return Projected(_select(condition, on_devices(leaf), update.value))
-    return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
 
 @jax.jit
@@ -221,19 +221,13 @@ def dynamic_loss_scale(
         changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, made)}
         return updates, inner, changed
 
-    def scale_slot(params: Params, global_step: Step) -> Any:
-        return jnp.array(first, dtype=jnp.float32)
+    added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
+    own = Own(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
+    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=_of_own_age)
 
-    added = {LOSS_SCALE: scale_slot, SCALE_SINCE: lambda params, step: hyper.new_start_step(step)}
-    roles = {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE}
-    return wrap_optimizer(
-        optimizer,
-        "dynamic_loss_scale",
-        update,
-        Own(added, roles),
-        guarded=True,
-        inner_roles=lambda roles: roles.of_own_age().without_scale(),
-    )
+
+def _of_own_age(roles: Roles) -> Roles:
+    return roles.of_own_age().without_scale()
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
@@ -326,28 +320,21 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = call_update(optimizer, updates, inner, at.params, at.step, at.context, exact=True)
-        return updates, inner, own if at.context.noise is None else _averaged(own, at.context.noise, share)
+        measured = at.context.noise
+        if measured is None:
+            return updates, inner, own
+        found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
 
+        def averaged(old: Array, value: Array) -> Array:
+            return jnp.where(found, old + share * (value.astype(old.dtype) - old), old)
+
+        values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
+        return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
+
+    own = Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS)
     return wrap_optimizer(
-        optimizer,
-        "with_noise_scale",
-        update,
-        Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS),
-        inner_roles=Roles.without_scale,
-        takes_context=True,
+        optimizer, "with_noise_scale", update, own, inner_roles=Roles.without_scale, takes_context=True
     )
-
-
-def _averaged(slots: Slots, measured: GradientNoise, share: float) -> Slots:
-    """Update the averages with a measurement, if it is finite."""
-    found = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
-
-    def moved(name: str, value: Array) -> Array:
-        old = slots[name]
-        return jnp.where(found, old + share * (value.astype(old.dtype) - old), old)
-
-    new = (measured.noise, measured.square, jnp.ones((), jnp.float32))
-    return {name: moved(name, value) for name, value in zip(SLOTS, new, strict=True)}
 
 
 def noise_slots(roles: Roles) -> dict[Role, str]:
@@ -465,18 +452,13 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
+    if not accumulate:
+        return wrap_optimizer(optimizer, "update_every", of_one_step, inner_roles=_of_own_age)
     added = {
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
     }
-    return wrap_optimizer(
-        optimizer,
-        "update_every",
-        of_the_mean if accumulate else of_one_step,
-        Own(added if accumulate else {}),
-        guarded=False if accumulate else None,
-        inner_roles=lambda roles: roles.of_own_age().without_scale(),
-    )
+    return wrap_optimizer(optimizer, "update_every", of_the_mean, Own(added), guarded=False, inner_roles=_of_own_age)
 
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
@@ -485,25 +467,19 @@ def _scalar(path: str, leaf: Any) -> tuple[int, ...]:
 
 def _mean_and_rest(own: Slots, gradient: Any, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients including a new one, and their sum and number, which begin again if it is used."""
-    total, count = _added(own[GRADIENT_SUM], gradient), own[GRADIENT_COUNT] + 1
+    total = own[GRADIENT_SUM]
+    if isinstance(gradient, IndexedSlices):
+        rows = trees.combined(gradient)
+        total = total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
+    else:
+        total = total + _named_zeros(gradient.astype(total.dtype))
+    count = own[GRADIENT_COUNT] + 1
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
-        mean = trees.rows_in_order(mean, _named(total))
+        named = ~(jnp.signbit(total) & (total == 0))  # by any gradient in the sum
+        mean = trees.rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
     rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
-
-
-def _named(total: Array) -> Array:
-    """Whether any gradient in the sum named each row."""
-    return jnp.any(~(jnp.signbit(total) & (total == 0)), axis=tuple(range(1, total.ndim)))
-
-
-def _added(total: Array, gradient: Any) -> Array:
-    """Add a gradient to the sum."""
-    if not isinstance(gradient, IndexedSlices):
-        return total + _named_zeros(gradient.astype(total.dtype))
-    rows = trees.combined(gradient)
-    return total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
 
 
 def _named_zeros(values: Array) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -21,7 +20,7 @@ from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
-from jstep.optimizers.leafwise import MEAN, Slot, element
+from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates
 from jstep.optimizers.updates import match_gradients
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
@@ -95,10 +94,7 @@ def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return jnp.sign(elements.average(s.m, g, h.beta1)), {"m": elements.average(s.m, g, h.beta2)}
 
 
-def signum(
-    learning_rate: ScalarOrSchedule = 1e-3,
-    beta: ScalarOrSchedule = 0.9,
-) -> Optimizer:
+def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9) -> Optimizer:
     """Signum: m = β·m + (1−β)·g; p −= lr·sign(m).
 
     Args:
@@ -159,13 +155,8 @@ def rprop(
     match `torch.optim.Rprop`. `optax.rprop` returns the update of the previous step.
     """
     size = constant("learning_rate", learning_rate, **POSITIVE)
-    hyper = {
-        "learning_rate": size,
-        "eta_minus": eta_minus,
-        "eta_plus": eta_plus,
-        "min_step_size": min_step_size,
-        "max_step_size": max_step_size,
-    }
+    hyper = {"learning_rate": size, "eta_minus": eta_minus, "eta_plus": eta_plus, "min_step_size": min_step_size}
+    hyper |= {"max_step_size": max_step_size}
     return elements.from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
 
 
@@ -219,16 +210,10 @@ def lamb(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the results
     match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-    }
-    return elements.from_update(
-        "lamb", lamb_update, M_V, hyper, flags=elements.decay_mask(weight_decay_mask), prepare=corrections
-    )
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": weight_decay}
+    flags = elements.decay_mask(weight_decay_mask)
+    return elements.from_update("lamb", lamb_update, M_V, hyper, flags=flags, prepare=corrections)
 
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -278,35 +263,18 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
     `optax.lars`.
     """
-    hyper = {
-        "learning_rate": learning_rate,
-        "momentum": momentum,
-        "trust_coefficient": trust_coefficient,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "momentum": momentum, "trust_coefficient": trust_coefficient}
+    hyper |= {"epsilon": epsilon, "weight_decay": weight_decay}
     flags = elements.decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
-    rule = lars_nesterov_update if as_bool(use_nesterov, "use_nesterov") else lars_update
-    return elements.from_update("lars", rule, {"momentum": MEAN}, hyper, flags=flags)
+    is_ahead = as_bool(use_nesterov, "use_nesterov")
 
+    def update(g: Array, p: Array, s: Values, h: Values) -> Result:
+        g, lr = elements.with_decay(g, p, h), h.learning_rate
+        g = scale_by_ratio(p, g, lr, h.trust_coefficient, h.epsilon) if h.trusts else lr * g
+        a = h.momentum * s.momentum + g
+        return -(g + h.momentum * a if is_ahead else a), {"momentum": a}
 
-def scaled(g: Array, p: Array, h: Values) -> Array:
-    """The gradient with weight decay, multiplied by the trust ratio and the learning rate."""
-    g = elements.with_decay(g, p, h)
-    return scale_by_ratio(p, g, h.learning_rate, h.trust_coefficient, h.epsilon) if h.trusts else h.learning_rate * g
-
-
-def lars_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update along the buffer."""
-    a = h.momentum * s.momentum + scaled(g, p, h)
-    return -a, {"momentum": a}
-
-
-def lars_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with Nesterov momentum."""
-    g = scaled(g, p, h)
-    a = h.momentum * s.momentum + g
-    return -(g + h.momentum * a), {"momentum": a}
+    return elements.from_update("lars", update, {"momentum": MEAN}, hyper, flags=flags)
 
 
 def novograd(
@@ -346,16 +314,10 @@ def novograd(
     `optax.novograd`.
     """
     slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_decay": weight_decay,
-    }
-    return elements.from_update(
-        "novograd", novograd_update, slots, hyper, flags=elements.decay_mask(weight_decay_mask), prepare=share_of_old
-    )
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": weight_decay}
+    flags = elements.decay_mask(weight_decay_mask)
+    return elements.from_update("novograd", novograd_update, slots, hyper, flags=flags, prepare=share_of_old)
 
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -389,21 +351,16 @@ def scale_by_trust_ratio() -> Optimizer:
 
     Source: You et al. (2019); `optax.scale_by_trust_ratio`.
     """
-    return element(_scaled_updates, {})
 
+    def scaled(u: Array, p: Array) -> Any:
+        dtype = trees.compute_dtype(p.dtype)
+        return on_table(lambda u: scale_by_ratio(p.astype(dtype), u.astype(dtype)), u)
 
-def _scaled_updates(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-    found = match_gradients(updates, params)
-    scaled = [
-        None if u is None else on_table(functools.partial(_scaled, p), u)
-        for u, p in zip(found, jax.tree.leaves(params), strict=True)
-    ]
-    return trees.structure(params).unflatten(scaled)
+    def update(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
+        match_gradients(updates, params)
+        return map_updates(scaled, params, updates, jax.tree.leaves(params))
 
-
-def _scaled(p: Array, u: Array) -> Array:
-    dtype = trees.compute_dtype(p.dtype)
-    return scale_by_ratio(p.astype(dtype), u.astype(dtype))
+    return element(update, {})
 
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
@@ -483,12 +440,8 @@ def adafactor(
     start_step here.
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
-    hyper: dict[str, Any] = {
-        "decay_rate": decay_rate,
-        "epsilon": elements.positive("epsilon", epsilon),
-        "epsilon_scale": epsilon_scale,
-        "weight_decay": weight_decay,
-    }
+    hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": elements.positive("epsilon", epsilon)}
+    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": weight_decay}
     if learning_rate is not None:
         hyper["learning_rate"] = learning_rate
     if clip_threshold is not None:

@@ -1,5 +1,6 @@
 """Optimizers from a rule for one leaf, and the parts of an optimizer that others build on."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -13,22 +14,8 @@ from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
 from jstep.core.slot_roles import KINDS, Init, Role, Roles, abstractly, roles_of
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
-from jstep.optimizers.hyperparameters import (
-    Flag,
-    Hyper,
-    age_of,
-    checked,
-    collecting_conditions,
-    held_names,
-    held_slots,
-    moves,
-    new_start_step,
-    own_leaves,
-    report,
-    shown_name,
-    value_at,
-    values_at,
-)
+from jstep.optimizers import hyperparameters
+from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
 from jstep.optimizers.offloading import can_load_slots, loads_slots, per_leaf, with_slots_loaded
 from jstep.optimizers.updates import match_gradients, missing_slot, slot_leaves
 from jstep.state.train_state import START_STEP
@@ -61,7 +48,7 @@ def element(
         return held_slots(hyper)
 
     roles = Roles(dict.fromkeys(held, Role.HELD))
-    return Optimizer(Init(init, lambda params: roles, finished), update, report(hyper))
+    return Optimizer(Init(init, lambda params: roles, finished), update, hyperparameters.report(hyper))
 
 
 def wide_updates(updates: Updates) -> Updates:
@@ -186,13 +173,13 @@ def call_update(
     further = (context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
-        if isinstance(optimizer.init, Init):
-            return optimizer.update(updates, slots, params, step, *further)
-        with collecting_conditions(None):  # those inside a custom update may belong to a program of its own
+        # Conditions inside a custom update may belong to a program of its own.
+        is_custom = not isinstance(optimizer.init, Init)
+        with hyperparameters.collecting_conditions(None) if is_custom else contextlib.nullcontext():
             return optimizer.update(updates, slots, params, step, *further)
 
     new, slots = update(slots, params) if can_load_slots(optimizer) else with_slots_loaded(update, slots, params)
-    return new if exact else moves(params, new), slots
+    return new if exact else hyperparameters.moves(params, new), slots
 
 
 def inner_context(
@@ -279,7 +266,7 @@ def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str
     for part, values in parts:
         for name, value in values.items():
             if name in merged:
-                shown = shown_name(name) if what == "slot" else None
+                shown = hyperparameters.shown_name(name) if what == "slot" else None
                 of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
                 raise ValueError(
                     f"{owner[name]} and {part} both have a {what} named {name!r}{of}; give one of them a prefix "
@@ -294,11 +281,6 @@ def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def merged_slots(parts: Parts, params: Params, global_step: Step) -> Slots:
-    """The merged slots of several optimizers."""
-    return merge([(part, one.init(params, global_step)) for part, one in parts.items()], "slot")
-
-
 def merged_roles(parts: Parts, params: Params) -> Roles:
     """The merged slots of several optimizers, and their roles."""
     known = {part: roles_of(one, params) for part, one in parts.items()}
@@ -309,11 +291,7 @@ def merged_roles(parts: Parts, params: Params) -> Roles:
 
 def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
     """The merged `hyperparameters` of several optimizers."""
-
-    def hyperparameters(step: Step, /) -> dict[str, Any]:
-        return merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
-
-    return hyperparameters
+    return lambda step, /: merge([(part, one.hyperparameters(step)) for part, one in parts.items()], "hyperparameter")
 
 
 def check_names(parts: Parts) -> None:
@@ -492,7 +470,7 @@ def leafwise(
     """
     scalars, flags = scalars or {}, flags or {}
     is_finished = "learning_rate" in hyper if finished is None else finished
-    hyper = {name: checked(name, value) for name, value in hyper.items()}
+    hyper = {name: hyperparameters.checked(name, value) for name, value in hyper.items()}
     held = held_names(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
 
@@ -505,7 +483,7 @@ def leafwise(
             flag(params)  # a mask that matches nothing raises here, not at the first step
         fresh: Slots = {name: fresh_slot(name, spec, params, global_step) for name, spec in specs_for(params).items()}
         if aged:
-            fresh[START_STEP] = new_start_step(global_step)
+            fresh[START_STEP] = hyperparameters.new_start_step(global_step)
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
@@ -525,23 +503,25 @@ def leafwise(
         h = values_at(hyper, step, given) | {"step": jnp.asarray(step)}
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
-            h["age"] = age_of(step, kept[START_STEP])
+            h["age"] = hyperparameters.age_of(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
         statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
         leaves, paths = jax.tree.leaves(params), trees.paths_of(params)
         updated = [i for i, gradient in enumerate(gradients) if gradient is not None]
 
         def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[tuple[Any, LeafSlots]]:
-            floats, arrays = _split(h)
+            floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
+            # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
+            arrays = jax.lax.optimization_barrier({name: one for name, one in h.items() if trees.is_array(one)})
+            found = []
+            for i in updated:
 
-            def of_leaf(i: int) -> tuple[Any, LeafSlots]:
-                def on_slots(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> tuple[Any, LeafSlots]:
-                    return fn(g, p, slots, arrays, (*floats, *statics[i]))
+                def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper, own: Any = statics[i]) -> Any:
+                    return fn(g, p, slots, arrays, (*floats, *own))
 
-                own = {name: values[i] for name, values in mine.items()}
-                return per_leaf(on_slots, paths[i], own, gradients[i], leaves[i], arrays)
-
-            return list(map(of_leaf, updated))
+                old = {name: values[i] for name, values in mine.items()}
+                found.append(per_leaf(rule, paths[i], old, gradients[i], leaves[i], arrays))
+            return found
 
         if prepare is not None:
             h |= prepare(h)
@@ -560,7 +540,9 @@ def leafwise(
 
     def roles(params: Params) -> Roles:
         specs = specs_for(params)
-        own: dict[str, Role | None] = {name: role_of(spec) for name, spec in specs.items()}
+        own: dict[str, Role | None] = {
+            name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()
+        }
         own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
         declared = {name: spec for name, spec in specs.items() if spec.holds is not None}
         return Roles(
@@ -569,17 +551,12 @@ def leafwise(
             formats=("m_dtype",) if any(spec.dtype is not None for spec in declared.values()) else (),
         )
 
-    return Optimizer(Init(init, roles, is_finished), update, report(hyper))
+    return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
 
 
 def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
     """A rule that changes no slot, from `measure`."""
-
-    @functools.wraps(measure)
-    def rule(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> tuple[Any, LeafSlots]:
-        return measure(g, p, slots, h), {}
-
-    return rule
+    return functools.wraps(measure)(lambda g, p, slots, h: (measure(g, p, slots, h), {}))
 
 
 def _scalar(name: str, value: Any, global_step: Step) -> Array:
@@ -603,23 +580,8 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
-    pairs = zip(own_leaves(params), jax.tree.leaves(params), strict=True)
+    pairs = zip(hyperparameters.own_leaves(params), jax.tree.leaves(params), strict=True)
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
-
-
-def role_of(spec: Slot) -> Role | None:
-    """The role of a slot with a value for each parameter."""
-    return Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps]
-
-
-def _split(h: Hyper) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-    """The static values in h, and the traced ones behind a barrier.
-
-    Without the barrier XLA would fuse a schedule into the kernel of each leaf.
-    """
-    floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
-    arrays = {name: value for name, value in h.items() if trees.is_array(value)}
-    return floats, jax.lax.optimization_barrier(arrays)
 
 
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool, alone: bool) -> Any:

@@ -20,23 +20,10 @@ from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import Init, Role, Roles
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
 from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
-from jstep.optimizers.hyperparameters import (
-    Axes,
-    MatrixAxes,
-    by_path,
-    checked,
-    checked_axes,
-    held_names,
-    held_slots,
-    low_dtype,
-    matrix_axes_of,
-    own_leaves,
-    partition_shown,
-    report,
-    value_at,
-)
+from jstep.optimizers.hyperparameters import Axes, MatrixAxes, by_path, checked, held_names, matrix_axes_of
 from jstep.optimizers.leafwise import MEAN, Slot
 from jstep.optimizers.offloading import loads_slots
 from jstep.optimizers.updates import match_gradients, missing_slot
@@ -124,29 +111,24 @@ def _hops(layout: Layout, count: int) -> list[tuple[Names, Names, Names]]:
     free = tuple(name for name in mesh.axis_names if name not in used and sizes[name] > 1)
     hops = [(batch, rows, columns)]
     taken = math.prod(sizes[name] for name in used)
-    chosen = min(_subsets(free), key=lambda names: (_rounds(count, taken, names, sizes), len(names)))
+    subsets: list[Names] = [()]
+    for name in free:
+        subsets += [(*one, name) for one in subsets]
+
+    def rounds(names: Names) -> int:
+        """The largest number of matrices on one device."""
+        return -(-count // (taken * math.prod(sizes[name] for name in names)))
+
+    chosen = min(subsets, key=lambda names: (rounds(names), len(names)))
     # Axes over which the stack is replicated are split first: this needs no communication, and later hops move less.
-    for name in chosen:
-        batch = (*batch, name)
     if chosen:
+        batch = (*batch, *chosen)
         hops.append((batch, rows, columns))
     while rows or columns:  # minor axes first: the shards along a major axis are not contiguous
         batch = (*batch, (columns or rows)[-1])
         rows, columns = (rows, columns[:-1]) if columns else (rows[:-1], columns)
         hops.append((batch, rows, columns))
     return hops
-
-
-def _subsets(names: Names) -> list[Names]:
-    found: list[Names] = [()]
-    for name in names:
-        found += [(*one, name) for one in found]
-    return found
-
-
-def _rounds(count: int, taken: int, names: Names, sizes: Any) -> int:
-    """The largest number of matrices on one device."""
-    return -(-count // (taken * math.prod(sizes[name] for name in names)))
 
 
 def _constrained(stack: Array, mesh: Any, hop: tuple[Names, Names, Names]) -> Array:
@@ -298,26 +280,23 @@ def orthogonalized(
     results: dict[int, Array] = {}
     for (shape, _, layout), indices in groups.items():
         members = [matrices[i] for i in indices]
+
+        def batched(epsilon: Any, *members: Array) -> list[Array]:
+            return list(newton_schulz(jnp.stack(members), epsilon, iteration))
+
+        def one_by_one(epsilon: Any, *members: Array) -> list[Array]:
+            return [newton_schulz(member, epsilon, iteration) for member in members]
+
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
             together = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
         elif len(members) == 1:
-            together = [newton_schulz(members[0], epsilon, iteration)]
+            together = one_by_one(epsilon, *members)
         elif math.prod(shape) <= SMALL:
-            together = _batched(iteration)(epsilon, *members)
+            together = batched(epsilon, *members)
         else:
-            together = jax.lax.platform_dependent(
-                epsilon, *members, cpu=_one_by_one(iteration), default=_batched(iteration)
-            )
+            together = jax.lax.platform_dependent(epsilon, *members, cpu=one_by_one, default=batched)
         results |= dict(zip(indices, together, strict=True))
     return [results[i] for i in range(len(matrices))]
-
-
-def _batched(iteration: Iteration) -> Callable[..., list[Array]]:
-    return lambda epsilon, *members: list(newton_schulz(jnp.stack(members), epsilon, iteration))
-
-
-def _one_by_one(iteration: Iteration) -> Callable[..., list[Array]]:
-    return lambda epsilon, *members: [newton_schulz(member, epsilon, iteration) for member in members]
 
 
 def _newton_schulz(x: Array, epsilon: Any, iteration: Iteration) -> Array:
@@ -424,9 +403,9 @@ def normalize_neurons(
     Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
     norm, while the paper sets the root mean square to 0.2.
     """
-    chosen = checked_axes(axes)
+    chosen = hyperparameters.checked_axes(axes)
     whose = one_of(over, "over", ["neuron", "short"])
-    wording = "to normalize its neurons", partition_shown("normuon", NORMUON)
+    wording = "to normalize its neurons", hyperparameters.partition_shown("normuon", NORMUON)
 
     def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the mean, and those of the matrix."""
@@ -518,10 +497,12 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
     and its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
-    chosen = checked_axes(axes)
+    chosen = hyperparameters.checked_axes(axes)
     wording = (
         "to keep its norm",
-        partition_shown("ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"),
+        hyperparameters.partition_shown(
+            "ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
+        ),
     )
 
     def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
@@ -531,7 +512,9 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     flags = {"axes": by_path(matrix_axes)}
     if callable(radius) and not isinstance(radius, type):
         of_leaf: Any = radius
-        flags["radius"] = by_path(lambda path, leaf: _given(of_leaf(path, leaf), path))
+        flags["radius"] = by_path(
+            lambda path, leaf: as_number(of_leaf(path, leaf), f"radius at {trees.quoted(path)}", low=0, above=True)
+        )
     elif radius is not None:
         hyper["radius"] = radius
     optimizer = from_update("hyperball", hyperball_update, {}, hyper, flags=flags)
@@ -569,13 +552,9 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     return jnp.where(exists, of_old * p - of_new * u, jnp.zeros_like(p)), {}
 
 
-def _given(radius: Any, path: str) -> float:
-    return as_number(radius, f"radius at {trees.quoted(path)}", low=0, above=True)
-
-
 def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
     """Raise for matrices whose norm is 0, as soon as their values are known."""
-    for path, leaf in own_leaves(params):
+    for path, leaf in hyperparameters.own_leaves(params):
         if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
             axes = sum(matrix_axes(path, leaf), ())
             if trees.is_traced(leaf):
@@ -585,10 +564,13 @@ def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes])
 
 
 def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
-    if not trees.is_array(leaf) or _is_elsewhere(leaf):
+    is_elsewhere = isinstance(leaf, jax.Array) and (trees.is_traced(leaf) or not leaf.is_fully_addressable)
+    if not trees.is_array(leaf) or is_elsewhere:
         return
+    on: Any = jnp if isinstance(leaf, jax.Array) else np  # NumPy arrays stay in host memory
     with jax.ensure_compile_time_eval():
-        norms = jax.device_get(_norms(leaf, axes))
+        wide = leaf.astype(trees.compute_dtype(leaf.dtype))
+        norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
     if np.any(norms == 0):
         place = tuple(np.argwhere(norms == 0)[0].tolist())
         raise ValueError(
@@ -596,16 +578,6 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
             "not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
             "numbers, or train it with another optimizer (jstep.partition)"
         )
-
-
-def _is_elsewhere(leaf: Any) -> bool:
-    return trees.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
-
-
-def _norms(x: Any, axes: tuple[int, ...]) -> Array:
-    on: Any = jnp if isinstance(x, jax.Array) else np  # NumPy arrays stay in host memory
-    norms: Array = on.sqrt(on.sum(on.square(x.astype(trees.compute_dtype(x.dtype))), axes))
-    return norms
 
 
 # Muon: orthogonalized momentum, and its orthogonalization as an element of a chain.
@@ -676,25 +648,18 @@ def muon(
     Scalable for LLM Training" (2025), for scale "rms". The results match `torch.optim.Muon` with
     adjust_lr_fn="match_rms_adamw" and products in float32; Optax's also corrects the bias.
     """
-    average_of = nesterov_average if as_bool(use_nesterov, "use_nesterov") else kept_average
+    is_ahead = as_bool(use_nesterov, "use_nesterov")
+
+    def averaged(g: Array, p: Array, s: Values, h: Values) -> Result:
+        m = average(s.momentum, g, h.momentum)
+        return (average(m, g, h.momentum) if is_ahead else m), {"momentum": m}
+
     hyper, flags = {"learning_rate": learning_rate, "weight_decay": weight_decay}, decay_mask(weight_decay_mask)
     return chain(
-        from_update("muon", average_of, {"momentum": MEAN}, {"momentum": momentum}),
+        from_update("muon", averaged, {"momentum": MEAN}, {"momentum": momentum}),
         orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper, flags=flags),
     )
-
-
-def kept_average(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The average of gradients."""
-    m = average(s.momentum, g, h.momentum)
-    return m, {"momentum": m}
-
-
-def nesterov_average(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The average with Nesterov momentum, one step ahead of the one that is kept."""
-    m = average(s.momentum, g, h.momentum)
-    return average(m, g, h.momentum), {"momentum": m}
 
 
 def orthogonalize(
@@ -746,26 +711,26 @@ def orthogonalize(
     Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
     Polar Express" (2025).
     """
-    dtype = low_dtype("ns_dtype", ns_dtype)
+    dtype = hyperparameters.low_dtype("ns_dtype", ns_dtype)
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
     schatten = one_of(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"
     iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
     hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
-    chosen = checked_axes(axes)
+    chosen = hyperparameters.checked_axes(axes)
     is_spread = as_bool(distribute, "distribute")
-    wording = "to be orthogonalized", partition_shown("muon", "jstep.muon(1e-3)")
+    wording = "to be orthogonalized", hyperparameters.partition_shown("muon", "jstep.muon(1e-3)")
 
     def matrix_axes(params: Params) -> list[Any]:
         return [
             matrix_axes_of(path, leaf, chosen, *wording) if trees.is_trainable(leaf) else None
-            for path, leaf in own_leaves(params)
+            for path, leaf in hyperparameters.own_leaves(params)
         ]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         matrix_axes(params)
-        return held_slots(hyper)
+        return hyperparameters.held_slots(hyper)
 
     @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
@@ -773,11 +738,13 @@ def orthogonalize(
         for name in held_names(hyper):
             if name not in given:
                 raise missing_slot(name, given)
-        small = value_at("epsilon", hyper["epsilon"], step, given)
+        small = hyperparameters.value_at("epsilon", hyper["epsilon"], step, given)
         new: list[Any] = [None] * len(gradients)
         matrices, ways, layouts = {}, {}, []
         for i, (gradient, leaf, where, (path, _)) in enumerate(
-            zip(gradients, jax.tree.leaves(params), matrix_axes(params), own_leaves(params), strict=True)
+            zip(
+                gradients, jax.tree.leaves(params), matrix_axes(params), hyperparameters.own_leaves(params), strict=True
+            )
         ):
             if gradient is not None:
                 sharding = layout_of(path) if is_spread else None
@@ -790,4 +757,4 @@ def orthogonalize(
         return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
 
     roles = Roles(dict.fromkeys(held_names(hyper), Role.HELD))
-    return Optimizer(Init(init, lambda params: roles), update, report(hyper))
+    return Optimizer(Init(init, lambda params: roles), update, hyperparameters.report(hyper))

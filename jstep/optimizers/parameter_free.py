@@ -77,15 +77,8 @@ def prodigy(
     match the authors' `prodigyopt`. `optax.contrib.prodigy` always corrects the bias.
     """
     first = checked("d0", d0, **POSITIVE)
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "d0": first,
-        "d_coef": d_coef,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
+    hyper |= {"d_coef": d_coef, "weight_decay": weight_decay}
     if beta3 is not None:
         hyper["beta3"] = beta3
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
@@ -228,15 +221,8 @@ def schedule_free_adamw(
     (`AdamWScheduleFree`). Optax's wrapper has a counter of its own, so it weights steps by another rate during warmup.
     """
     beta1 = _beta1(beta1)
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "weight_lr_power": weight_lr_power,
-        "r": r,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": weight_decay}
     slots, flags = {"z": COPY, "v": SQUARE} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
     return elements.from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
 
@@ -279,13 +265,8 @@ def schedule_free_sgd(
     Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree` (`SGDScheduleFree`).
     """
     beta1 = _beta1(beta1)
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "weight_lr_power": weight_lr_power,
-        "r": r,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
+    hyper |= {"weight_decay": weight_decay}
     slots, flags = {"z": COPY} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
     return elements.from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
 

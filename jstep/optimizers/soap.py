@@ -296,14 +296,8 @@ def soap(
             f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
         }
 
-    hyper = {
-        "learning_rate": learning_rate,
-        "beta1": beta1,
-        "beta2": beta2,
-        "epsilon": epsilon,
-        "shampoo_beta": shampoo_beta,
-        "weight_decay": weight_decay,
-    }
+    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": weight_decay}
     flags = decay_mask(weight_decay_mask)
     moments = from_update("soap", soap_update, slots, hyper, flags=flags, prepare=sizes_and_shares)
 
