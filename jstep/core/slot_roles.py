@@ -30,13 +30,13 @@ class Role(enum.Enum):
     OWN_AGE = "the same for an optimizer that skips some steps itself, so that wrappers cannot use it as their age"
     HELD = "a held hyperparameter"
     LOSS_SCALE = "the factor on the loss"
-    HIDDEN_SCALE = "a loss scale that is not outermost, which raises when it is used"
+
     SCALE_SINCE = "the step of the loss scale's last change"
     LAST_FINITE = "the global step after the last finite update"
     NOISE = "the average of the gradient's noise"
     NOISE_SQUARE = "the average of the gradient's squared norm"
     NOISE_WEIGHT = "the weight of both averages"
-    HIDDEN_NOISE = "such an average under a label or beside other elements, which raises when it is used"
+
     SHARED = "another value for all parameters"
     ROWS = "a value for each row of a parameter"
     COLUMNS = "a value for each column of a parameter"
@@ -56,8 +56,9 @@ COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 _WITH_A_START = (*COPIES, Role.AVERAGE)
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots without values of their own: each is half of another slot, or of the parameters."""
+OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
+"""Slots of wrappers that must see all gradients."""
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
-_HIDDEN: dict[Role | None, Role] = dict.fromkeys((Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT), Role.HIDDEN_NOISE)
 
 
 class Roles(Mapping[str, Role | None]):
@@ -71,6 +72,7 @@ class Roles(Mapping[str, Role | None]):
         holds: Slot name → what its values are, as `Slot(holds=…)` declares it, for slots of the parameters' shape.
         halves: Name of a slot that is stored as codes, or in bfloat16 → the name of the slot with its other half.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
+        hidden: The names of the slots of wrappers that must be outermost and are not, so that their first step raises.
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Roles(Mapping[str, Role | None]):
         holds: Mapping[str, str] = MappingProxyType({}),
         halves: Mapping[str, str] = MappingProxyType({}),
         formats: Collection[str] = (),
+        hidden: Collection[str] = (),
     ) -> None:
         self._roles = dict(roles) if isinstance(roles, Mapping) else dict.fromkeys(roles)
         self.complete = complete
-        self.holds, self.halves, self.formats = dict(holds), dict(halves), frozenset(formats)
+        self.holds, self.halves = dict(holds), dict(halves)
+        self.formats, self.hidden = frozenset(formats), frozenset(hidden)
 
     def __getitem__(self, name: str) -> Role | None:
         return self._roles[name]
@@ -124,6 +128,7 @@ class Roles(Mapping[str, Role | None]):
             holds={f"{prefix}/{name}": what for name, what in self.holds.items()},
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             formats=self.formats,
+            hidden=[f"{prefix}/{name}" for name in self.hidden],
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -134,32 +139,24 @@ class Roles(Mapping[str, Role | None]):
             holds={**self.holds, **other.holds},
             halves={**self.halves, **other.halves},
             formats=self.formats | other.formats,
+            hidden=self.hidden | other.hidden,
         )
 
     def stored_by(self, format: str) -> "Roles":
         """The roles of an optimizer that a wrapper or an argument of this name makes store numbers in its own way."""
         return self.joined(Roles(formats=(format,)))
 
-    def beside_others(self) -> "Roles":
-        """The roles of one part of an optimizer, where wrappers that must be outermost are hidden."""
-        roles = self.without_scale()
-        return roles.joined(Roles({name: _HIDDEN.get(role, role) for name, role in roles.items()}))
-
-    def without_scale(self) -> "Roles":
-        """The roles of an optimizer that does not see all gradients, so its loss scale is not outermost."""
-        return self._changed({Role.LOSS_SCALE: Role.HIDDEN_SCALE})
+    def hiding(self, *roles: Role) -> "Roles":
+        """The roles of an optimizer that does not see all gradients: those of `OUTERMOST` are then hidden."""
+        return self.joined(Roles(hidden=self.of(*roles)))
 
     def of_own_age(self) -> "Roles":
         """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
-        return self._changed({Role.AGE: Role.OWN_AGE})
-
-    def within_masters(self) -> "Roles":
-        """The roles of an optimizer whose parameters are master weights."""
-        return self._changed(dict.fromkeys((Role.COPY, Role.MASTER), Role.MASTER_COPY))
+        return self.changed({Role.AGE: Role.OWN_AGE})
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""
-        return self._changed({Role.OWN_AGE: Role.AGE, Role.HIDDEN_SCALE: Role.LOSS_SCALE})
+        return self.changed({Role.OWN_AGE: Role.AGE})
 
     def of(self, *roles: Role) -> list[str]:
         """The names of the slots that have one of these roles."""
@@ -169,7 +166,8 @@ class Roles(Mapping[str, Role | None]):
         """Whether a known slot has one value for all parameters."""
         return self[name] not in _OF_PARAMETERS
 
-    def _changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
+    def changed(self, changes: Mapping[Role | None, Role]) -> "Roles":
+        """The roles with other ones in place of some."""
         return self.joined(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
@@ -253,13 +251,10 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
         params: The parameters, or their shapes.
     """
 
-    def nothing(constant: Any) -> None:
-        return None
-
     def sources(operation: Operation, given: list[int | None]) -> list[int | None]:
         """The parameters that the results of an operation are copies of."""
         if operation.kind == "call":
-            return evaluate(operation.bodies[0], given, sources, nothing)
+            return evaluate(operation.bodies[0], given, sources, lambda constant: None)
         return given if operation.eqn.primitive.name in COPYING else [None] * len(operation.eqn.outvars)
 
     try:
@@ -267,7 +262,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     except Exception:  # a custom init may need values
         return {}
     treedef = trees.structure(params)
-    found = evaluate(body_of(traced), range(treedef.num_leaves), sources, nothing)
+    found = evaluate(body_of(traced), range(treedef.num_leaves), sources, lambda constant: None)
     numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if one is None else one for one in found])
 
     def is_copy(slot: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jstep.core.checks import as_function, as_int, as_text, kind, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Role
+from jstep.core.slot_roles import Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
@@ -144,7 +145,9 @@ class ExponentialMovingAverage:
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
                 _count(name, value)
-        rate = self._rate(num_updates, self._regular_age(num_updates) if age is None and self.zero_debias else age)
+        if age is None and self.zero_debias:  # if there was one update for each number from 1 to n
+            age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
+        rate = self._rate(num_updates, age)
         if self.waits:
             still = jnp.where(self.is_due(num_updates), jnp.asarray(rate, trees.default_float()), 0.0)
             rate = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
@@ -164,10 +167,6 @@ class ExponentialMovingAverage:
         """Whether a value enters the averages at the n-th update."""
         since = jnp.asarray(num_updates) - self.start_step
         return (since > 0) & (since % self.every == 0)
-
-    def _regular_age(self, num_updates: Step | None) -> Step:
-        """The number of values in the averages if there was one update for each number from 1 to n."""
-        return jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
 
     def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
@@ -466,33 +465,25 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
-        def rule(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
-            return _synchronised(u.to_dense() if trees.is_slices(u) else u, p, own[SLOW], rate, due)
-
         for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
             start = at.starts[i]
             if u is not None and start is not None:
                 due = age_of(at.step, start) % period == 0
-                found[i], new = per_leaf(rule, path, {SLOW: slows[i]}, u, p, rate, due)
+                found[i], new = per_leaf(_synchronised, path, {SLOW: slows[i]}, u, p, rate, due)
                 slows[i] = new[SLOW]
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
-    return wrap_optimizer(
-        optimizer,
-        "lookahead",
-        update,
-        Own(
-            {SLOW: lambda params, step: leafwise.fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)},
-            {SLOW: Role.COPY},
-            {SLOW: "weight"},
-            hyper={"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)},
-            aged=True,
-        ),
-    )
+    def fresh(params: Params, step: Step) -> Any:
+        return leafwise.fresh_slot(SLOW, Slot("copy"), trained(optimizer, params), step)
+
+    hyper = {"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)}
+    own = Own({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
+    return wrap_optimizer(optimizer, "lookahead", update, own)
 
 
-def _synchronised(u: Array, p: Array, slow: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+def _synchronised(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
     """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
+    u, slow = u.to_dense() if trees.is_slices(u) else u, own[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
@@ -592,14 +583,12 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
                 kept[i] = new[MASTER]
         return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
-    return wrap_optimizer(
-        optimizer,
-        "master_weights",
-        update,
-        Own({MASTER: fresh}, {MASTER: Role.MASTER}),
-        inner_roles=lambda roles: roles.within_masters().stored_by("master_weights"),
-        init_on=lambda params: jax.tree.map(widened, params),
-    )
+    def inner_roles(roles: Roles) -> Roles:
+        return roles.changed({Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}).stored_by("master_weights")
+
+    own = Own({MASTER: fresh}, {MASTER: Role.MASTER})
+    init_on = functools.partial(jax.tree.map, widened)
+    return wrap_optimizer(optimizer, "master_weights", update, own, inner_roles=inner_roles, init_on=init_on)
 
 
 def _rounded(p: Any, master: Any) -> Any:
@@ -609,16 +598,9 @@ def _rounded(p: Any, master: Any) -> Any:
 def _moved_master(own: Slots, u: Any, p: Any) -> tuple[Array, Slots]:
     """The update of a parameter to its master, and the master."""
     master = add(own[MASTER], u)
-    return _to_rounding(p, master), {MASTER: master}
-
-
-def _to_rounding(p: Any, master: Any) -> Any:
-    """The update from p to the rounding of its master.
-
-    The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
-    2^13.
-    """
-    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype)
+    # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
+    # 2^13.
+    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype), {MASTER: master}
 
 
 def _floating_dtype(dtype: Any) -> Any:
@@ -671,7 +653,12 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
             if p.dtype != jnp.bfloat16:
                 return u
             dense = u.to_dense() if trees.is_slices(u) else u
-            return _stochastically_rounded(p, dense.astype(jnp.float32), jax.random.fold_in(of_step, i))
+            exact = apply_updates(p.astype(jnp.float32), dense.astype(jnp.float32))
+            # The dropped 16 bits are the probability of rounding up.
+            bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
+            chance = jax.random.bits(jax.random.fold_in(of_step, i), p.shape, jnp.uint16).astype(jnp.uint32)
+            cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
+            return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
 
         leaves, numbers = jax.tree.leaves(at.params), hyperparameters.leaf_numbers(at.params)
         return leafwise.map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
@@ -679,12 +666,3 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     return wrap_optimizer(
         optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")
     )
-
-
-def _stochastically_rounded(p: Array, u: Array, key: Array) -> Array:
-    """The update from p to p + u, rounded stochastically: the dropped 16 bits are the probability of rounding up."""
-    exact = apply_updates(p.astype(jnp.float32), u)
-    bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
-    chance = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32)
-    cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, Init, Labels, Role, Roles, labels_of, roles_of
+from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
@@ -418,7 +418,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
             found = Roles()
             for part in split(params).values():
                 found = found.joined(roles_of(part.optimizer, part.params))
-        return found.beside_others()
+        return found.hiding(*OUTERMOST)
 
     @loads_slots
     def update(

@@ -227,12 +227,12 @@ def dynamic_loss_scale(
 
 
 def _of_own_age(roles: Roles) -> Roles:
-    return roles.of_own_age().without_scale()
+    return _of_one_loss(roles.of_own_age())
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
     """The factor on the loss before differentiation, or None without loss scaling."""
-    hidden = roles.of(Role.HIDDEN_SCALE)
+    hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
     if hidden:
         names = ", ".join(map(repr, hidden))
         several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
@@ -332,9 +332,12 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
         return updates, inner, {name: averaged(own[name], x) for name, x in zip(SLOTS, values, strict=True)}
 
     own = Own(dict.fromkeys(SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), SLOTS)
-    return wrap_optimizer(
-        optimizer, "with_noise_scale", update, own, inner_roles=Roles.without_scale, takes_context=True
-    )
+    return wrap_optimizer(optimizer, "with_noise_scale", update, own, inner_roles=_of_one_loss, takes_context=True)
+
+
+def _of_one_loss(roles: Roles) -> Roles:
+    """The roles below a wrapper that must see unscaled gradients."""
+    return roles.hiding(Role.LOSS_SCALE)
 
 
 def noise_slots(roles: Roles) -> dict[Role, str]:
@@ -343,7 +346,7 @@ def noise_slots(roles: Roles) -> dict[Role, str]:
     Raises:
         ValueError: They are under a label or next to other elements.
     """
-    hidden = roles.of(Role.HIDDEN_NOISE)
+    hidden = [name for name in roles.of(*SLOTS.values()) if name in roles.hidden]
     if hidden:
         raise ValueError(
             f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "

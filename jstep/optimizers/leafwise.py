@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import KINDS, Init, Role, Roles, abstractly, roles_of
+from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Role, Roles, abstractly, roles_of
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
@@ -286,7 +286,7 @@ def merged_roles(parts: Parts, params: Params) -> Roles:
     known = {part: roles_of(one, params) for part, one in parts.items()}
     merge(known.items(), "slot")
     merged = functools.reduce(Roles.joined, known.values(), Roles())
-    return merged.beside_others() if len(parts) > 1 else merged
+    return merged.hiding(*OUTERMOST) if len(parts) > 1 else merged
 
 
 def merged_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:

@@ -155,44 +155,32 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
         jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in zip(closed.out_avals, places, strict=True)
     ]
 
-    def inputs(carry: list[Any]) -> list[Any]:
-        current = dict(zip(places, carry, strict=True))
-        return [current.get(i, x) for i, x in enumerate(given)]
+    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, given)) // max(known.limit, 1)))
+    rows = start[0].shape[0] // count if count > 1 else 0
 
-    def computed(values: list[Any], by: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        new = by(on_devices(values))
-        return [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
-
-    def whole(i: Array, carry: list[Any]) -> list[Any]:
-        values, _ = _at_this_iteration(inputs(carry), i)
-        return computed(values, lambda values: evaluate(body, values))
-
-    def one_slice(i: Array, carry: list[Any]) -> list[Any]:
-        if any(is_on_host(x) for k, x in enumerate(given) if k not in places):
-            first, i = _at_this_iteration(carry[0], i)
+    def turn(i: Array, carry: list[Any]) -> list[Any]:
+        # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
+        # host memory, which the loop only reads, before the loop.
+        if rows and any(is_on_host(x) for k, x in enumerate(given) if k not in places):
+            first, i = jax.lax.optimization_barrier((carry[0], i))
             carry = [first, *carry[1:]]
-        parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in inputs(carry)]
-        new = computed(parts, lambda values: on_slices(body, values, rows))
-        return [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in zip(carry, new, strict=True)]
+        current = dict(zip(places, carry, strict=True))
+        values = [current.get(k, x) for k, x in enumerate(given)]
+        if rows:
+            parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
+            new = on_slices(body, on_devices(parts), rows)
+        else:
+            new = evaluate(body, on_devices(jax.lax.optimization_barrier((values, i))[0]))
+        new = [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
+        if rows:
+            pairs = zip(carry, new, strict=True)
+            new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]
+        return new
 
-    size = sum(map(_host_bytes, given))
-    count = _number_of_slices(body, path, -(-size // max(known.limit, 1)))
-    if count == 1:
-        values = jax.lax.fori_loop(0, known.turns, whole, start)
-    else:
-        rows = start[0].shape[0] // count
-        values = jax.lax.fori_loop(0, count if known.is_certain else count * known.turns, one_slice, start)
+    turns = known.turns if not rows else count if known.is_certain else count * known.turns
+    values = jax.lax.fori_loop(0, turns, turn, start)
     found: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(made), values)
     return found
-
-
-def _at_this_iteration(values: Any, i: Array) -> tuple[Any, Array]:
-    """The same values, of which XLA does not know that they are the same in all iterations of a loop.
-
-    Otherwise it would load a parameter in host memory, which the loop only reads, before the loop.
-    """
-    same: tuple[Any, Array] = jax.lax.optimization_barrier((values, i))
-    return same
 
 
 def _replaced(made: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
-from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots
+from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import POSITIVE, Result, Scalar, Sums, Values
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
@@ -86,25 +87,21 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
+    flags, sums = elements.decay_mask(weight_decay_mask), Sums(progress, estimate)
+    prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
     return elements.from_update(
-        "prodigy",
-        prodigy_update,
-        slots | scalars,
-        hyper,
-        flags=elements.decay_mask(weight_decay_mask),
-        prepare=lambda h: decayed_sizes(h, corrected, guarded),
-        sums=Sums(progress, estimate),
+        "prodigy", prodigy_update, slots | scalars, hyper, flags=flags, prepare=prepare, sums=sums
     )
 
 
 def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
     """The values shared by all leaves: the rate, and the weights of old and new values in each average."""
     lr, d = h.learning_rate, h.d
-    beta3 = h.beta3 if "beta3" in h else _root(h.beta2)
+    root = math.sqrt if isinstance(h.beta2, float) else jnp.sqrt
+    beta3 = h.beta3 if "beta3" in h else root(h.beta2)
     size = d * lr
     if corrected:
-        age = h.age
-        size = size * jnp.sqrt(bias_correction(h.beta2, age)) / bias_correction(h.beta1, age)
+        size = size * jnp.sqrt(bias_correction(h.beta2, h.age)) / bias_correction(h.beta1, h.age)
     moves = jnp.asarray(lr > 0)
 
     def old(share: Any) -> Array:
@@ -125,10 +122,6 @@ def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
         "n_new": d / h.d0 * size,
         "n_old": old(beta3),
     }
-
-
-def _root(x: Any) -> Any:
-    return math.sqrt(x) if isinstance(x, float) else jnp.sqrt(x)
 
 
 def new_s(g: Array, s: Values, h: Values) -> Array:
@@ -349,37 +342,23 @@ def schedule_free_params(state: Any, name: str | None = None) -> Any:
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     params, slots = state.params, state.slots
     leaves, treedef = trees.flatten(params)
-    around = [*_masters_around(prefix, params, slots), masters_of(state)]
-    masters = [treedef.flatten_up_to(tree) for tree in around]
-    zs = treedef.flatten_up_to(values_of(state, prefix + "z"))
-    beta1 = slots[prefix + "beta1"]
-    return treedef.unflatten(
-        [
-            leaf if z is None else _x(leaf, _unrounded(leaf, wider), on_devices(z), beta1)
-            for leaf, z, *wider in zip(leaves, zs, *masters, strict=True)
-        ]
-    )
-
-
-def _masters_around(prefix: str, params: Params, slots: Slots) -> list[Any]:
-    """Possible slots of `master_weights` around the optimizer of a prefix, found by name, outermost first."""
+    # Possible slots of `master_weights` around the optimizer of the prefix, found by name, outermost first.
     parts = prefix.split("/")[:-1]
-    around = ("/".join([*parts[:count], "master"]) for count in range(len(parts) + 1))
-    found = (slots[name] for name in around if name in slots)
-    return [tree for tree in found if trees.is_like(params, tree)]
+    above = [slots.get("/".join([*parts[:count], "master"])) for count in range(len(parts) + 1)]
+    around = [*(tree for tree in above if tree is not None and trees.is_like(params, tree)), masters_of(state)]
 
+    def x_of(leaf: Any, z: Any, *masters: Any) -> Any:
+        if z is None:
+            return leaf
+        # y before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name.
+        y = whole = on_devices(leaf)
+        for one in map(on_devices, masters):
+            if trees.is_array(one) and one.shape == y.shape and trees.is_floating(one.dtype):
+                y = jnp.where(one.astype(whole.dtype) == whole, one, y.astype(one.dtype))
+        dtype = trees.compute_dtype(y.dtype)
+        y, z, beta1 = (one.astype(dtype) for one in (y, on_devices(z), slots[prefix + "beta1"]))
+        # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
+        return (z + (y - z) / beta1).astype(leaf.dtype)
 
-def _unrounded(leaf: Any, masters: list[Any]) -> Any:
-    """A leaf before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name."""
-    y = leaf = on_devices(leaf)
-    for one in map(on_devices, masters):
-        if trees.is_array(one) and one.shape == y.shape and trees.is_floating(one.dtype):
-            y = jnp.where(one.astype(leaf.dtype) == leaf, one, y.astype(one.dtype))
-    return y
-
-
-def _x(leaf: Any, y: Any, z: Any, beta1: Array) -> Any:
-    dtype = trees.compute_dtype(y.dtype)
-    y, z, beta1 = y.astype(dtype), z.astype(dtype), beta1.astype(dtype)
-    # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
-    return (z + (y - z) / beta1).astype(leaf.dtype)
+    zs = treedef.flatten_up_to(values_of(state, prefix + "z"))
+    return treedef.unflatten(list(map(x_of, leaves, zs, *map(treedef.flatten_up_to, around))))

@@ -310,31 +310,25 @@ def soap(
         treedef = trees.structure(params)
 
         def turned(own: Slots, _: Any) -> tuple[None, Slots]:
-            of_leaves = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
-            values = with_turned_bases(of_leaves, turn, has_update)
+            """The slots with new bases for the leaves that have bases and were updated."""
+            values = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
+            axes = [axis for axis in range(len(values)) if f"gg_{axis}" in values]
+            leaves = {}
+            for i, v in enumerate(values["v"]):
+                used = [axis for axis in axes if values[f"gg_{axis}"][i] is not None]
+                if used and has_update[i]:
+                    grams, bases = ({axis: values[f"{name}_{axis}"][i] for axis in used} for name in ("gg", "q"))
+                    leaves[i] = EigenbasisUpdate(grams, bases, v)
+            for i, leaf in zip(leaves, update_eigenbases(turn, list(leaves.values())), strict=True):
+                values["v"][i] = leaf.v
+                for axis, basis in leaf.bases.items():
+                    values[f"q_{axis}"][i] = basis
             return None, {name: treedef.unflatten(values[name]) for name in own if not name.startswith("gg")}
 
         # All matrices of one size are processed by one loop, so they are on the devices at once.
         return new_updates, new | with_slots_loaded(turned, {n: new[n] for n in slots(params) if n != "m"}, None)[1]
 
     return moments._replace(update=update)
-
-
-def with_turned_bases(slots: dict[str, list[Any]], turn: Array, has_update: list[bool]) -> dict[str, list[Any]]:
-    """The leaves of each slot, with new bases for the leaves that have bases and were updated."""
-    axes = [axis for axis in range(len(slots)) if f"gg_{axis}" in slots]
-    leaves = {}
-    for i, v in enumerate(slots["v"]):
-        own = [axis for axis in axes if slots[f"gg_{axis}"][i] is not None]
-        if own and has_update[i]:
-            grams, bases = ({axis: slots[f"{name}_{axis}"][i] for axis in own} for name in ("gg", "q"))
-            leaves[i] = EigenbasisUpdate(grams, bases, v)
-    slots = {name: list(values) for name, values in slots.items()}
-    for i, leaf in zip(leaves, update_eigenbases(turn, list(leaves.values())), strict=True):
-        slots["v"][i] = leaf.v
-        for axis, basis in leaf.bases.items():
-            slots[f"q_{axis}"][i] = basis
-    return slots
 
 
 def sizes_and_shares(h: Values) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Applying updates: matching gradients and slots to parameters, and writing them in place."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +53,7 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
     leaves = jax.tree.leaves(params)
     gradients = [
-        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, functools.partial(_path_at, params, i))
+        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, lambda i=i: trees.paths_of(params)[i])  # type: ignore[misc]
         for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
     ]
     if all(gradient is None for gradient in gradients):
@@ -62,10 +61,6 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
             params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
         )
     return gradients
-
-
-def _path_at(params: Params, i: int) -> str:
-    return trees.paths_of(params)[i]
 
 
 def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
