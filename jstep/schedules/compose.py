@@ -89,7 +89,9 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
         table = jnp.stack([jnp.asarray(number, trees.default_float()) for number in numbers])
         if not edges:
             return jnp.broadcast_to(table[0], step.shape)
-        return table[jnp.searchsorted(_edge_array(edges, step.dtype), step, side="left")]
+        last = np.iinfo(step.dtype).max
+        firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
+        return table[jnp.searchsorted(firsts, step, side="left")]
 
     return schedule
 
@@ -107,11 +109,6 @@ def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[i
             raise ValueError(f"{name}={list(values)}: must increase, but {edge} comes before {following}")
     # For integer steps, step ≤ 2.5 means step ≤ 2.
     return [math.floor(edge) for edge in edges]
-
-
-def _edge_array(edges: list[int], dtype: Any) -> Any:
-    info = np.iinfo(dtype)
-    return jnp.asarray(np.array([min(max(edge, -1), info.max) for edge in edges], dtype))
 
 
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:

@@ -12,9 +12,8 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_number, one_of
-from jstep.core.trees import Array, Number, Schedule, Step
+from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
-from jstep.schedules.arithmetic import Periods
 from jstep.schedules.arithmetic import steps as exact
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
@@ -47,11 +46,9 @@ def exponential_decay(
     Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
     in floats, which cannot represent every step from 2^24.
     """
-    start, length, rate = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.period("decay_steps", decay_steps),
-        arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.period("decay_steps", decay_steps)
+    rate = arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True)
     staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
@@ -86,11 +83,9 @@ def natural_exp_decay(
 
     Source: `tf.train.natural_exp_decay`.
     """
-    start, length, rate = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.period("decay_steps", decay_steps),
-        arithmetic.scalar("decay_rate", decay_rate),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.period("decay_steps", decay_steps)
+    rate = arithmetic.scalar("decay_rate", decay_rate)
     staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
@@ -126,11 +121,9 @@ def inverse_time_decay(
 
     Source: `tf.train.inverse_time_decay`.
     """
-    start, length, rate = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.period("decay_steps", decay_steps),
-        arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.period("decay_steps", decay_steps)
+    rate = arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True)
     staircase = arithmetic.flag("staircase", staircase)
 
     def schedule(step: Step, /) -> Any:
@@ -170,30 +163,26 @@ def polynomial_decay(
 
     Source: `tf.train.polynomial_decay`.
     """
-    start, length, end, exponent = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.duration("decay_steps", decay_steps, polynomial_decay),
-        arithmetic.scalar("end_learning_rate", end_learning_rate),
-        arithmetic.scalar("power", power, low=0, finite=True),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.duration("decay_steps", decay_steps, polynomial_decay)
+    end = arithmetic.scalar("end_learning_rate", end_learning_rate)
+    exponent = arithmetic.scalar("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
 
     def schedule(step: Step, /) -> Any:
         step = exact(step)
         periods = arithmetic.split(step, length)
-        left = _cycled(step, periods) if cycle else jnp.where(periods.whole > 0, 0.0, periods.remaining)
+        if cycle:
+            # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
+            at_end = (periods.fraction == 0) & (step > 0)
+            left = jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
+        else:
+            left = jnp.where(periods.whole > 0, 0.0, periods.remaining)
         left = left.astype(periods.remaining.dtype)
-        return (start - end) * (
-            left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
-        ) + end
+        raised = left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
+        return (start - end) * raised + end
 
     return schedule
-
-
-def _cycled(step: Any, periods: Periods) -> Any:
-    # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
-    at_end = (periods.fraction == 0) & (step > 0)
-    return jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
 
 
 def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
@@ -256,11 +245,9 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
 
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
     """
-    start, length, floor = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.duration("decay_steps", decay_steps, cosine_decay),
-        arithmetic.scalar("alpha", alpha),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.duration("decay_steps", decay_steps, cosine_decay)
+    floor = arithmetic.scalar("alpha", alpha)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.split(arithmetic.steps(step), length)
@@ -306,11 +293,9 @@ def cosine_decay_restarts(
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
     float logarithm and therefore misplaces restarts; here they are tabulated.
     """
-    start, length, floor = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts),
-        arithmetic.scalar("alpha", alpha),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
+    floor = arithmetic.scalar("alpha", alpha)
     stretch = arithmetic.period("t_mul", t_mul)
     height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
     if stretch < 1:
@@ -386,15 +371,11 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start, length = (
-        arithmetic.scalar("learning_rate", learning_rate),
-        arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay),
-    )
-    count, above, floor = (
-        arithmetic.scalar("num_periods", num_periods),
-        arithmetic.scalar("alpha", alpha),
-        arithmetic.scalar("beta", beta),
-    )
+    start = arithmetic.scalar("learning_rate", learning_rate)
+    length = arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay)
+    count = arithmetic.scalar("num_periods", num_periods)
+    above = arithmetic.scalar("alpha", alpha)
+    floor = arithmetic.scalar("beta", beta)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.split(arithmetic.steps(step), length)
@@ -548,11 +529,9 @@ def warmup_cosine_decay(
 
     Source: `optax.warmup_cosine_decay_schedule`.
     """
-    top, begin, end = (
-        arithmetic.scalar("peak", peak),
-        arithmetic.scalar("init_value", init_value),
-        arithmetic.scalar("end_value", end_value),
-    )
+    top = arithmetic.scalar("peak", peak)
+    begin = arithmetic.scalar("init_value", init_value)
+    end = arithmetic.scalar("end_value", end_value)
     warm = arithmetic.count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
     length = arithmetic.count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
@@ -566,11 +545,9 @@ def warmup_cosine_decay(
         later = arithmetic.between(top, end, step, warm, length, arithmetic.cosine)
         if not warm:
             return later
-        return jnp.where(
-            step >= _first_at(step, warm),
-            later,
-            arithmetic.between(begin, top, step, Fraction(0), warm, arithmetic.straight),
-        )
+        first = jnp.full_like(step, min(math.ceil(warm), int(np.iinfo(step.dtype).max)))
+        rising = arithmetic.between(begin, top, step, Fraction(0), warm, arithmetic.straight)
+        return jnp.where(step >= first, later, rising)
 
     return schedule
 
@@ -661,11 +638,6 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     return schedule
 
 
-def _first_at(step: Array, edge: Fraction) -> Array:
-    """Return the first step ≥ edge, or the largest representable step."""
-    return jnp.full_like(step, min(math.ceil(edge), int(np.iinfo(step.dtype).max)))
-
-
 def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
     """Warmup of AdEMAMix's alpha: min(t · alpha / steps, alpha) at the update t = step + 1.
 
@@ -687,10 +659,8 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
-    height, length = (
-        arithmetic.scalar("alpha", alpha, low=0, finite=True),
-        arithmetic.count("steps", steps, ademamix_alpha),
-    )
+    height = arithmetic.scalar("alpha", alpha, low=0, finite=True)
+    length = arithmetic.count("steps", steps, ademamix_alpha)
 
     def schedule(step: Step, /) -> Any:
         return height * arithmetic.ramp(exact(step), length)

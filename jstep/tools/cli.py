@@ -49,7 +49,11 @@ def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_cost(arguments: argparse.Namespace) -> int:
-    place, name = _place_and_name(arguments.program)
+    place, separator, function = arguments.program.rpartition(":")
+    if not (place and separator and function):
+        raise ValueError(f"{arguments.program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise FileNotFoundError(f"no file {place}")
     # These import JAX, which --help and the errors above do not need.
     from jstep.core.devices import parsed
     from jstep.core.meshes import mesh_of
@@ -61,22 +65,12 @@ def _run_cost(arguments: argparse.Namespace) -> int:
     if topology is not None:
         require_compiler(topology)
         prepare()  # before the program uses JAX, which would otherwise warn on stderr that the compilers lack devices
-    step, state, *batch = _returned(place, name)
+    step, state, *batch = _returned(place, function)
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
     print(common.as_json(_fields(found)) if arguments.json else found)
     return OK  # even if the step does not fit into memory
-
-
-def _place_and_name(program: str) -> tuple[str, str]:
-    """Return the file or module and the name of its function."""
-    place, separator, name = program.rpartition(":")
-    if not (place and separator and name):
-        raise ValueError(f"{program!r}: expected PROGRAM:FUNCTION, such as train.py:step_and_shapes")
-    if place.endswith(".py") and not os.path.isfile(place):
-        raise FileNotFoundError(f"no file {place}")
-    return place, name
 
 
 def _returned(place: str, name: str) -> Any:
@@ -155,17 +149,6 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     return OK
 
 
-def orbax_folder(path: str) -> str | None:
-    """Return the folder with the arrays of the Orbax checkpoint at a path; None if Orbax did not write any.
-
-    Raises:
-        ValueError: The checkpoint is incomplete, or the path has several checkpoints or items.
-    """
-    if is_url(path) or not os.path.isdir(path) or os.path.lexists(os.path.join(path, MANIFEST)):
-        return None
-    return folder_of(path)
-
-
 def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
     """Print the arrays of an Orbax checkpoint, from its metadata.
 
@@ -239,11 +222,13 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     path = location(arguments.path, "path")
     if are_at(path):
         return show(path, arguments)
-    problem = None
-    try:
-        folder = orbax_folder(path)
-    except ValueError as error:  # this may be a directory of checkpoints of jstep
-        folder, problem = None, error
+    folder, problem = None, None
+    is_folder = not is_url(path) and os.path.isdir(path)
+    if is_folder and not os.path.lexists(os.path.join(path, MANIFEST)):
+        try:
+            folder = folder_of(path)
+        except ValueError as error:  # this may be a directory of checkpoints of jstep
+            problem = error
     if folder is not None:
         return show_orbax(folder, arguments)
     one = common.at(path)
@@ -397,8 +382,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
-    if argv is None:  # the stdout of the process is ours
-        _escape_what_the_locale_lacks()
+    is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
+    if argv is None and is_text:  # the stdout of the process is ours
+        # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     arguments = _parser(given).parse_args(given)
     try:
         code: int = arguments.run(arguments)
@@ -414,12 +401,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return TROUBLE
     return code
-
-
-def _escape_what_the_locale_lacks() -> None:
-    """Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

@@ -251,7 +251,10 @@ def _run(arguments: argparse.Namespace) -> int:
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    of_cards = differences(_place(a), _place(b), (_prefix(a), _prefix(b)))
+    # The directories in which the runs keep their cards, and the prefixes of single checkpoints.
+    folders = [x.path if x.kind == "a directory of checkpoints" else split(x.path)[0] or "." for x in (a, b)]
+    prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
+    of_cards = differences(folders[0], folders[1], (prefixes[0], prefixes[1]))
     if not arguments.json:
         for line in text(of_cards):
             print(cli_common.printable(line))
@@ -264,15 +267,6 @@ def _run(arguments: argparse.Namespace) -> int:
     for problem in problems:
         cli_common.complain("diff", problem)
     return TROUBLE if problems else OK if result["same"] else DIFFERENT
-
-
-def _place(side: _Side) -> str:
-    """The directory in which the run keeps its card."""
-    return side.path if side.kind == "a directory of checkpoints" else split(side.path)[0] or "."
-
-
-def _prefix(side: _Side) -> str | None:
-    return next(prefix for _, prefix in side.steps) if side.kind == "a checkpoint" else None
 
 
 def _side(path: str) -> _Side:
@@ -324,24 +318,26 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
         of_a, of_b = ({(step, ""): one for (step, _), one in of.items()} for of in (of_a, of_b))
     keys = sorted(of_a.keys() & of_b.keys())
     if not keys:
-        raise ValueError(_nothing_common(a, sorted(s for s, _ in of_a), b, sorted(s for s, _ in of_b)))
+        some = []
+        for of in (of_a, of_b):
+            steps = sorted(step for step, _ in of)
+            shown = ", ".join(map(str, steps[:4])) + (f", …, {steps[-1]}" if len(steps) > 4 else "")
+            some.append(shown or "none")
+        raise ValueError(f"no step in common: {a.path} has {some[0]}, and {b.path} has {some[1]}")
     common = [step for step, _ in keys]
-    compare = _of_entries if a.kind == "a log of fingerprints" else _of_checkpoints
     for before, key in enumerate(keys):
-        found = compare(of_a[key], of_b[key])
+        if a.kind == "a log of fingerprints":
+            found = _of_entries(of_a[key], of_b[key])
+        else:
+            leaves = list(_leaves(of_a[key], of_b[key]))
+            found = (leaves, {}) if leaves else None
         if found is not None:
-            leaves, more = found
-            return _result(a, b, leaves, step=key[0], common=common, same_before=before, same=False, **more)
+            return _result(a, b, found[0], step=key[0], common=common, same_before=before, same=False, **found[1])
     return _result(a, b, [], common=common)
 
 
-def _of_checkpoints(a: Checkpoint, b: Checkpoint) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    """Return the leaves that differ, and what more there is to say; None if nothing differs."""
-    found = list(_leaves(a, b))
-    return (found, {}) if found else None
-
-
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
+    """Return the leaves that differ, and what more there is to say; None if nothing differs."""
     from jstep.state.fingerprint_log import difference as log_difference
 
     found = log_difference(a, b)
@@ -388,13 +384,6 @@ def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:
         return kept.pop(name)
 
     return get
-
-
-def _nothing_common(a: _Side, steps_a: list[int], b: _Side, steps_b: list[int]) -> str:
-    def some(steps: list[int]) -> str:
-        return ", ".join(map(str, steps[:4])) + (f", …, {steps[-1]}" if len(steps) > 4 else "") if steps else "none"
-
-    return f"no step in common: {a.path} has {some(steps_a)}, and {b.path} has {some(steps_b)}"
 
 
 def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: Any) -> dict[str, Any]:

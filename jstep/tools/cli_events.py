@@ -209,15 +209,14 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
             code = TROUBLE
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
-            if not found and file == path and not (read.is_event_file(file) and _is_empty(file)):
+            is_event_file = found or file != path
+            if not is_event_file and read.is_event_file(file):
+                with opened(file) as data:
+                    is_event_file = not data.read(1)
+            if not is_event_file:
                 complain("events", f"{file}: is not an event file, or ends inside its first event")
                 code = TROUBLE
     return code
-
-
-def _is_empty(file: str) -> bool:
-    with opened(file) as data:
-        return not data.read(1)
 
 
 def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
@@ -233,7 +232,8 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
     elif what == "graph_def":
         entry["graph_def"] = _graph(event.graph_def)
     elif what == "session_log":
-        entry["session_log"] = _status(event.session_log.status)
+        number, statuses = event.session_log.status, read.proto("SessionLog").SessionStatus
+        entry["session_log"] = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
     elif what == "file_version":
         entry["file_version"] = event.file_version
     elif what is not None:
@@ -246,12 +246,6 @@ def _graph(data: bytes) -> dict[str, Any]:
         return {"nodes": len(read.proto("GraphDef").FromString(data).node), "bytes": len(data)}
     except read.decode_error():
         return {"nodes": None, "bytes": len(data)}
-
-
-def _status(number: int) -> str:
-    statuses = read.proto("SessionLog").SessionStatus
-    name: str = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
-    return name
 
 
 def _value(value: Any) -> dict[str, Any]:
@@ -321,12 +315,10 @@ def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
 
 
-def _run_events(arguments: argparse.Namespace) -> int:
-    path = location(arguments.file, "file")
-    return print_events(path, json=arguments.format == "json", tags=arguments.tags or ("*",))
-
-
-EVENTS = Command(_add_events_arguments, _run_events)
+EVENTS = Command(
+    _add_events_arguments,
+    lambda given: print_events(location(given.file, "file"), json=given.format == "json", tags=given.tags or ("*",)),
+)
 
 
 # `stalls`: the processes of a run that hang, and what each of them waits for.

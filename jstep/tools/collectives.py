@@ -37,60 +37,51 @@ def uses_of(traced: Any) -> list[float]:
     """
     body = body_of(traced)
     sizes = [_size(var) for var in body.jaxpr.invars]
-    counter = _Counter(sizes)
-    counter.run(body, [frozenset([number]) for number in range(len(sizes))], 1)
-    return counter.uses
+    uses = [0.0] * len(sizes)
 
-
-class _Counter:
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
-        self.uses = [0.0] * len(sizes)
-
-    def run(self, body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
+    def run(body: Subprogram, given: Sequence[_Sources], times: float) -> list[_Sources]:
         """Count uses in a program, given the sources of its arguments; return the sources of its results."""
-        return evaluate(
-            body, given, lambda operation, taken: self._site(operation, taken, times), lambda constant: frozenset()
-        )
+        return evaluate(body, given, lambda one, taken: site(one, taken, times), lambda constant: frozenset())
 
-    def _site(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+    def site(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         nothing: list[_Sources] = [frozenset()] * len(operation.eqn.outvars)
         if not any(taken):
             return nothing
         if operation.kind in _LOOPS:
-            return self._loop(operation, taken, times)
+            return loop(operation, taken, times)
         if operation.kind == "cond":
-            branches = [self.run(body, taken[1:], times) for body in operation.bodies]
+            branches = [run(body, taken[1:], times) for body in operation.bodies]
             return [frozenset().union(*results) for results in zip(*branches, strict=True)]
         if operation.kind in ("call", "shard_map"):
-            return self.run(operation.bodies[0], taken, times)
+            return run(operation.bodies[0], taken, times)
         if operation.eqn.primitive.name in _PARTS:
             return [frozenset().union(*taken)] * len(operation.eqn.outvars)
         opaque = any(True for _ in programs_in(operation.eqn))
         for atom, found in zip(operation.eqn.invars, taken, strict=True):
             for source in found:
-                share = min(1.0, _size(atom) / max(1, self.sizes[source]))
-                self.uses[source] += math.inf if opaque else times * share
+                uses[source] += math.inf if opaque else times * min(1.0, _size(atom) / max(1, sizes[source]))
         return nothing
 
-    def _loop(self, operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
+    def loop(operation: Operation, taken: list[_Sources], times: float) -> list[_Sources]:
         """Iterate until the sources of the carried values, which an iteration passes to the next, no longer change."""
         params, body = operation.eqn.params, operation.bodies[-1]
         if operation.kind == "scan":
             before, carried = counts_of(params)
             often = times * params["length"]
         else:
-            skipped = params["cond_nconsts"]
             before, carried, often = params["body_nconsts"], len(operation.eqn.outvars), times
-            taken = taken[skipped:]
-        kept = list(self.uses)
+            taken = taken[params["cond_nconsts"] :]
+        kept = list(uses)
         while True:
-            self.uses = list(kept)
-            results = self.run(body, taken, often)
+            uses[:] = kept
+            results = run(body, taken, often)
             wider = [old | new for old, new in zip(taken[before : before + carried], results[:carried], strict=True)]
             if wider == taken[before : before + carried]:
                 return results
             taken = [*taken[:before], *wider, *taken[before + carried :]]
+
+    run(body, [frozenset([number]) for number in range(len(sizes))], 1)
+    return uses
 
 
 def _size(atom: Any) -> int:
@@ -186,7 +177,9 @@ def exchanges_of(program: Program) -> list[Exchange]:
     entry = program.computations.get(program.entry)
     if entry is None:
         return []
-    reached = compiled.containing(program, _may_exchange)
+    reached = compiled.containing(
+        program, lambda one: one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS
+    )
     started = {chain for one in program.computations.values() for chain in _starts(one)}
     return list(_exchanges(Frame(program, entry), 1, reached, started))
 
@@ -196,7 +189,9 @@ def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -
         return
     for one in frame.computation.instructions.values():
         kind = _kind(frame, one)
-        if kind is not None and not _is_continued(frame, one, started):
+        # On a TPU another copy of the instruction may have started the exchange.
+        is_continued = _chain(one) in started and not _is_started(frame.computation, one)
+        if kind is not None and not is_continued:
             yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
         elif one.opcode == "while":
             count = compiled.trip_count(frame, one)
@@ -287,15 +282,3 @@ def _starts(computation: Computation) -> Iterator[str]:
 def _is_started(computation: Computation, one: Instruction) -> bool:
     users = computation.users.get(one.name, ())
     return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)
-
-
-def _is_continued(frame: Frame, one: Instruction, started: set[str]) -> bool:
-    """Whether another copy of the instruction started the exchange.
-
-    On a TPU, the instruction is repeated in the fusions that overlap with it.
-    """
-    return _chain(one) in started and not _is_started(frame.computation, one)
-
-
-def _may_exchange(one: Instruction) -> bool:
-    return one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS

@@ -120,14 +120,9 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
     """
     leaves = _leaves(program, state)
     moved = exchanges_of(program)
-    found = [
-        _resharded(program, moved, leaves, args, traced),
-        _undonated(program, leaves, state, result),
-        _gathered_slots(moved, leaves),
-        _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced)),
-        _split_blocks(state),
-    ]
-    return [sentence for sentence in found if sentence]
+    found = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
+    found += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced))]
+    return [sentence for sentence in (*found, _split_blocks(state)) if sentence]
 
 
 def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
@@ -187,7 +182,17 @@ def _resharded(
     axis = _batch_axis(args)
     if axis is None or is_annotated(traced):
         return ""
-    gathers, others = (_activations(moved, kind) for kind in ("all-gather", "all-to-all"))
+    # The bytes of activations, not parameters, that XLA gathers or reshards.
+    gathers, others = (
+        sum(
+            one.times * count
+            for one in moved
+            if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
+            for name, count in one.parts()
+            if argument_of(one.frame, name) is None
+        )
+        for kind in ("all-gather", "all-to-all")
+    )
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
     if not others and not (gathers and _in_products(program, split)):
         return ""
@@ -200,17 +205,6 @@ def _remedy(axis: Any) -> str:
     return (
         "keep their rows on their devices with, after the embedding, "
         f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
-    )
-
-
-def _activations(moved: Sequence[Exchange], kind: str) -> int:
-    """Return the bytes of activations, not parameters, that XLA gathers or reshards."""
-    return sum(
-        one.times * count
-        for one in moved
-        if one.kind == kind and _OF_THE_LOSS in one.instruction.op_name
-        for name, count in one.parts()
-        if argument_of(one.frame, name) is None
     )
 
 
@@ -245,7 +239,9 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
 
 
 def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: Any, result: Any) -> str:
-    if not _returns(state, result):
+    # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
+    structure: Any = jax.tree.structure(state)
+    if structure not in map(jax.tree.structure, [result, *(result[:1] if isinstance(result, tuple) else ())]):
         return ""
     aliased = {int(number) for number in _ALIASED.findall(program.header)}
     left = [(path, bytes_of(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
@@ -256,13 +252,6 @@ def _undonated(program: Program, leaves: Mapping[int, tuple[str, Any]], state: A
         f"{size(total)} of the state is not donated ({listed([path for path, _ in left])}), so that the old and "
         "the new state are both in memory: use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
     )
-
-
-def _returns(state: Any, result: Any) -> bool:
-    """Whether a step returns a new state: a tree of the same structure, alone or as the first element of a tuple."""
-    structure: Any = jax.tree.structure(state)
-    candidates = [result, *(result[:1] if isinstance(result, tuple) else ())]
-    return any(jax.tree.structure(one) == structure for one in candidates)
 
 
 def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
@@ -386,7 +375,9 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
         }
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
-    analysis, program = _analysis(compiled.cost_analysis()), parse_program(compiled.as_text())
+    analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
+    if isinstance(analysis, list | tuple):  # of older versions of JAX
+        analysis = analysis[0]
     traffic = analysis.get("bytes accessed")
     return {
         **known,
@@ -429,26 +420,15 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
         host_results = bytes_of(compiled.out_info, on_host=True)
-        donated = bytes_of(_donated(compiled, (state, *args)), on_host=True)
+        flags = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
+        pairs = zip(jax.tree.leaves((state, *args)), flags, strict=True)
+        donated = bytes_of([leaf for leaf, info in pairs if info.donated], on_host=True)
         arguments, outputs = arguments - host, outputs - host_results
         alias -= min(donated, host_results, alias)
     peak = arguments + outputs - alias + temporary
     # XLA's CPU compiler does not report the share of the host.
     known_peak = peak if platform == "cpu" else device_peak(memory)
     return dict(zip(_SIZES, (arguments, outputs, alias, temporary, known_peak), strict=True))
-
-
-def _donated(compiled: Any, args: Any) -> list[Any]:
-    positional, _ = compiled.args_info
-    flags = jax.tree.leaves(positional, is_leaf=lambda info: hasattr(info, "donated"))
-    return [leaf for leaf, info in zip(jax.tree.leaves(args), flags, strict=True) if info.donated]
-
-
-def _analysis(found: Any) -> Mapping[str, float]:
-    """Normalize XLA's analysis: older versions return a list, some platforms None."""
-    if isinstance(found, list | tuple):
-        found = found[0] if found else None
-    return found or {}
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:

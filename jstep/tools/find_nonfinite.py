@@ -72,16 +72,6 @@ def _text(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"
 
 
-def enclosing(chain: Sequence[tuple[Subprogram, Operation]], position: np.ndarray[Any, Any]) -> str:
-    """Return the operations that enclose another one, such as "jit(loss_fn), scan iteration 3".
-
-    Args:
-        chain: The operations, outermost first, each with its program.
-        position: The position of the last one.
-    """
-    return ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
-
-
 def _entered(operation: Operation, inner: Subprogram, position: np.ndarray[Any, Any]) -> str:
     name, params = operation.eqn.primitive.name, operation.eqn.params
     if operation.kind == "cond":
@@ -235,7 +225,7 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     return NonFinite(
         operation.eqn.primitive.name,
         line_of(eqns, operation.jaxpr.eqns),
-        enclosing(chain, position),
+        ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain)),
         inputs,
         outputs,
         reaches,
@@ -265,14 +255,11 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
                     bad.append(f"{name}{': ' if path else ''}{path} ({found})")
     if bad:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        # The argument of `replay` for the update that made the state.
+        states = [one for one in args if isinstance(one, TrainState) and trees.concrete(one.global_step) is not None]
+        step = global_step(states[0]) if states else 0
+        before = f"(…, step={step - 1})" if step else ""
         raise ValueError(
             f"args: must be finite, got {'; '.join(bad[:8])}{more}. They were made before this call: go back to an "
-            f"earlier step (jstep.replay{_step_before(args)})"
+            f"earlier step (jstep.replay{before})"
         )
-
-
-def _step_before(args: tuple[Any, ...]) -> str:
-    """The argument of `replay` for the update that made the state; empty if there is none."""
-    states = [one for one in args if isinstance(one, TrainState) and trees.concrete(one.global_step) is not None]
-    step = global_step(states[0]) if states else 0
-    return f"(…, step={step - 1})" if step else ""

@@ -1,5 +1,6 @@
 """`plan`: what a run will do at which step, as figures and as a table."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -119,11 +120,12 @@ def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _constants(plan: Any, longest: int | None = None) -> list[str]:
-    changing = _changing(plan)
-    same = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
-    return [
-        f"{checks.cut_path(name, longest) if longest else name} {_constant(column)}" for name, column in same.items()
-    ]
+    found, changing = [], _changing(plan)
+    for name, column in plan.hyperparameters.items():
+        if name not in changing:
+            value = number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
+            found.append(f"{checks.cut_path(name, longest) if longest else name} {value}")
+    return found
 
 
 def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
@@ -167,10 +169,6 @@ def number(value: Any) -> str:
     """Format a number with at most six digits."""
     value = np.asarray(value)
     return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
-
-
-def _constant(column: np.ndarray[Any, Any]) -> str:
-    return number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
 
 
 def _listed(due: Any) -> str:
@@ -388,23 +386,13 @@ class Plan:
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
-        self._draw(os.fspath(path))
-
-    def _draw(self, file: Any, **options: Any) -> None:
-
-        draw_plan(self, file, **options)
+        draw_plan(self, os.fspath(path))
 
     def _repr_html_(self) -> str:
-        return plan_html(self) + checks.html_picture(self._picture(), "the plan, drawn")
-
-    def _picture(self) -> bytes | None:
-        """Return the plot as a PNG; None if matplotlib is not installed."""
         picture = io.BytesIO()
-        try:
-            self._draw(picture, format="png")
-        except ImportError:
-            return None
-        return picture.getvalue()
+        with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+            draw_plan(self, picture, format="png")
+        return plan_html(self) + checks.html_picture(picture.getvalue() or None, "the plan, drawn")
 
 
 def plan(
@@ -487,7 +475,9 @@ def _functions(optimizer: Any) -> Any:
         return optimizer.hyperparameters
     if isinstance(optimizer, Mapping):
         for name, one in optimizer.items():
-            if not (callable(one) or _is_number(one)) or isinstance(one, type):
+            is_array = hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.number)
+            is_number = isinstance(one, int | float) or (is_array and not np.ndim(one))
+            if isinstance(one, bool | type) or not (callable(one) or is_number):
                 raise TypeError(
                     f"optimizer[{name!r}]={checks.shown(one)}: must be a schedule or a number, got {checks.kind(one)}"
                 )
@@ -498,12 +488,6 @@ def _functions(optimizer: Any) -> Any:
         f"optimizer={checks.shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, "
         f"got {checks.kind(optimizer)}"
     )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool | str) or np.ndim(value):
-        return False
-    return isinstance(value, int | float) or (hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.number))
 
 
 def _values(function: Any, steps: Any, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:

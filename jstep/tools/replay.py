@@ -114,14 +114,19 @@ def replay(
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
     loop = LoopState(start, state)
     source = source_of(batches, start, step + 1, position, state=lambda: loop.state)
-    source = _seekable(source, batches, start, position)
+    is_lost = source.position is not None and position is None and start > 0
+    if is_lost or not source.seekable:
+        why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
+        raise ValueError(
+            f"batches={shown(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a list, a "
+            "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, "
+            "whose run kept checkpoints"
+        )
     items = copied_batches(source)
     programs = Programs(stages, steps_per_call, state=state)
     if step > start:
-        made = programs.calls(
-            items, start, StageBoundaries(stages, source.next_change).ends(start, step), batch_sharding
-        )
-        run_steps(loop, programs, _exactly(made, step - start), step)
+        ends = StageBoundaries(stages, source.next_change).ends(start, step)
+        run_steps(loop, programs, _up_to(step - start, programs.calls(items, start, ends, batch_sharding)), step)
         if loop.step < step:
             raise _too_few(loop.step, step)
     last = next(make_calls(items, step, batch_sharding, on_device=programs.on_device), None)
@@ -164,19 +169,7 @@ def _log(origin: str, start: int, step: int) -> None:
     _logger.info("replay: from %s (step %d), %d steps to step %d", origin, start, step - start, step)
 
 
-def _seekable(source: Source, batches: Any, start: int, position: Any) -> Source:
-    is_lost = source.position is not None and position is None and start > 0
-    if source.seekable and not is_lost:
-        return source
-    why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
-    raise ValueError(
-        f"batches={shown(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a list, a "
-        "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, whose "
-        "run kept checkpoints"
-    )
-
-
-def _exactly(made: Iterator[Call], steps: int) -> Iterator[Call]:
+def _up_to(steps: int, made: Iterator[Call]) -> Iterator[Call]:
     """Iterate over the calls of so many steps, without reading batches of later ones."""
     for call in made:
         yield call
@@ -351,12 +344,8 @@ def _cause(
 
 def _bits_of(state: TrainState) -> dict[str, tuple[Any, ...]]:
     """The dtype, the shape and the bytes of each leaf: copies, since the leaves are donated to the next step."""
-
-    def bits(leaf: Any) -> tuple[Any, ...]:
-        array = np.asarray(trees.key_data(leaf))
-        return array.dtype, array.shape, array.tobytes()
-
-    return {path: bits(leaf) for path, leaf in trees.leaves_with_paths(state)}
+    arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
+    return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

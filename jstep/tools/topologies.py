@@ -193,48 +193,34 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         TPUs before v4, and tpu7x, have two devices per chip, all others one.
     """
     known = parsed(name)
-    checked = None if axes is None else _checked_axes(axes)
-    count = None if axis_types is None else len(_checked_types(axis_types))
-    if count is not None and count != (1 if checked is None else len(checked)):
-        raise ValueError(f"axis_types={shown(axis_types)}: expected one for each axis of {shown(axes or ('data',))}")
     number = known.device_count()
-    sizes = {"data": number} if checked is None else checked
+    if not (axes is None or isinstance(axes, Mapping)):
+        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+    if axes is not None and not axes:
+        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
+    given = {"data": number} if axes is None else axes
+    sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
+    if axis_types is not None:
+        if not isinstance(axis_types, Sequence) or not all(isinstance(one, AxisType) for one in axis_types):
+            raise TypeError(
+                f"axis_types={shown(axis_types)}: expected one jax.sharding.AxisType for each axis, such as "
+                "(AxisType.Explicit,)"
+            )
+        if len(axis_types) != len(sizes):
+            raise ValueError(
+                f"axis_types={shown(axis_types)}: expected one for each axis of {shown(axes or ('data',))}"
+            )
     product = math.prod(sizes.values())
     if product != number:
         raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
-    across = _axis_of_slices(known, sizes)
-    types = tuple(axis_types or [AxisType.Auto] * len(sizes))
-    return Mesh(_arranged(known, sizes, across, devices_of(known)), tuple(sizes), axis_types=types)
-
-
-def _checked_axes(axes: Any) -> dict[str, int]:
-    if not isinstance(axes, Mapping):
-        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
-    if not axes:
-        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
-    return {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
-
-
-def _checked_types(types: Any) -> tuple[AxisType, ...]:
-    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
-        raise TypeError(
-            f"axis_types={shown(types)}: expected one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
-        )
-    return tuple(types)
-
-
-def _axis_of_slices(name: Name, sizes: Mapping[str, int]) -> int:
-    """Return the number of the axis that spans the slices: the first one divisible by their number.
-
-    Raises:
-        ValueError: No axis is divisible by it.
-    """
-    across = next((dim for dim, size in enumerate(sizes.values()) if size % name.slices == 0), None)
+    # The axis that spans the slices is the first one divisible by their number.
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % known.slices == 0), None)
     if across is None:
         raise ValueError(
-            f"axes={dict(sizes)}: one axis must be a multiple of the {name.slices} slices of {name}, which it spans"
+            f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
         )
-    return across
+    types = tuple(axis_types or [AxisType.Auto] * len(sizes))
+    return Mesh(_arranged(known, sizes, across, devices_of(known)), tuple(sizes), axis_types=types)
 
 
 def _arranged(name: Name, sizes: Mapping[str, int], across: int, devices: Sequence[Any]) -> np.ndarray[Any, Any]:

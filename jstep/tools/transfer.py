@@ -258,16 +258,11 @@ class MupFactors:
 
     def __str__(self) -> str:
         head = ("path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay")
-        rows = [
-            (
-                path or "(the tree itself)",
-                _times(one.base),
-                _times(one.target),
-                one.kind,
-                *(f"{x:.4g}" for x in (one.r_in, one.r_out, self.initials[path], self.rates[path], self.decays[path])),
-            )
-            for path, one in self.widths.items()
-        ]
+        rows = []
+        for path, one in self.widths.items():
+            shapes = ("×".join(map(str, shape)) or "()" for shape in (one.base, one.target))
+            figures = (one.r_in, one.r_out, self.initials[path], self.rates[path], self.decays[path])
+            rows.append((path or "(the tree itself)", *shapes, one.kind, *(f"{x:.4g}" for x in figures)))
         return "\n".join(columns([head, *rows], left=4))
 
 
@@ -361,12 +356,8 @@ def mup(
 
 
 def _initial(one: Widths, init: str) -> float:
-    power = (
-        {"hidden": 0.0, "output": -0.5}.get(one.kind)
-        if init == "fan_in"
-        else {"hidden": -0.5, "output": -1.0}.get(one.kind)
-    )
-    return 1.0 if not power else one.r_in**power
+    powers = {"hidden": 0.0, "output": -0.5} if init == "fan_in" else {"hidden": -0.5, "output": -1.0}
+    return one.r_in ** powers.get(one.kind, 0.0) if powers.get(one.kind) else 1.0
 
 
 def _rate(one: Widths, optimizer: str) -> float:
@@ -379,10 +370,6 @@ def _rate(one: Widths, optimizer: str) -> float:
     if one.kind == "hidden" and optimizer == "muon":
         return math.sqrt(one.r_out / one.r_in) / math.sqrt(one.larger)
     return 1 / one.r_in
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "()"
 
 
 # The coordinate check of μP: whether activations change equally at all widths.
@@ -498,7 +485,11 @@ def coord_check(
     as_function(make, "make", "(width) -> (train_step, state, batch)")
     as_function(activations, "activations", "(params, *batch) -> {name: array}")
     number = as_int(steps, "steps", at_least=1)
-    given = _checked_widths(widths)
+    if isinstance(widths, str | int) or not isinstance(widths, Iterable):
+        raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
+    given = [as_int(width, "widths", at_least=1) for width in widths]
+    if len(given) < 2 or len(set(given)) < len(given):
+        raise ValueError(f"widths={given}: must be two different widths or more, to fit a slope")
     measured = {width: _of_width(make, width, activations, number) for width in given}
     names = list(measured[given[0]])
     for width, found in measured.items():
@@ -509,16 +500,12 @@ def coord_check(
             )
     sizes = {name: {width: measured[width][name][0] for width in given} for name in names}
     changes = {name: {width: measured[width][name][1] for width in given} for name in names}
-    return CoordCheck(sizes, changes, {name: _slope(changes[name]) for name in names}, number)
-
-
-def _checked_widths(widths: Any) -> list[int]:
-    if isinstance(widths, str | int) or not isinstance(widths, Iterable):
-        raise TypeError(f"widths={shown(widths)}: must be several integers, such as (64, 128, 256), got {kind(widths)}")
-    given = [as_int(width, "widths", at_least=1) for width in widths]
-    if len(given) < 2 or len(set(given)) < len(given):
-        raise ValueError(f"widths={given}: must be two different widths or more, to fit a slope")
-    return given
+    growth = dict.fromkeys(names, math.nan)  # the slope of log value over log width, by least squares
+    for name in names:
+        values = np.array(list(changes[name].values()))
+        if np.isfinite(values).all() and (values > 0).all():
+            growth[name] = float(np.polyfit(np.log(given), np.log(values), 1)[0])
+    return CoordCheck(sizes, changes, growth, number)
 
 
 def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
@@ -561,11 +548,3 @@ def _checked(found: Any, width: int) -> dict[str, np.ndarray[Any, Any]]:
 
 def _mean(x: np.ndarray[Any, Any]) -> float:
     return float(np.mean(np.abs(x), dtype=np.float64))
-
-
-def _slope(by_width: Mapping[int, float]) -> float:
-    """Fit the slope of log value over log width by least squares."""
-    values = np.array(list(by_width.values()))
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        return math.nan
-    return float(np.polyfit(np.log(list(by_width)), np.log(values), 1)[0])
