@@ -652,11 +652,12 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
         def rounded(u: Any, p: Array, i: int) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            dense = u.to_dense() if trees.is_slices(u) else u
-            exact = apply_updates(p.astype(jnp.float32), dense.astype(jnp.float32))
+            u = (u.to_dense() if trees.is_slices(u) else u).astype(jnp.float32)
+            own_key = jax.random.fold_in(of_step, i)
+            exact = apply_updates(p.astype(jnp.float32), u)
             # The dropped 16 bits are the probability of rounding up.
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
-            chance = jax.random.bits(jax.random.fold_in(of_step, i), p.shape, jnp.uint16).astype(jnp.uint32)
+            chance = jax.random.bits(own_key, p.shape, jnp.uint16).astype(jnp.uint32)
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
 

@@ -269,9 +269,10 @@ def lars(
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def update(g: Array, p: Array, s: Values, h: Values) -> Result:
-        g, lr = elements.with_decay(g, p, h), h.learning_rate
+        kept, lr = h.momentum * s.momentum, h.learning_rate
+        g = elements.with_decay(g, p, h)
         g = scale_by_ratio(p, g, lr, h.trust_coefficient, h.epsilon) if h.trusts else lr * g
-        a = h.momentum * s.momentum + g
+        a = kept + g
         return -(g + h.momentum * a if is_ahead else a), {"momentum": a}
 
     return elements.from_update("lars", update, {"momentum": MEAN}, hyper, flags=flags)
