@@ -92,48 +92,17 @@ class Gpu(NamedTuple):
     memory: int
 
 
+_AMPERE = ("NONE", 108, 64, 167936, 166912)
 _HOPPER = ("ACCELERATED_FEATURES", 132, 128, 233472, 232448)
+_BLACKWELL = ("ACCELERATED_FEATURES", 148, 128, 233472, 232448)
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "a100": Gpu(
-            "NVIDIA A100-SXM4-80GB",
-            (8, 0),
-            "NONE",
-            *(108, 64, 167936, 166912),
-            bandwidth=2039040000000,
-            l2_cache=41943040,
-            clock=1.41,
-            memory=85100068864,
-        ),
-        "h100": Gpu(
-            "NVIDIA H100 80GB HBM3",
-            (9, 0),
-            *_HOPPER,
-            bandwidth=3352320000000,
-            l2_cache=52428800,
-            clock=1.98,
-            memory=84942979072,
-        ),
-        "h200": Gpu(
-            "NVIDIA H200",
-            (9, 0),
-            *_HOPPER,
-            bandwidth=4800000000000,
-            l2_cache=52428800,
-            clock=1.98,
-            memory=151397597184,
-        ),
-        "b200": Gpu(
-            "NVIDIA B200",
-            (10, 0),
-            "ACCELERATED_FEATURES",
-            *(148, 128, 233472, 232448),
-            bandwidth=7672320000000,
-            l2_cache=132644864,
-            clock=1.965,
-            memory=191514411008,
-        ),
+        # Name, capability; features, cores and shared memory; bandwidth, L2 cache, clock, memory.
+        "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), *_AMPERE, 2039040000000, 41943040, 1.41, 85100068864),
+        "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072),
+        "h200": Gpu("NVIDIA H200", (9, 0), *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184),
+        "b200": Gpu("NVIDIA B200", (10, 0), *_BLACKWELL, 7672320000000, 132644864, 1.965, 191514411008),
     }
 )
 """Name → GPU, in its largest board (SXM)."""
@@ -197,22 +166,21 @@ _NEGLIGIBLE = 0.01
 """Products of formats without a figure are ignored below this share of all operations."""
 
 _PRESET = re.compile(r"(BF16|F16|TF32|F32|F64)_\1_\w+?(?:_X(\d))?")
+_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int8", "uint8": "int8"}
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
 
+def _rates(**rates: float) -> Mapping[str, float]:
+    return MappingProxyType({name: rate * T for name, rate in rates.items() if rate})
+
+
 def _nvidia(half: float, tf32: float, f32: float, f64: float, int8: float, f8: float = 0.0) -> Mapping[str, float]:
-    rates = {"bf16": half, "f16": half, "tf32": tf32, "f32": f32, "f64": f64, "int8": int8, "f8": f8}
-    return MappingProxyType({name: rate * T for name, rate in rates.items() if rate})
-
-
-def _before_ampere(f16: float, f32: float, f64: float, int8: float = 0.0) -> Mapping[str, float]:
-    rates = {"f16": f16, "f32": f32, "f64": f64, "int8": int8}
-    return MappingProxyType({name: rate * T for name, rate in rates.items() if rate})
+    return _rates(bf16=half, f16=half, tf32=tf32, f32=f32, f64=f64, int8=int8, f8=f8)
 
 
 def _tpu(bf16: float, int8: float = 0.0, f8: float = 0.0) -> Mapping[str, float]:
-    return MappingProxyType({"bf16": bf16 * T, "int8": (int8 or bf16) * T, "f8": (f8 or bf16) * T})
+    return _rates(bf16=bf16, int8=int8 or bf16, f8=f8 or bf16)
 
 
 _A100 = _nvidia(312, 156, 19.5, 19.5, 624)
@@ -221,11 +189,11 @@ _V5P, _V6E = _tpu(459, int8=918), _tpu(918, int8=1836)
 
 GPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "Tesla V100-SXM2-16GB": _before_ampere(125, 15.7, 7.8),
-        "Tesla V100-SXM2-32GB": _before_ampere(125, 15.7, 7.8),
-        "Tesla V100-PCIE-16GB": _before_ampere(112, 14, 7),
-        "Tesla V100-PCIE-32GB": _before_ampere(112, 14, 7),
-        "Tesla T4": _before_ampere(65, 8.1, 0.25, int8=130),
+        "Tesla V100-SXM2-16GB": _rates(f16=125, f32=15.7, f64=7.8),
+        "Tesla V100-SXM2-32GB": _rates(f16=125, f32=15.7, f64=7.8),
+        "Tesla V100-PCIE-16GB": _rates(f16=112, f32=14, f64=7),
+        "Tesla V100-PCIE-32GB": _rates(f16=112, f32=14, f64=7),
+        "Tesla T4": _rates(f16=65, f32=8.1, f64=0.25, int8=130),
         GPUS["a100"].description: _A100,
         "NVIDIA A100-SXM4-40GB": _A100,
         "NVIDIA A100-PCIE-40GB": _A100,
@@ -292,38 +260,20 @@ def rate_of(device_kind: str, product: Product) -> float | None:
     preset = _PRESET.fullmatch(product.precision)
     if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
         return None
-    if device_kind in TPU_PEAKS:
-        rates = TPU_PEAKS[device_kind]
-        name, passes = _on_tpu(product, preset)
-    else:
-        rates = GPU_PEAKS.get(device_kind, {})
-        name, passes = _on_gpu(product, preset, has_tf32="tf32" in rates)
-    return rates[name] / passes if name in rates else None
-
-
-def _on_tpu(product: Product, preset: re.Match[str] | None) -> tuple[str, int]:
-    if preset is not None:
+    on_tpu = device_kind in TPU_PEAKS
+    rates = TPU_PEAKS[device_kind] if on_tpu else GPU_PEAKS.get(device_kind, {})
+    is_float8 = product.dtype.startswith("float8") or product.precision == "ANY_F8"
+    name, passes = "f8" if is_float8 else _FORMATS.get(product.dtype, ""), 1
+    if on_tpu and preset is not None:
+        name = "bf16" if preset[1] in ("BF16", "F32") else ""
         passes = int(preset[2] or 1) if preset[1] == "BF16" else _PASSES["HIGHEST"]
-        return ("bf16" if preset[1] in ("BF16", "F32") else ""), passes
-    if product.dtype in ("float32", "float16"):
-        return "bf16", _PASSES[product.precision]
-    return _format(product), 1
-
-
-def _on_gpu(product: Product, preset: re.Match[str] | None, *, has_tf32: bool) -> tuple[str, int]:
-    if preset is not None:
-        return preset[1].lower(), int(preset[2] or 1)
-    if product.dtype == "float32":
-        return ("tf32" if has_tf32 and product.precision != "HIGHEST" else "f32"), 1
-    return _format(product), 1
-
-
-def _format(product: Product) -> str:
-    if product.dtype.startswith("float8") or product.precision == "ANY_F8":
-        return "f8"
-    return {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int8", "uint8": "int8"}.get(
-        product.dtype, ""
-    )
+    elif on_tpu and product.dtype in ("float32", "float16"):
+        name, passes = "bf16", _PASSES[product.precision]
+    elif preset is not None:
+        name, passes = preset[1].lower(), int(preset[2] or 1)
+    elif not on_tpu and product.dtype == "float32":
+        name = "tf32" if "tf32" in rates and product.precision != "HIGHEST" else "f32"
+    return rates[name] / passes if name in rates else None
 
 
 # Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler.

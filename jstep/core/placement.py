@@ -115,15 +115,15 @@ def _here(sharding: Any) -> Any:
 
 def on_devices(tree: Any) -> Any:
     """Move arrays to device memory, for computation."""
-    return jax.tree.map(_on_device, tree)
 
+    def moved(leaf: Any) -> Any:
+        if not is_on_host(leaf):
+            return leaf
+        if isinstance(leaf, jax.core.Tracer):
+            return jax.device_put(leaf, jax.memory.Space.Device)
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
 
-def _on_device(leaf: Any) -> Any:
-    if not is_on_host(leaf):
-        return leaf
-    if isinstance(leaf, jax.core.Tracer):
-        return jax.device_put(leaf, jax.memory.Space.Device)
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
+    return jax.tree.map(moved, tree)
 
 
 _SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
@@ -184,7 +184,11 @@ def placements_of(leaves: Sequence[Any]) -> Placements:
     on_host = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            devices, mesh = _placement_of(leaf)
+            sharding, devices, mesh = leaf.sharding, None, None  # JAX may choose the device
+            if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+                devices, mesh = tuple(sharding.mesh.devices.flat), sharding.mesh
+            elif leaf.committed:
+                devices = tuple(sorted(sharding.device_set, key=lambda device: device.id))
             placements.setdefault(devices, []).append(number)
             meshes.setdefault(devices, mesh)
         else:
@@ -207,16 +211,6 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
 @functools.cache
 def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
     return jax.jit(fn, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
-
-
-def _placement_of(leaf: Any) -> tuple[Any, Any]:
-    """A key for the devices of an array, None if JAX may choose them; and its mesh, if any."""
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-        return tuple(sharding.mesh.devices.flat), sharding.mesh
-    if not leaf.committed:
-        return None, None
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id)), None
 
 
 def is_compile_only(device: Any) -> bool:
@@ -505,24 +499,23 @@ def are_all_in_place(jaxpr: Any, replaced: Mapping[int, int]) -> bool:
     pairs = [(jaxpr.invars[old], jaxpr.outvars[new]) for old, new in replaced.items()]
     if any(isinstance(new, Literal) for _, new in pairs):
         return False
-    return all(_reaches_only(jaxpr, old, new) and _is_kept(jaxpr, new) for old, new in pairs)
 
+    def is_only_result_of(old: Any, new: Any) -> bool:
+        """Whether no other result is computed from the old value, except by way of the new one."""
+        reached = {old} - {new}
+        for eqn in jaxpr.eqns:
+            if any(atom in reached for atom in variables(eqn.invars)):
+                reached |= set(eqn.outvars) - {new}
+        return not any(atom in reached for atom in variables(jaxpr.outvars))
 
-def _reaches_only(jaxpr: Any, source: Any, target: Any) -> bool:
-    """Whether the only result that is computed from `source`, except by way of `target`, is `target`."""
-    reached = {source} - {target}
-    for eqn in jaxpr.eqns:
-        if any(atom in reached for atom in variables(eqn.invars)):
-            reached |= set(eqn.outvars) - {target}
-    return not any(atom in reached for atom in variables(jaxpr.outvars))
+    def is_kept(value: Any) -> bool:
+        """Whether XLA computes a value once, even if several kernels use it."""
+        if not any(value in variables(eqn.invars) for eqn in jaxpr.eqns):
+            return True
+        made_by = [eqn for eqn in jaxpr.eqns if value in eqn.outvars]
+        return all(sum(atom.aval.shape == value.aval.shape for atom in variables(eqn.invars)) > 1 for eqn in made_by)
 
-
-def _is_kept(jaxpr: Any, value: Any) -> bool:
-    """Whether XLA computes a value once, even if several kernels use it."""
-    if not any(value in variables(eqn.invars) for eqn in jaxpr.eqns):
-        return True
-    made_by = [eqn for eqn in jaxpr.eqns if value in eqn.outvars]
-    return all(sum(atom.aval.shape == value.aval.shape for atom in variables(eqn.invars)) > 1 for eqn in made_by)
+    return all(is_only_result_of(old, new) and is_kept(new) for old, new in pairs)
 
 
 def _is_traced(tree: Any) -> bool:
@@ -600,22 +593,12 @@ def as_key(value: Any, argument: str) -> Any:
         raise TypeError(f"{argument}={shown(value)}: must be a key, such as jax.random.key(0), got {kind(value)}")
     if np.ndim(value) != (0 if typed else 1):
         raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
-    return without_mesh(value)
-
-
-def without_mesh(key: Any) -> Any:
-    """Copy a key off its mesh, if it is on one, so that it can be used with arrays on any mesh."""
-    if not isinstance(key, jax.Array) or trees.is_traced(key):
-        return key
-    data = on_host(trees.key_data(key))
+    data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))
     if data is None:
-        return key
+        return value
     with internal_transfers(), jax.set_mesh(_NO_MESH):
-        return (
-            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(key))
-            if trees.is_key(key)
-            else jnp.asarray(data)
-        )
+        array = jnp.asarray(data)
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
 
 
 Check: TypeAlias = Callable[..., None]

@@ -597,13 +597,14 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work") -> "Work":
         """The sum."""
+        both = {**self.products, **other.products}
         return Work(
             self.once + other.once,
             self.all + other.all,
             self.once_bytes + other.once_bytes,
             self.all_bytes + other.all_bytes,
             self.unknown + other.unknown,
-            _sums(self.products, other.products),
+            {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both},
         )
 
     def times(self, once: int, total: int) -> "Work":
@@ -616,10 +617,7 @@ class Work(NamedTuple):
 
 def work_of(body: Subprogram) -> Work:
     """Compute the work of a program."""
-    total = Work()
-    for operation in body.operations:
-        total = total.plus(_work_of_operation(operation))
-    return total
+    return functools.reduce(Work.plus, map(_work_of_operation, body.operations), Work())
 
 
 def _work_of_operation(operation: Operation) -> Work:
@@ -633,7 +631,9 @@ def _work_of_operation(operation: Operation) -> Work:
         return max(inner, key=lambda work: work.all)
     if operation.kind == "while":
         both = inner[0].plus(inner[1])
-        return both._replace(unknown=both.unknown + (not _is_over_host(operation.eqn)))
+        # A loop that loads arrays from the host is one of an offloaded update, counted once.
+        spaces = [getattr(var.aval, "memory_space", None) for var in operation.eqn.invars]
+        return both._replace(unknown=both.unknown + (jax.memory.Space.Host not in spaces))
     if operation.kind == "scan":
         length = operation.eqn.params["length"]
         unroll = min(max(1, int(operation.eqn.params["unroll"])), max(1, length))
@@ -643,17 +643,6 @@ def _work_of_operation(operation: Operation) -> Work:
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = _product(operation.eqn)
     return Work(flops, flops, moved, moved, products=_NONE if product is None else {product: flops})
-
-
-def _sums(some: Mapping[Product, float], others: Mapping[Product, float]) -> Mapping[Product, float]:
-    if not (some and others):
-        return some or others
-    return {product: some.get(product, 0.0) + others.get(product, 0.0) for product in {**some, **others}}
-
-
-def _is_over_host(eqn: Any) -> bool:
-    """Whether a loop loads arrays from the host: a loop of an offloaded update, counted once."""
-    return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in eqn.invars)
 
 
 def _flops(eqn: Any) -> float:

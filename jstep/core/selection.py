@@ -144,7 +144,15 @@ def _chosen(
         return _by_globs(named, names_of(params), trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
-    return _by_bools(params, named, var_list, argument)
+    try:
+        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), var_list, params)
+        flags = trees.structure(params).flatten_up_to(filled)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{argument}={shown(var_list)}: a tree of bools must have the structure of params (or a prefix of it), "
+            f"whose paths are {[path for path, _ in named][:20]}"
+        ) from error
+    return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
 
 def _by_globs(
@@ -170,18 +178,6 @@ def _by_globs(
         for i in matches:
             chosen[i] = True
     return chosen
-
-
-def _by_bools(params: Params, named: list[tuple[str, Any]], tree: Any, argument: str) -> list[bool]:
-    try:
-        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tree, params)
-        flags = trees.structure(params).flatten_up_to(filled)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{argument}={shown(tree)}: a tree of bools must have the structure of params (or a prefix of it), whose "
-            f"paths are {[path for path, _ in named][:20]}"
-        ) from error
-    return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
 
 def _as_bool(flag: Any, path: str, argument: str) -> bool:

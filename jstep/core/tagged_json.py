@@ -11,7 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -84,7 +84,15 @@ def copied(value: Any, depth: int = 0) -> Any:
         return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
     if of is bytes:
         return {"$bytes": value}
-    tag = _tag_of(value)
+    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
+    if of in _TAGS:
+        tag = _TAGS[of]
+    elif isinstance(value, np.generic):
+        tag = _SCALAR
+    elif torch is not None and of is torch.Tensor:
+        tag = _TENSOR
+    else:
+        raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
     return {tag.key: copied(tag.parts(value), depth + 1)}
 
 
@@ -294,17 +302,3 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$ordered_dict": collections.OrderedDict,
     **{tag.key: tag.whole for tag in (*_TAGS.values(), _SCALAR, _TENSOR)},
 }
-
-
-def _tag_of(value: Any) -> _Tag:
-    of = type(value)
-    if of in _TAGS:
-        return _TAGS[of]
-    if isinstance(value, np.generic):
-        return _SCALAR
-    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
-    return _TENSOR if torch is not None and of is torch.Tensor else _refuse(of)
-
-
-def _refuse(of: type) -> NoReturn:
-    raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")

@@ -485,10 +485,24 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
-    keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(trees[0])]
-    return treedef.unflatten(
-        [_stack_leaves(column, path_str(k), what) for column, k in zip(columns, keys, strict=True)]
-    )
+
+    def stacked(leaves: list[Any], path: str) -> Any:
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            _check_same(leaves, path, what)
+            return jnp.stack(leaves)  # without blocking on the device
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        first = arrays[0]
+        if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
+            _check_same(arrays, path, what)
+            return np.stack(arrays)  # strings of different lengths
+        if first.ndim == 0:
+            return np.array(leaves, dtype=first.dtype)
+        batch = np.empty((len(arrays), *first.shape), first.dtype)
+        for i, array in enumerate(arrays):
+            batch[i] = array
+        return batch
+
+    return treedef.unflatten(list(map(stacked, columns, paths_of(trees[0]))))
 
 
 def no_rows(tree: Any) -> Any:
@@ -533,23 +547,6 @@ def rows_of(tree: Any, what: str) -> list[Any]:
 def _rows(array: Any) -> list[Any]:
     """Return copies of the rows: a view would keep the whole array alive, and follow its changes."""
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
-
-
-def _stack_leaves(leaves: list[Any], path: str, what: str) -> Any:
-    if all(isinstance(leaf, jax.Array) for leaf in leaves):
-        _check_same(leaves, path, what)
-        return jnp.stack(leaves)  # without blocking on the device
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    first = arrays[0]
-    if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
-        _check_same(arrays, path, what)
-        return np.stack(arrays)  # strings of different lengths
-    if first.ndim == 0:
-        return np.array(leaves, dtype=first.dtype)
-    batch = np.empty((len(arrays), *first.shape), first.dtype)
-    for i, array in enumerate(arrays):
-        batch[i] = array
-    return batch
 
 
 def _check_same(arrays: Sequence[Any], path: str, what: str) -> None:
@@ -648,17 +645,13 @@ def rows_in_order(values: Array, named: Array) -> IndexedSlices:
     return RowsInOrder(values, jnp.where(named, order, first), values.shape)
 
 
-def named_rows(slices: IndexedSlices) -> Array:
-    """Return a mask of shape (rows,) of the rows that slices name."""
-    none = jnp.zeros(slices.dense_shape[:1], bool)
-    return none.at[combined(slices).indices].set(True, mode="drop")
-
-
 def on_table(function: Callable[[Array], Array], gradient: Any) -> Any:
     """Apply a function of a dense gradient, which maps zero rows to zero rows; slices name the same rows afterwards."""
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
-    return rows_in_order(function(gradient.to_dense()), named_rows(gradient))
+    none = jnp.zeros(gradient.dense_shape[:1], bool)
+    named = none.at[combined(gradient).indices].set(True, mode="drop")
+    return rows_in_order(function(gradient.to_dense()), named)
 
 
 def _column(mask: Array, ndim: int) -> Array:

@@ -200,7 +200,8 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         for name, bound in (("min", min), ("max", max)):
-            if not _broadcasts(np.shape(bound), x.shape):
+            sizes = zip(reversed(np.shape(bound)), reversed(x.shape), strict=False)
+            if np.ndim(bound) > x.ndim or any(size not in (1, wanted) for size, wanted in sizes):
                 raise ValueError(
                     f"{name}: has shape {np.shape(bound)}, which does not broadcast to the leaf at "
                     f"{trees.quoted(path)} of shape {x.shape}"
@@ -213,13 +214,6 @@ def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
         return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
 
     return map_leaves(clip, t, "clip_by_value", number)
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, to) == to
-    except ValueError:
-        return False
 
 
 def _bound(name: str, value: Any) -> Any:

@@ -46,9 +46,20 @@ def reduced_once(
         loss: `loss(params, part)`, which is traced to see how it uses the parameters.
         indices: The indices of the parameters that are differentiated.
     """
-    axes = _axes_of_rows(parts)
+    axes: set[str] = set()  # over which the rows of each part are sharded
+    for leaf in jax.tree.leaves(parts):
+        if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
+            axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
     leaves, treedef = trees.flatten(params)
-    able = [i for i in indices if axes and _is_able(leaves[i], axes)]
+
+    def is_able(leaf: Any) -> bool:
+        if not axes or meshes.explicit_mesh(leaf) is None:
+            return False
+        spec = meshes.spec_of(leaf)
+        split = set().union(*map(meshes.mesh_axes_of, meshes.dims_of(spec)))
+        return not (split & axes or spec.reduced or spec.unreduced)
+
+    able = [i for i in indices if is_able(leaves[i])]
     if able:
         first = microbatches.microbatch(parts, 0)
         traced = jax.make_jaxpr(lambda some: loss(treedef.unflatten(trees.with_leaves(leaves, able, some)), first))(
@@ -59,8 +70,11 @@ def reduced_once(
     if able:
 
         def typed(params: Any, parts: Any) -> Any:
-            leaves = jax.tree.leaves(params)
-            some = [_typed(leaves[i], axes) for i in able]
+            leaves, some = jax.tree.leaves(params), []
+            for i in able:
+                sharding: Any = jax.typeof(leaves[i]).sharding
+                spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
+                some.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
             return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
 
         try:
@@ -78,29 +92,6 @@ def zeros_of_gradient(leaf: Array) -> Array:
         return jnp.zeros_like(leaf, dtype=dtype)
     spec = PartitionSpec(*meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced)
     return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
-
-
-def _axes_of_rows(parts: Any) -> frozenset[str]:
-    """Return the mesh axes over which the rows of each part are sharded."""
-    axes: set[str] = set()
-    for leaf in jax.tree.leaves(parts):
-        if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
-            axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
-    return frozenset(axes)
-
-
-def _is_able(leaf: Any, axes: frozenset[str]) -> bool:
-    if meshes.explicit_mesh(leaf) is None:
-        return False
-    spec = meshes.spec_of(leaf)
-    split = set().union(*map(meshes.mesh_axes_of, meshes.dims_of(spec)))
-    return not (split & axes or spec.reduced or spec.unreduced)
-
-
-def _typed(leaf: Array, axes: frozenset[str]) -> Array:
-    sharding: Any = jax.typeof(leaf).sharding
-    spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=axes)
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 
 def _other_uses(body: Subprogram, given: Sequence[frozenset[int]]) -> set[int]:

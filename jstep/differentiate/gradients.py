@@ -276,7 +276,9 @@ def map_gradients(fn: Callable[..., Array], grads: Updates, *others: Updates) ->
     """
     as_function(fn, "fn", "of an array")
     if not others:
-        return jax.tree.map(lambda g: _mapped(fn, g), grads, is_leaf=is_slices)
+        return jax.tree.map(
+            lambda g: dataclasses.replace(g, values=fn(g.values)) if is_slices(g) else fn(g), grads, is_leaf=is_slices
+        )
     try:
         return jax.tree_util.tree_map_with_path(
             lambda keys, *leaves: _combined(fn, leaves, trees.path_str(keys)), grads, *others, is_leaf=_is_gradient
@@ -296,12 +298,6 @@ def _is_gradient(node: Any) -> bool:
     return node is None or is_slices(node)
 
 
-def _mapped(fn: Callable[..., Array], gradient: Any) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        return dataclasses.replace(gradient, values=fn(gradient.values))
-    return fn(gradient)
-
-
 def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
     """The result of a function of the gradients of one leaf, of which some may be None."""
     known = [g for g in leaves if g is not None]
@@ -310,18 +306,13 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in known}
     if len(shapes) > 1:
         raise ValueError(f"grads: the gradients at {trees.quoted(path)} have different shapes: {sorted(shapes)}")
-    if all(map(is_slices, known)):
-        return _combined_rows(fn, leaves, known)
+    if all(map(is_slices, known)):  # on the rows that any of them names
+        indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in known])
+        shape, rows = known[0].dense_shape, []
+        for g in leaves:
+            values = [jnp.asarray(one.values) if one is g else jnp.zeros_like(one.values) for one in known]
+            rows.append(combined(IndexedSlices(jnp.concatenate(values), indices, shape)))
+        return within(dataclasses.replace(rows[0], values=fn(*(one.values for one in rows))))
     whole = [g.to_dense() if is_slices(g) else g for g in leaves]
     zeros = jnp.zeros_like(next(g for g in whole if g is not None))
     return fn(*(zeros if g is None else g for g in whole))
-
-
-def _combined_rows(fn: Callable[..., Array], leaves: Sequence[Any], known: Sequence[IndexedSlices]) -> IndexedSlices:
-    """The result of a function of slices, on the rows that any of them names."""
-    indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in known])
-    shape, rows = known[0].dense_shape, []
-    for g in leaves:
-        values = [jnp.asarray(one.values) if one is g else jnp.zeros_like(one.values) for one in known]
-        rows.append(combined(IndexedSlices(jnp.concatenate(values), indices, shape)))
-    return within(dataclasses.replace(rows[0], values=fn(*(one.values for one in rows))))

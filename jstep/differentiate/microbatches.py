@@ -180,14 +180,12 @@ def number_of_parts(
     what = f"max_rows_per_device={max_rows}"
     first, size = rows_of_batch(args, what)
     devices = _devices_of_batch(jax.tree.leaves(args, is_leaf=trees.is_none), specs)
-
-    def on_each(n: int) -> int:
-        rows = size // n
-        return rows // devices if rows % devices == 0 else rows  # otherwise every device may have all rows
-
     for n in range(at_least, size + 1):
-        if size % n == 0 and on_each(n) <= max_rows:
-            _log_number(what, size, devices, n)
+        rows = size // n
+        # If the rows do not split over the devices, every device may have all of them.
+        if size % n == 0 and (rows // devices if rows % devices == 0 else rows) <= max_rows:
+            each = f" over {devices} devices" if devices > 1 else ""
+            _log_once(f"{what}: batches of {size} rows{each} are split into {n} microbatches")
             return n
     raise ValueError(
         f"{what}, num_microbatches={at_least}: no such number of microbatches divides the batch: {first} has {size} "
@@ -196,9 +194,8 @@ def number_of_parts(
 
 
 @functools.cache  # a step is traced several times
-def _log_number(what: str, size: int, devices: int, n: int) -> None:
-    each = f" over {devices} devices" if devices > 1 else ""
-    _logger.info("%s: batches of %d rows%s are split into %d microbatches", what, size, each, n)
+def _log_once(text: str) -> None:
+    _logger.info("%s", text)
 
 
 def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
@@ -230,7 +227,10 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
     devices = _devices_of_batch(all_leaves, specs)
     if size // n % devices:
-        _warn_of_small_microbatches(size, n, devices)
+        fitting = [k for k in range(1, n) if size % k == 0 and size // k % devices == 0]
+        advice = f"; use at most {fitting[-1]} microbatches" if fitting else ""
+        text = "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all"
+        _logger.warning(f"{text} of their rows%s", n, size // n, devices, advice)
 
     def in_parts(leaf: Any) -> Any:
         return jnp.reshape(leaf, (size // n, n, *np.shape(leaf)[1:]))
@@ -259,19 +259,6 @@ def microbatch(parts: Any, i: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts)
 
 
-def _warn_of_small_microbatches(size: int, n: int, devices: int) -> None:
-    fitting = [k for k in range(1, n) if size % k == 0 and size // k % devices == 0]
-    advice = f"; use at most {fitting[-1]} microbatches" if fitting else ""
-    _logger.warning(
-        "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all of "
-        "their rows%s",
-        n,
-        size // n,
-        devices,
-        advice,
-    )
-
-
 def _mesh_of(leaf: Any) -> Any:
     return explicit_mesh(leaf) or jax.sharding.get_abstract_mesh()
 
@@ -298,15 +285,13 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
 
 
 def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:
-    return max(_devices_of_rows(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True))
-
-
-def _devices_of_rows(leaf: Any, spec: PartitionSpec | None) -> int:
-    """Return the number of devices that the rows of a leaf are sharded over; 1 if unknown."""
-    if leaf is None or spec is None or not dims_of(spec):
-        return 1
-    mesh = _mesh_of(leaf)
-    return 1 if mesh.empty else parts_along(mesh, dims_of(spec)[0])
+    """Return the number of devices that the rows are sharded over; 1 if unknown."""
+    counts = [1]
+    for leaf, spec in zip(leaves, specs, strict=True):
+        mesh = None if leaf is None or spec is None or not dims_of(spec) else _mesh_of(leaf)
+        if mesh is not None and spec is not None and not mesh.empty:
+            counts.append(parts_along(mesh, dims_of(spec)[0]))
+    return max(counts)
 
 
 class AggregationMethod(enum.Enum):
