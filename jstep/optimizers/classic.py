@@ -148,15 +148,10 @@ def sgd(
             f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
             f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
         )
-    return elements.from_update(
-        "sgd",
-        sgd_nesterov_update if use_nesterov else sgd_momentum_update if keeps else sgd_update,
-        {"momentum": MEAN} if keeps else {},
-        hyper,
-        flags=elements.decay_mask(weight_decay_mask),
-        prepare=share_of_gradient if keeps and damped else None,
-        by_rows=not decays,
-    )
+    rule = sgd_nesterov_update if use_nesterov else sgd_update
+    slots, flags = {"momentum": MEAN} if keeps else {}, elements.decay_mask(weight_decay_mask)
+    prepare = share_of_gradient if keeps and damped else None
+    return elements.from_update("sgd", rule, slots, hyper, flags=flags, prepare=prepare, by_rows=not decays)
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:
@@ -165,27 +160,21 @@ def share_of_gradient(h: Values) -> dict[str, Any]:
 
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update without momentum."""
-    return -h.learning_rate * elements.with_decay(g, p, h), {}
-
-
-def sgd_momentum_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update along the buffer."""
-    a = buffer(elements.with_decay(g, p, h), s, h)
+    """The update along the gradient, or along the buffer if there is a slot for it."""
+    if "momentum" not in s:
+        return -h.learning_rate * elements.with_decay(g, p, h), {}
+    g = elements.with_decay(g, p, h)
+    a = h.momentum * s.momentum + (h.share * g if "share" in h else g)
     return -h.learning_rate * a, {"momentum": a}
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update along the gradient and the new buffer."""
-    a = buffer(elements.with_decay(g, p, h), s, h)
+    decayed = elements.with_decay(g, p, h)
+    a = h.momentum * s.momentum + decayed
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
     return -h.learning_rate * (elements.with_decay(g, p, h) + h.momentum * a), {"momentum": a}
-
-
-def buffer(g: Array, s: Values, h: Values) -> Array:
-    """The new momentum buffer."""
-    return h.momentum * s.momentum + (h.share * g if "share" in h else g)
 
 
 # Optimizers that divide by a root of squared gradients: Adagrad, RMSProp, Adadelta.

@@ -602,21 +602,18 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))
-        before, after = jax.tree.leaves(params), jax.tree.leaves(moved)
-        rows = zip(found, new, before, after, hyperparameters.conditions_of(params, conditions), strict=True)
-        projected = [None if trees.is_none(u) else _unless_skipped(*rest) for u, *rest in rows]
-        return trees.structure(params).unflatten(projected), inner, {}
+
+        def projected(u: Any, new: Any, before: Any, after: Any, condition: Any) -> Projected | None:
+            if trees.is_none(u) or condition is None:
+                return None if trees.is_none(u) else Projected(new)
+            before = on_devices(before)
+            # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
+            return Projected(jnp.where(condition | jnp.any(after != before), new, before))
+
+        leaves = jax.tree.leaves(params), jax.tree.leaves(moved), hyperparameters.conditions_of(params, conditions)
+        return trees.structure(params).unflatten(list(map(projected, found, new, *leaves))), inner, {}
 
     return wrap_optimizer(optimizer, "with_projection", update)
-
-
-def _unless_skipped(new: Any, before: Any, moved: Any, condition: Any) -> Projected:
-    """The new value of a parameter, unless its update was skipped, by a guard or because it was not due."""
-    if condition is None:
-        return Projected(new)
-    before = on_devices(before)
-    # Behind a guard, another element of a chain may move the parameter.
-    return Projected(jnp.where(condition | jnp.any(moved != before), new, before))
 
 
 def _checked(params: Params, projected: Any) -> list[Any]:

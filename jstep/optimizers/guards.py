@@ -435,11 +435,10 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     def due_at(step: Step) -> Array:
         return (jnp.asarray(step) - offset) % every == every - 1
 
-    def of_one_step(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        return *conditional_update(due_at(at.step), optimizer, updates, inner, at), own
-
-    def of_the_mean(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         due, params, treedef = due_at(at.step), at.params, trees.structure(at.params)
+        if not accumulate:
+            return *conditional_update(due, optimizer, updates, inner, at), own
         gradients = match_gradients(updates, params)
         mine = {
             GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
@@ -456,12 +455,12 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
     if not accumulate:
-        return wrap_optimizer(optimizer, "update_every", of_one_step, inner_roles=_of_own_age)
+        return wrap_optimizer(optimizer, "update_every", update, inner_roles=_of_own_age)
     added = {
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
     }
-    return wrap_optimizer(optimizer, "update_every", of_the_mean, Own(added), guarded=False, inner_roles=_of_own_age)
+    return wrap_optimizer(optimizer, "update_every", update, Own(added), guarded=False, inner_roles=_of_own_age)
 
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:

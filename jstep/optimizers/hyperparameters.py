@@ -455,12 +455,8 @@ MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 def checked_axes(axes: Axes | None) -> Axes:
     """Check the argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax."""
-    chosen: Axes = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True) or _last_two
-    return chosen
-
-
-def _last_two(path: str, leaf: Any) -> tuple[int, int]:
-    return -2, -1
+    chosen: Axes | None = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
+    return chosen or (lambda path, leaf: (-2, -1))
 
 
 def matrix_axes_of(path: str, leaf: Any, chosen: Axes, purpose: str, way_out: str) -> MatrixAxes:

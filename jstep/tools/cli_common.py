@@ -209,7 +209,10 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     store = open_store(directory)
     found: dict[str, str] = {}
     problems: list[str] = []
-    for prefix in _prefixes(directory, store):
+    names = [split(path)[1] for _, path in store.newest_first(None)]
+    if not is_url(directory) and is_directory(directory):
+        names += names_in(directory)
+    for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
         for _, path in store.newest_first(prefix):
             found[path] = prefix
         problems += [f"{path}: {problem}" for path, problem in store.broken(prefix, -1)]
@@ -223,10 +226,3 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
         if one is not None:
             checkpoints.append(one)
     return sorted(checkpoints, key=lambda one: (one.prefix, one.step)), problems
-
-
-def _prefixes(directory: str, store: Any) -> list[str]:
-    names = [split(path)[1] for _, path in store.newest_first(None)]
-    if not is_url(directory) and is_directory(directory):
-        names += names_in(directory)
-    return sorted({match[1] for name in names if (match := _NAME.fullmatch(name))})

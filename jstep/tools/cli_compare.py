@@ -258,7 +258,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         for line in text(of_cards):
             print(cli_common.printable(line))
-    result = _checkpoints(a, b) if a.kind == "a checkpoint" else _runs(a, b)
+    if a.kind == "a checkpoint":
+        (one,), (other,) = a.steps.values(), b.steps.values()
+        every = {name for x in (one, other) for name in (*absent_from(x), *cli_common.names_of(x))}
+        steps = {"a": one.step, "b": other.step}
+        result = _result(a, b, list(_leaves(one, other)), steps=steps, compared=len(every))
+    else:
+        result = _runs(a, b)
     if arguments.json:
         print(cli_common.as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
@@ -301,13 +307,6 @@ def _log_at(path: str, in_directory: bool) -> _Side:
             f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
         )
     return _Side(path, "a log of fingerprints", {(step, ""): one for step, one in found.entries.items()}, problems)
-
-
-def _checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
-    (one,), (other,) = a.steps.values(), b.steps.values()
-    absent = {*absent_from(one), *absent_from(other)}
-    count = len({*cli_common.names_of(one), *cli_common.names_of(other), *absent})
-    return _result(a, b, list(_leaves(one, other)), steps={"a": one.step, "b": other.step}, compared=count)
 
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:

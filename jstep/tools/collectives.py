@@ -139,7 +139,8 @@ class Exchange:
 
     def parts(self) -> list[tuple[str, int]]:
         """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
-        operands = self.frame.computation.operands_of(self.instruction)[: _DATA.get(self.kind) or None]
+        known = self.frame.computation.instructions
+        operands = [known[name] for name in self.instruction.operands if name in known][: _DATA.get(self.kind) or None]
         total = sum(compiled.size_of(operand.shape) for operand in operands)
         return [(one.name, self.bytes * compiled.size_of(one.shape) // max(total, 1)) for one in operands]
 

@@ -114,10 +114,6 @@ class Computation:
                 found.setdefault(operand, []).append(instruction)
         return {name: tuple(users) for name, users in found.items()}
 
-    def operands_of(self, instruction: Instruction) -> list[Instruction]:
-        """Return the operands of an instruction that were parsed."""
-        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -284,30 +280,22 @@ class Frame:
         return [Frame(self.program, computation, self, call) for computation in found if computation is not None]
 
 
-class _Definition(NamedTuple):
-    """The instruction that defines a value, and the place of the value in its result if that is a tuple."""
+class _Place(NamedTuple):
+    """A result of an instruction, or an element of the carry of a loop; `place` is None if there is only one."""
 
     frame: Frame
     instruction: Instruction
     place: int | None
 
 
-class _Element(NamedTuple):
-    """One element of the carry of a loop; `place` is None if the carry is a single array."""
-
-    frame: Frame
-    loop: Instruction
-    place: int | None
-
-
 class _Value(NamedTuple):
     """An integer, or the sum of an integer and an element of a loop's carry in the current iteration."""
 
-    element: _Element | None
+    element: _Place | None
     offset: int
 
 
-def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] = _SAME) -> _Definition | None:
+def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] = _SAME) -> _Place | None:
     """Return the definition of a value, through tuples, calls, and opcodes whose result is the `same` value.
 
     It is never a copy, but may be a loop, or a parameter of the program or of a loop.
@@ -330,7 +318,7 @@ def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] =
                 return None
             frame, name = frame.caller, operands[number]
         else:
-            return _Definition(frame, one, index)
+            return _Place(frame, one, index)
     return None
 
 
@@ -338,13 +326,13 @@ def _number(parameter: Instruction) -> int | None:
     return int(parameter.argument) if parameter.argument.isdigit() else None
 
 
-def _element(definition: _Definition) -> _Element | None:
+def _element(definition: _Place) -> _Place | None:
     """Return the element of a loop's carry that a value is, in an iteration or after the loop."""
     frame, one, place = definition
     if one.opcode == "while":
-        return _Element(frame, one, place)
+        return definition
     if one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode == "while":
-        return _Element(frame.caller, frame.call, place)
+        return _Place(frame.caller, frame.call, place)
     return None
 
 
@@ -359,7 +347,7 @@ def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None
     element = _element(found)
     if element is not None:
         unchanged = _step(element) == 0
-        return argument_of(element.frame, element.loop.operands[0], element.place) if unchanged else None
+        return argument_of(element.frame, element.instruction.operands[0], element.place) if unchanged else None
     is_argument = found.instruction.opcode == "parameter" and found.frame.caller is None and found.place is None
     return _number(found.instruction) if is_argument else None
 
@@ -384,7 +372,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         return None
     for counter, limit, way in ((left, right, direction[1]), (right, left, _MIRRORED[direction[1]])):
         end = _constant(limit)
-        if end is None or counter.element is None or counter.element.loop is not loop:
+        if end is None or counter.element is None or counter.element.instruction is not loop:
             continue
         start, step = _constant(_begin(counter.element)), _step(counter.element)
         if start is not None and step is not None:
@@ -414,7 +402,10 @@ def _value(frame: Frame, name: str, index: int | None = None) -> _Value | None:
         return _Value(None, int(one.argument)) if _INTEGER.fullmatch(one.argument) else None
     if one.opcode in ("add", "subtract") and len(one.operands) == 2:
         left, right = (_value(found.frame, operand) for operand in one.operands)
-        return _sum(left, right, -1 if one.opcode == "subtract" else 1)
+        sign = -1 if one.opcode == "subtract" else 1
+        if left is None or right is None or (right.element is not None and (left.element is not None or sign < 0)):
+            return None
+        return _Value(left.element or right.element, left.offset + sign * right.offset)
     element = _element(found)
     if element is None:
         return None
@@ -423,24 +414,18 @@ def _value(frame: Frame, name: str, index: int | None = None) -> _Value | None:
     return _begin(element) if _step(element) == 0 else None
 
 
-def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
-    if left is None or right is None or (right.element is not None and (left.element is not None or sign < 0)):
-        return None
-    return _Value(left.element or right.element, left.offset + sign * right.offset)
+def _begin(element: _Place) -> _Value | None:
+    return _value(element.frame, element.instruction.operands[0], element.place)
 
 
-def _begin(element: _Element) -> _Value | None:
-    return _value(element.frame, element.loop.operands[0], element.place)
-
-
-def _step(element: _Element) -> int | None:
+def _step(element: _Place) -> int | None:
     """Return the increment of an element per iteration; None if it changes otherwise."""
-    body = element.frame.inner(element.loop, "body")
+    body = element.frame.inner(element.instruction, "body")
     following = _value(body[0], body[0].computation.root, element.place) if body else None
     if following is None or following.element is None:
         return None
-    same = following.element.loop is element.loop and following.element.place == element.place
-    return following.offset if same else None
+    _, loop, place = following.element
+    return following.offset if loop is element.instruction and place == element.place else None
 
 
 def _constant(value: _Value | None) -> int | None:

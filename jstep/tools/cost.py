@@ -194,7 +194,13 @@ def _resharded(
         for kind in ("all-gather", "all-to-all")
     )
     split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
-    if not others and not (gathers and _in_products(program, split)):
+
+    def is_product(one: Instruction) -> bool:
+        return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
+
+    # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
+    products = instructions_of(program, is_product) if gathers and split else iter(())
+    if not others and not any(argument_of(frame, name) in split for frame, one in products for name in one.operands):
         return ""
     what = " and ".join(kind for kind, found in (("all-gather", gathers), ("all-to-all", others)) if found)
     return f"activations are resharded ({what}, {size(gathers + others)} per step): {_remedy(axis)}"
@@ -206,16 +212,6 @@ def _remedy(axis: Any) -> str:
         "keep their rows on their devices with, after the embedding, "
         f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
     )
-
-
-def _in_products(program: Program, numbers: set[int]) -> bool:
-    """Whether a matrix product of the loss has one of these arguments as an operand, each device its shard."""
-
-    def wanted(one: Instruction) -> bool:
-        return one.opcode in _PRODUCTS and _OF_THE_LOSS in one.op_name
-
-    products = instructions_of(program, wanted) if numbers else iter(())
-    return any(argument_of(frame, name) in numbers for frame, one in products for name in one.operands)
 
 
 def _batch_axis(args: Sequence[Any]) -> Any:
@@ -561,6 +557,13 @@ def _rows(cost: Cost) -> list[tuple[str, str]]:
     """Return the rows of the table of a `Cost`: name and figure."""
     unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
     moved = None if cost.collectives is None else cost.collectives.items()
+    verdict = ""
+    if cost.memory_bytes is not None:
+        fits = cost.fits
+        if fits is None and cost.peak_bytes is not None:
+            fits = cost.peak_bytes <= cost.memory_bytes
+        problem = ": it does not fit" if fits is False else ", recomputes to fit" if cost.recomputes else ""
+        verdict = f" of {size(cost.memory_bytes, digits=4)}{problem}"
     rows = [
         ("operations", _UNKNOWN if cost.flops is None else scaled(cost.flops, "FLOP") + unknown),
         ("memory traffic", _size(cost.bytes_accessed)),
@@ -569,7 +572,7 @@ def _rows(cost: Cost) -> list[tuple[str, str]]:
         ("arguments", _size(cost.argument_bytes)),
         ("results", f"{_size(cost.output_bytes)}, {_size(cost.alias_bytes)} of it aliased to arguments"),
         ("temporaries", _size(cost.temp_bytes)),
-        ("at its peak", _size(cost.peak_bytes) + _verdict(cost)),
+        ("at its peak", _size(cost.peak_bytes) + verdict),
         *([("on the host", size(cost.host_bytes))] if cost.host_bytes else []),
         *([("between devices", _UNKNOWN)] if moved is None else []),
         *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
@@ -586,16 +589,6 @@ def _title(cost: Cost) -> str:
         return f"a step {where}"
     by = ", ".join(f"{package} {version}" for package, version in versions(parsed(cost.topology).kind).items())
     return f"a step {where}, {cost.topology} (compiled, not run; {by})"
-
-
-def _verdict(cost: Cost) -> str:
-    if cost.memory_bytes is None:
-        return ""
-    fits = cost.fits
-    if fits is None and cost.peak_bytes is not None:
-        fits = cost.peak_bytes <= cost.memory_bytes
-    verdict = ": it does not fit" if fits is False else ", recomputes to fit" if cost.recomputes else ""
-    return f" of {size(cost.memory_bytes, digits=4)}{verdict}"
 
 
 def _size(count: float | None) -> str:

@@ -100,13 +100,6 @@ def range_of(value: Any) -> Range:
     return dataclasses.replace(checks.range_of(np.asarray(value)), dtype=str(dtype))
 
 
-def as_range(aval: Any, measures: Sequence[Any]) -> Range:
-    """Return the range of an array from what `measured` returned."""
-    low, high, nans, infinities = (one.item() for one in measures) if measures else (1, 0, 0, 0)
-    low, high = (float(low), float(high)) if low <= high else (None, None)
-    return Range(str(aval.dtype), tuple(aval.shape), low, high, nans, infinities)
-
-
 # Evaluation of a program with instruments: the control flow of a pass over calls, branches, loops and shard_maps.
 
 
@@ -366,13 +359,6 @@ def _inexact(values: Iterable[Any]) -> list[Any]:
     return [one for one in values if one is not None and is_inexact(one)]
 
 
-class _Note(NamedTuple):
-    number: int
-    ins: list[Any]
-    outs: list[Any]
-    depends: bool
-
-
 class FirstMade(Pass):
     """A pass for the position of the first operation that makes a NaN, or an infinity from an argument."""
 
@@ -390,7 +376,7 @@ class FirstMade(Pass):
         made = _inexact(outs)
         if made and operation.eqn.primitive.name not in HARMLESS:
             depends = any(one.depends for one in ins)
-            level.notes.append(_Note(operation.number, _inexact(one.value for one in ins), made, depends))
+            level.notes.append((operation.number, _inexact(one.value for one in ins), made, depends))
         return [None] * len(outs)
 
     def _record(self, level: Level) -> Any:
@@ -407,30 +393,31 @@ class FirstMade(Pass):
         return records[_lowest(records)]
 
 
-def _first_number(notes: list[_Note]) -> Any:
+def _first_number(notes: list[tuple[int, list[Any], list[Any], bool]]) -> Any:
     """Return the number of the first operation that makes a non-finite number.
 
-    All flags are stacked and compared at once, since most of the time of a pass goes into compiling.
+    A note has the number of an operation, its operands and results, and whether it depends on an argument. All flags are
+    stacked and compared at once, since most of the time of a pass goes into compiling.
     """
     if not notes:
         return jnp.int32(_NEVER)
-    values = {id(one): one for note in notes for one in (*note.ins, *note.outs)}
+    numbers, ins, outs, depends = zip(*notes, strict=True)
+    values = {id(one): one for some in (*ins, *outs) for one in some}
     rows = {key: row for row, key in enumerate(values)}
     bad = jnp.stack([~jnp.isfinite(probe(one)) for one in values.values()] + [jnp.bool_(False)])
     nan = jnp.stack([has_nan(one) for one in values.values()] + [jnp.bool_(False)])
 
-    def any_of(groups: list[list[Any]]) -> Callable[[Any], Any]:
+    def any_of(groups: Sequence[list[Any]]) -> Callable[[Any], Any]:
         length = max(map(len, groups))
         indices = np.array(
             [[*(rows[id(one)] for one in group), *[-1] * (length - len(group))] for group in groups], int
         )
         return lambda flags: jnp.any(flags[indices], axis=1)
 
-    before, after = any_of([note.ins for note in notes]), any_of([note.outs for note in notes])
+    before, after = any_of(ins), any_of(outs)
     # Infinities that do not depend on an argument are constants of the user; NaNs are always recorded.
-    depends = np.array([note.depends for note in notes])
-    made = (after(nan) & ~before(nan)) | (after(bad) & ~before(bad) & depends)
-    return jnp.min(jnp.where(made, np.array([note.number for note in notes], np.int32), jnp.int32(_NEVER)))
+    made = (after(nan) & ~before(nan)) | (after(bad) & ~before(bad) & np.array(depends))
+    return jnp.min(jnp.where(made, np.array(numbers, np.int32), jnp.int32(_NEVER)))
 
 
 class Ranges(Pass):
@@ -455,8 +442,12 @@ class Ranges(Pass):
     def run(self, values: list[Any], depends: list[bool]) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """Return the ranges of the operands and those of the results."""
         record = self._evaluated(values, depends, lambda record, _: record)
-        ranges = tuple(map(as_range, self._avals, record))
-        return ranges[: self._count], ranges[self._count :]
+        ranges = []
+        for aval, measures in zip(self._avals, record, strict=True):
+            low, high, nans, infinities = (one.item() for one in measures) if measures else (1, 0, 0, 0)
+            low, high = (float(low), float(high)) if low <= high else (None, None)
+            ranges.append(Range(str(aval.dtype), tuple(aval.shape), low, high, nans, infinities))
+        return tuple(ranges[: self._count]), tuple(ranges[self._count :])
 
     def _enters(self, operation: Operation) -> bool:
         return super()._enters(operation) and operation.number in self._path

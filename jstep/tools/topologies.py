@@ -220,22 +220,17 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
             f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
         )
     types = tuple(axis_types or [AxisType.Auto] * len(sizes))
-    return Mesh(_arranged(known, sizes, across, devices_of(known)), tuple(sizes), axis_types=types)
-
-
-def _arranged(name: Name, sizes: Mapping[str, int], across: int, devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Arrange devices as `jax.make_mesh` does, with slices along the axis `across`."""
-    shape = tuple(sizes.values())
-    if name.slices == 1:
-        return _within_a_slice(shape, devices)
-    inner = tuple(size // name.slices if dim == across else size for dim, size in enumerate(shape))
-    each = [
-        _within_a_slice(inner, [device for device in devices if device.slice_index == i]) for i in range(name.slices)
-    ]
-    return np.concatenate(each, axis=across)
+    devices, shape = devices_of(known), tuple(sizes.values())
+    if known.slices == 1:
+        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=types)
+    inner = tuple(size // known.slices if dim == across else size for dim, size in enumerate(shape))
+    by_slice = ([device for device in devices if device.slice_index == i] for i in range(known.slices))
+    arranged = np.concatenate([_within_a_slice(inner, some) for some in by_slice], axis=across)
+    return Mesh(arranged, tuple(sizes), axis_types=types)
 
 
 def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Arrange devices as `jax.make_mesh` does."""
     names = [str(dim) for dim in range(len(shape))]
     try:
         return jax.make_mesh(shape, names, devices=devices).devices
