@@ -396,8 +396,8 @@ class FirstMade(Pass):
 def _first_number(notes: list[tuple[int, list[Any], list[Any], bool]]) -> Any:
     """Return the number of the first operation that makes a non-finite number.
 
-    A note has the number of an operation, its operands and results, and whether it depends on an argument. All flags are
-    stacked and compared at once, since most of the time of a pass goes into compiling.
+    A note has the number of an operation, its operands and results, and whether it depends on an argument. All flags
+    are stacked and compared at once, since most of the time of a pass goes into compiling.
     """
     if not notes:
         return jnp.int32(_NEVER)
