@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.checks import explain_jax, scoped
-from jstep.core.trees import is_traced
+from jstep.core.trees import is_traced, with_leaves
 
 # Propagation of JAX contexts to threads, and exemption of internal transfers from `transfer_guard`.
 #
@@ -461,10 +461,7 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def whole(arrays: list[Any]) -> Any:
-        filled = list(leaves)
-        for i, array in zip(indices, arrays, strict=True):
-            filled[i] = array
-        return fn(*treedef.unflatten(filled))
+        return fn(*treedef.unflatten(with_leaves(leaves, indices, arrays)))
 
     arrays = [leaves[i] for i in indices]
     if any(map(is_traced, arrays)):

@@ -6,10 +6,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -221,38 +220,25 @@ Hyper: TypeAlias = dict[str, Any]
 """The values of hyperparameters at a step, by name."""
 
 
-def checked(
-    name: str,
-    value: ScalarOrSchedule,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above: bool = False,
-    below: bool = False,
-) -> Any:
+def checked(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bounds]) -> Any:
     """Check a hyperparameter and return it.
 
     Args:
         name: The argument's name, for the error.
         value: A number, a scalar array (which may be traced), a schedule, or the result of `held`, whose initial value
             is checked like a number.
-        low: The lower bound.
-        high: The upper bound.
-        above: Whether the value must be strictly greater than `low`.
-        below: Whether the value must be strictly less than `high`.
+        **bounds: The valid range.
 
     Raises:
         ValueError: The value is not a scalar, not finite, or out of range.
     """
     if isinstance(value, Held):
-        first = checked(name, value.value, low=low, high=high, above=above, below=below)
-        return dataclasses.replace(value, value=first)
+        return dataclasses.replace(value, value=checked(name, value.value, **bounds))
     given: Any = value
     if isinstance(given, type):
         raise TypeError(f"{name}={given.__name__}: must be a number, an array or a schedule, got a class")
     if callable(given):
         return given
-    bounds: Bounds = {"low": low, "high": high, "above": above, "below": below}
     return as_scalar(given, name, expected="a number, an array or a schedule", **bounds)
 
 
@@ -263,11 +249,9 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
         ValueError: It is not finite, or out of range.
     """
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
-        kind = (
-            "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
-        )
+        got = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
         raise TypeError(
-            f"{name}={value!r}: must be a plain number, got {kind}; it is fixed when the optimizer is created"
+            f"{name}={value!r}: must be a plain number, got {got}; it is fixed when the optimizer is created"
         )
     return float(checked(name, value, **bounds))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -443,20 +444,14 @@ def adafactor(
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": elements.positive("epsilon", epsilon)}
     hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": weight_decay}
-    if learning_rate is not None:
-        hyper["learning_rate"] = learning_rate
-    if clip_threshold is not None:
-        hyper["clip_threshold"] = clip_threshold
-    if momentum is not None:
-        hyper["momentum"] = checked("momentum", momentum, **BETA)
+    optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
+    optional |= {"momentum": None if momentum is None else checked("momentum", momentum, **BETA)}
+    hyper |= {name: value for name, value in optional.items() if value is not None}
     relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
 
-    def without(which: int) -> Any:
-        def shape(path: str, leaf: Any) -> tuple[int, ...] | None:
-            axes = factored_axes(np.shape(leaf), least)
-            return None if axes is None else tuple(np.delete(np.shape(leaf), axes[which]).tolist())
-
-        return shape
+    def without(path: str, leaf: Any, which: int) -> tuple[int, ...] | None:
+        axes = factored_axes(np.shape(leaf), least)
+        return None if axes is None else tuple(np.delete(np.shape(leaf), axes[which]).tolist())
 
     def whole(path: str, leaf: Any) -> tuple[int, ...] | None:
         return np.shape(leaf) if factored_axes(np.shape(leaf), least) is None else None
@@ -472,8 +467,8 @@ def adafactor(
         }
 
     slots = {
-        "v_row": Slot(shape=without(1), keeps="rows"),
-        "v_col": Slot(shape=without(0), keeps="columns"),
+        "v_row": Slot(shape=functools.partial(without, which=1), keeps="rows"),
+        "v_col": Slot(shape=functools.partial(without, which=0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     flags = elements.decay_mask(weight_decay_mask)

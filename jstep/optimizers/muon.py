@@ -498,15 +498,11 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     and its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
     chosen = hyperparameters.checked_axes(axes)
-    wording = (
-        "to keep its norm",
-        hyperparameters.partition_shown(
-            "ball", "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
-        ),
-    )
+    hyperball = "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
+    way_out = hyperparameters.partition_shown("ball", hyperball)
 
     def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
-        return matrix_axes_of(path, leaf, chosen, *wording)
+        return matrix_axes_of(path, leaf, chosen, "to keep its norm", way_out)
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
     flags = {"axes": by_path(matrix_axes)}
@@ -523,7 +519,13 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         slots = made(params, global_step)
-        _refuse_zeros(params, matrix_axes)
+        for path, leaf in hyperparameters.own_leaves(params):
+            if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
+                axes = sum(matrix_axes(path, leaf), ())
+                if trees.is_traced(leaf):  # its value is not known yet
+                    when_concrete(path, _refuse_zero, axes)
+                else:
+                    _refuse_zero(path, leaf, axes)
         return slots
 
     return optimizer._replace(init=dataclasses.replace(made, make=init))
@@ -550,17 +552,6 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     of_old = (excess - d) / (length * (ratio + length))
     of_new = ratio * step * norm_p / (length * norm_u)
     return jnp.where(exists, of_old * p - of_new * u, jnp.zeros_like(p)), {}
-
-
-def _refuse_zeros(params: Params, matrix_axes: Callable[[str, Any], MatrixAxes]) -> None:
-    """Raise for matrices whose norm is 0, as soon as their values are known."""
-    for path, leaf in hyperparameters.own_leaves(params):
-        if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
-            axes = sum(matrix_axes(path, leaf), ())
-            if trees.is_traced(leaf):
-                when_concrete(path, _refuse_zero, axes)
-            else:
-                _refuse_zero(path, leaf, axes)
 
 
 def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:

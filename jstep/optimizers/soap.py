@@ -282,19 +282,15 @@ def soap(
     frequency = as_int(precondition_frequency, "precondition_frequency", at_least=1)
     longest = as_int(max_precondition_dim, "max_precondition_dim", at_least=1)
 
-    def square(axis: int) -> Any:
-        def shape(path: str, leaf: Any) -> tuple[int, int] | None:
-            sizes = np.shape(leaf)
-            return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and 0 < sizes[axis] <= longest else None
-
-        return shape
+    def square(path: str, leaf: Any, axis: int) -> tuple[int, int] | None:
+        sizes = np.shape(leaf)
+        return (sizes[axis],) * 2 if len(sizes) > max(1, axis) and 0 < sizes[axis] <= longest else None
 
     def slots(params: Params) -> dict[str, Any]:
         # At least two axes, so that the names do not depend on whether there is a matrix.
         axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
-        return {"m": MEAN, "v": SQUARE} | {
-            f"{name}_{axis}": Slot(shape=square(axis)) for axis in axes for name in ("gg", "q")
-        }
+        squares = [(axis, Slot(shape=partial(square, axis=axis))) for axis in axes]
+        return {"m": MEAN, "v": SQUARE} | {f"{name}_{axis}": slot for axis, slot in squares for name in ("gg", "q")}
 
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": weight_decay}

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -135,14 +135,8 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
     weights = find_weights(path)
-    about: dict[str, Any] = {
-        "path": weights.path,
-        "format": "safetensors",
-        "bytes": sum(tensor.nbytes for tensor in weights.tensors.values()),
-        "parameters": sum(math.prod(tensor.shape) for tensor in weights.tensors.values()),
-        "metadata": dict(weights.metadata),
-        "files": [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files],
-    }
+    about = _about_tensors(weights.path, "safetensors", weights.tensors.values(), weights.metadata)
+    about["files"] = [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files]
     several = len(weights.files) > 1
     where = f"in {len(weights.files)} file{'s' * several}"
     _print(about, _rows(weights), where, ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several, arguments)
@@ -161,19 +155,18 @@ def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
 
     found, _ = orbax_checkpoint.opened(folder)
     arrays = found.values()
-    about: dict[str, Any] = {
-        "path": folder,
-        "format": "orbax",
-        "bytes": sum(array.nbytes for array in arrays),
-        "parameters": sum(math.prod(array.shape) for array in arrays),
-        "metadata": {},
-    }
+    about = _about_tensors(folder, "orbax", arrays, {})
     rows = [
         {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
         for array in sorted(arrays, key=lambda array: array.name)
     ]
     _print(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
     return OK
+
+
+def _about_tensors(path: str, form: str, tensors: Collection[Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    count, parameters = sum(one.nbytes for one in tensors), sum(math.prod(one.shape) for one in tensors)
+    return {"path": path, "format": form, "bytes": count, "parameters": parameters, "metadata": dict(metadata)}
 
 
 def _print(
@@ -279,23 +272,15 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Return minimum, maximum and mean of the finite numbers; None for keys."""
-    nothing = {"min": None, "max": None, "mean": None}
-    if leaf.key_impl is not None:
-        return {**nothing, "nonfinite": None}
-    found = range_of(array)
-    nonfinite = found.nans + found.infinities
-    if found.low is None:
-        return {**nothing, "nonfinite": nonfinite}
-    values = np.abs(array) if np.iscomplexobj(array) else array
-    values = values.astype(np.float64)
+    found = None if leaf.key_impl is not None else range_of(array)
+    nonfinite = None if found is None else found.nans + found.infinities
+    if found is None or found.low is None:
+        return {"min": None, "max": None, "mean": None, "nonfinite": nonfinite}
+    values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
     mean = float(np.mean(values, where=np.isfinite(values)))
-    whole = not is_inexact(array.dtype)
-    return {
-        "min": int(array.min()) if whole else found.low,
-        "max": int(array.max()) if whole else found.high,
-        "mean": mean,
-        "nonfinite": nonfinite,
-    }
+    is_whole = not is_inexact(array.dtype)
+    low, high = (int(array.min()), int(array.max())) if is_whole else (found.low, found.high)
+    return {"min": low, "max": high, "mean": mean, "nonfinite": nonfinite}
 
 
 def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:

@@ -255,21 +255,13 @@ def _value(value: Any) -> dict[str, Any]:
         return entry | {"kind": "scalar", "value": value.simple_value}
     if kind == "image":
         image = value.image
-        return entry | {
-            "kind": "image",
-            "height": image.height,
-            "width": image.width,
-            "channels": image.colorspace,
-            "bytes": len(image.encoded_image_string),
-        }
+        entry |= {"kind": "image", "height": image.height, "width": image.width, "channels": image.colorspace}
+        return entry | {"bytes": len(image.encoded_image_string)}
     if kind == "histo":
         histogram = value.histo
-        return entry | {
-            "kind": "histogram",
-            **{key: getattr(histogram, key) for key in ("min", "max", "num", "sum", "sum_squares")},
-            "bucket_limit": list(histogram.bucket_limit),
-            "bucket": list(histogram.bucket),
-        }
+        figures = {key: getattr(histogram, key) for key in ("min", "max", "num", "sum", "sum_squares")}
+        edges = {"bucket_limit": list(histogram.bucket_limit), "bucket": list(histogram.bucket)}
+        return entry | {"kind": "histogram"} | figures | edges
     # The name of a plugin may be any string, even "scalar", whose entry would look like one of the above.
     plugin = value.metadata.plugin_data.plugin_name
     entry["kind"] = f"tensor of {plugin}" if plugin in ("scalar", "image", "histogram") else plugin or kind or "empty"

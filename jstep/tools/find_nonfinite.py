@@ -187,10 +187,7 @@ def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
 
     def traced(indices: list[int]) -> Any:
         def fn(*given: Any) -> Any:
-            whole = list(leaves)
-            for i, one in zip(indices, given, strict=True):
-                whole[i] = one
-            result = step(*treedef.unflatten(whole))
+            result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, given)))
             return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
         return jax.make_jaxpr(fn)(*(leaves[i] for i in indices))

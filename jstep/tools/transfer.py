@@ -147,12 +147,7 @@ def _wide_axes(
 
 
 def _widths(
-    path: str,
-    leaf: Any,
-    base: tuple[int, ...],
-    target: tuple[int, ...],
-    wide: list[int],
-    axes: WidthAxes | None,
+    path: str, leaf: Any, base: tuple[int, ...], target: tuple[int, ...], wide: list[int], axes: WidthAxes | None
 ) -> Widths:
     ins, outs = _pair_of_axes(path, leaf, axes)
     for axis in wide:
