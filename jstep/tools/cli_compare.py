@@ -131,20 +131,16 @@ def last_cards(where: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     try:
         for line in fields_with(where, "card"):
-            _add(found, line)
+            prefix, programs = line.get("prefix", "model"), line.get("programs")
+            if line.get("kind") != "card" or not isinstance(prefix, str):
+                continue
+            if "card" in line:
+                found[prefix] = line
+            elif prefix in found and isinstance(programs, list) and isinstance(found[prefix].get("programs"), list):
+                found[prefix]["programs"] = [*found[prefix]["programs"], *programs]
     except OSError:
         return found  # a directory that cannot be read is reported by the comparison itself
     return found
-
-
-def _add(found: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
-    if line.get("kind") != "card" or not isinstance(line.get("prefix", "model"), str):
-        return
-    prefix, programs = line.get("prefix", "model"), line.get("programs")
-    if "card" in line:
-        found[prefix] = line
-    elif prefix in found and isinstance(programs, list) and isinstance(found[prefix].get("programs"), list):
-        found[prefix]["programs"] = [*found[prefix]["programs"], *programs]
 
 
 def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list[str] | None:
@@ -155,7 +151,12 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
         b: The directory of the second run.
         prefixes: The prefixes of the two checkpoints, if two checkpoints are compared.
     """
-    of_a, of_b = (_of(last_cards(where), prefix) for where, prefix in zip((a, b), prefixes, strict=True))
+    both = []
+    for where, prefix in zip((a, b), prefixes, strict=True):
+        cards = last_cards(where)
+        # The card of the prefix only; all cards if no run has it, such as that of the best checkpoints.
+        both.append({prefix: cards[prefix]} if prefix is not None and prefix in cards else cards)
+    of_a, of_b = both
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = list(zip(of_a, of_b, strict=True))
@@ -168,11 +169,6 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
         for one, other in pairs
         for line in card_difference(of_a[one], of_b[other])
     ]
-
-
-def _of(cards: dict[str, dict[str, Any]], prefix: str | None) -> dict[str, dict[str, Any]]:
-    """Return the card of a prefix only; all cards if no run has that prefix, such as that of the best checkpoints."""
-    return {prefix: cards[prefix]} if prefix in cards and prefix is not None else cards
 
 
 def text(found: list[str] | None) -> list[str]:
