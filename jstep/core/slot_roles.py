@@ -102,23 +102,19 @@ class Roles(Mapping[str, Role | None]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
             return NotImplemented
-        same = self._of_structure() == other._of_structure() and self.complete == other.complete
+        one, another = (
+            {name: None if role in _WITH_A_START else role for name, role in roles.items()} for roles in (self, other)
+        )
         # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
         # may be written with the constructor.
-        return same or self._are_unknown or other._are_unknown
+        is_unknown = any(not roles and not roles.complete for roles in (self, other))
+        return is_unknown or (one == another and self.complete == other.complete)
 
     def __hash__(self) -> int:
         return hash(Roles)
 
     def __repr__(self) -> str:
         return f"Roles({', '.join(self._roles)})"
-
-    def _of_structure(self) -> dict[str, Role | None]:
-        return {name: None if role in _WITH_A_START else role for name, role in self.items()}
-
-    @property
-    def _are_unknown(self) -> bool:
-        return not self._roles and not self.complete
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""

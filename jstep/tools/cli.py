@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,6 @@ from jstep.summary.read import DataLossError
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Checkpoint, Command
 from jstep.weights.files import INDEX, SUFFIX, Weights, find_weights, folder_of, name_of
-
-if TYPE_CHECKING:
-    from jstep.tools.cost import Cost
-
 
 # `cost`: an estimate of the cost of a training step, without running it.
 
@@ -69,7 +65,10 @@ def _run_cost(arguments: argparse.Namespace) -> int:
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
-    print(common.as_json(_fields(found)) if arguments.json else found)
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    if found.collectives is not None:
+        fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
+    print(common.as_json(fields) if arguments.json else found)
     return OK  # even if the step does not fit into memory
 
 
@@ -98,13 +97,6 @@ def _loaded(place: str) -> ModuleType:
     sys.modules[name] = module  # needed by dataclasses and pickles, which look up their module
     spec.loader.exec_module(module)
     return module
-
-
-def _fields(found: "Cost") -> dict[str, Any]:
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    if found.collectives is not None:
-        fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
-    return fields
 
 
 COST = Command(_add_cost_arguments, _run_cost)

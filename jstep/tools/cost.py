@@ -410,9 +410,7 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
     memory = compiled.memory_analysis()
     if memory is None:
         return dict.fromkeys(_SIZES)
-    arguments, outputs, alias, temporary = (
-        int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")
-    )
+    arguments, outputs, alias, temporary = (int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in PARTS)
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
         host_results = bytes_of(compiled.out_info, on_host=True)

@@ -266,7 +266,9 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
                 f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
                 f"split over {mesh.size} devices; use a multiple of {mesh.size}"
             )
-        return jax.ShapeDtypeStruct(shape, _dtype(leaf), sharding=NamedSharding(mesh, spec))
+        is_numpy = isinstance(leaf, np.ndarray)
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if is_numpy else leaf.dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
 
@@ -301,7 +303,3 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
 
 def _called(mesh: Mesh) -> str:
     return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
-
-
-def _dtype(leaf: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)) if isinstance(leaf, np.ndarray) else leaf.dtype
