@@ -8,8 +8,9 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_number
+from jstep.hooks.due import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.run_hook import UNSET, RunHook, cadence, check_writer
+from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 

@@ -12,12 +12,13 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
+from jstep.hooks import due, run_hook
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks import run_hook
 from jstep.hooks.counters import StepCounterHook, shown_share
+from jstep.hooks.due import UNSET, Cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
-from jstep.hooks.run_hook import UNSET, Cadence, ReportingHook, Selection
+from jstep.hooks.run_hook import ReportingHook, Selection
 from jstep.state.train_state import TrainState
 
 # Rate-limited logging.
@@ -101,7 +102,7 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            run_hook.cadence(
+            due.cadence(
                 steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
             ),
             mean,
@@ -318,9 +319,7 @@ class SummarySaverHook(ReportingHook):
     ) -> None:
         super().__init__(
             # The state is sharded over all processes, so all of them compute histograms.
-            run_hook.cadence(
-                steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
-            ),
+            due.cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
             mean,
             self._write_means,
         )

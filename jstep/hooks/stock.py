@@ -14,8 +14,9 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_int, kind, setting, shown
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
+from jstep.hooks.due import cadence_or_never, positive
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith
-from jstep.hooks.run_hook import RunHook, cadence_or_never, positive
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stopwatch import SAVING
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

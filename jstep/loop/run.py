@@ -14,11 +14,11 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.prefetch import placement
 from jstep.data.sequence import StateBatches
+from jstep.hooks.due import cadence_or_never
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.run_hook import cadence_or_never
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.stopwatch import Stopwatch
 from jstep.loop.compiler import StartTimes, cache_directory

@@ -7,8 +7,8 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
+from jstep.hooks.due import Due, next_end
 from jstep.hooks.hook import NEVER
-from jstep.hooks.run_hook import Due, next_end
 
 CADENCED = {
     "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),
