@@ -43,7 +43,6 @@ from jstep.hooks.audit import AuditError as AuditError
 from jstep.hooks.audit import AuditHook as AuditHook
 from jstep.hooks.audit import DivergenceError as DivergenceError
 from jstep.hooks.audit import FingerprintHook as FingerprintHook
-from jstep.hooks.counters import StepCounterHook as StepCounterHook
 from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
@@ -53,6 +52,7 @@ from jstep.hooks.report import SummarySaverHook as SummarySaverHook
 from jstep.hooks.report import log_every_n as log_every_n
 from jstep.hooks.stock import CheckpointSaverHook as CheckpointSaverHook
 from jstep.hooks.stock import ProfilerHook as ProfilerHook
+from jstep.hooks.stock import StepCounterHook as StepCounterHook
 from jstep.hooks.stock import StopAtStepHook as StopAtStepHook
 from jstep.hooks.stock import every as every
 from jstep.loop.feeder import Preempted as Preempted

@@ -21,10 +21,10 @@ from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, 
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
 from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
+from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.due import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.metric_sums_program import numbers_of, read, text
-from jstep.hooks.run_hook import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
 from jstep.hooks.stopwatch import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params

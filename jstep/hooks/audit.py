@@ -16,9 +16,9 @@ from jstep.core.checks import as_bool, as_int, note, one_of, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
+from jstep.hooks.base import RunHook
 from jstep.hooks.due import every
 from jstep.hooks.hook import Metrics, RunInfo
-from jstep.hooks.run_hook import RunHook
 from jstep.state import fingerprint_log as _log
 from jstep.state.fingerprint_log import Difference
 from jstep.state.fingerprints import ByDevice, by_device, named_leaves, stacked

@@ -1,4 +1,4 @@
-"""The steps and times at which a hook is due: at multiples of steps, after seconds, or at the steps that it names itself."""
+"""The steps and times at which a hook is due: multiples of steps, intervals in seconds, or what it says itself."""
 
 import dataclasses
 import math

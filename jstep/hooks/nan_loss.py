@@ -12,11 +12,11 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, on_devices, placements_of
+from jstep.hooks.base import RunHook
 from jstep.hooks.due import Cadence
 from jstep.hooks.hook import Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS, host
-from jstep.hooks.run_hook import RunHook
 from jstep.state.global_step import global_step
 from jstep.state.train_state import MODEL_STATE, TrainState
 

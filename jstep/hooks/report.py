@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
-from jstep.hooks import due, run_hook
+from jstep.hooks import base, due
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.counters import StepCounterHook, shown_share
+from jstep.hooks.base import ReportingHook, Selection
 from jstep.hooks.due import UNSET, Cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
-from jstep.hooks.run_hook import ReportingHook, Selection
+from jstep.hooks.stock import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
 # Rate-limited logging.
@@ -323,7 +323,7 @@ class SummarySaverHook(ReportingHook):
             mean,
             self._write_means,
         )
-        self._writer, self._constants = run_hook.check_writer(summary_writer), sums.nothing
+        self._writer, self._constants = base.check_writer(summary_writer), sums.nothing
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
@@ -353,15 +353,15 @@ class SummarySaverHook(ReportingHook):
         leave_out = {*self._leave_out(), *self._constants()}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        for summary in run_hook.made_in(metrics) if self._mean else run_hook.of_metrics(metrics, leave_out):
+        for summary in base.made_in(metrics) if self._mean else base.of_metrics(metrics, leave_out):
             self._writer.add_summary(summary, step)
         if self._histograms:
-            self._writer.add_summary(run_hook.histograms_of(state, self._histograms), step)
+            self._writer.add_summary(base.histograms_of(state, self._histograms), step)
         self.run.transfers.deliver_ready()
 
     def _write_means(self, step: int, values: dict[str, Any]) -> None:
         if values:
-            self._writer.add_summary(run_hook.scalars_summary(values), step)
+            self._writer.add_summary(base.scalars_summary(values), step)
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:

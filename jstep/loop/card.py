@@ -27,7 +27,7 @@ from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.hooks.hook import key_of
 from jstep.loop.compiler import shapes_of
 from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.run import Options
+from jstep.loop.run_record import Options
 from jstep.optimizers.leafwise import RULE
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.

@@ -12,7 +12,7 @@ from jstep.loop.card import PAST, RestoredPast, card, past_of, program_card, war
 from jstep.loop.compiler import shapes_of
 from jstep.loop.feeder import lanes_of
 from jstep.loop.programs import Dispatched
-from jstep.loop.run import Run
+from jstep.loop.run_record import Run
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")

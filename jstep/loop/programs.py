@@ -20,9 +20,9 @@ from jstep.core.meshes import in_background, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
 from jstep.distributed import processes
-from jstep.hooks.counters import StepCounterHook
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
+from jstep.hooks.stock import StepCounterHook
 from jstep.hooks.stopwatch import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, stacked_shapes
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step

@@ -12,12 +12,12 @@ import jax
 from jstep.core.checks import as_int, as_number
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.counters import shown_share
+from jstep.hooks.base import RunHook
 from jstep.hooks.due import Cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import NewResults
-from jstep.hooks.run_hook import RunHook
-from jstep.loop.run import Run
+from jstep.hooks.stock import shown_share
+from jstep.loop.run_record import Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

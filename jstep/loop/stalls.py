@@ -30,15 +30,15 @@ from jstep.data.prefetch import serve
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
 from jstep.evaluating.evaluator import EvaluationHook
+from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
-from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.stopwatch import SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.timeline import CALL, STALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
-from jstep.loop.run import ENDING, Run
-from jstep.loop.run import STARTING as BEGINNING
-from jstep.loop.runner import FIRST_CALL, part_of, save_while_it_hangs, thing_of
+from jstep.loop.hook_runner import FIRST_CALL, part_of, save_while_it_hangs, thing_of
+from jstep.loop.run_record import ENDING, Run
+from jstep.loop.run_record import STARTING as BEGINNING
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location

@@ -20,18 +20,17 @@ from jstep.data.prefetch import copied, placement
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
-from jstep.hooks.counters import StepCounterHook
+from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_owners, get_states, name_of, set_states
 from jstep.hooks.metric_sums_program import read
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.run_hook import RunHook
-from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
+from jstep.loop.hook_runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
 from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
-from jstep.loop.run import RUNNING, Options, Run
-from jstep.loop.runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
+from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
 from jstep.state.sharding import as_shardings

@@ -10,7 +10,7 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.hooks import stopwatch
 from jstep.hooks.timeline import START, TIMES, VERSION, Timeline
-from jstep.loop.run import Run
+from jstep.loop.run_record import Run
 from jstep.stores.objects import location
 
 _EVERY_SECS = 1.0

@@ -12,17 +12,17 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.data.loaders import check_batches
+from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
-from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stopwatch import HOOKS, SAVING, new_watch
 from jstep.loop.cards import Cards
 from jstep.loop.compiler import StartTimes, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
+from jstep.loop.hook_runner import exit_on_signal, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
 from jstep.loop.progress import shown
-from jstep.loop.run import ENDING, Options, Run, new_run
-from jstep.loop.runner import exit_on_signal, leave_at_once, report_early_end, rescue
+from jstep.loop.run_record import ENDING, Options, Run, new_run
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
 from jstep.loop.timeline import TimelineRecorder

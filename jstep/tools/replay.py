@@ -21,7 +21,7 @@ from jstep.data.loaders import Source, gather_positions, owner_of, position_of, 
 from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
 from jstep.loop.programs import Programs, check, check_alive
-from jstep.loop.run import as_steps_per_call, check_locations
+from jstep.loop.run_record import as_steps_per_call, check_locations
 from jstep.loop.train import train
 from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step

@@ -75,9 +75,9 @@ class PendingValue:
 @pytest.fixture
 def pending_value(monkeypatch):
     """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import metric_sums_program, run_hook
+    from jstep.hooks import base, metric_sums_program
 
-    monkeypatch.setattr(run_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(base, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(metric_sums_program, "start_transfer", lambda values: None)
     monkeypatch.setattr(metric_sums_program, "is_ready", lambda values: all(value.ready for value in values.values()))
     monkeypatch.setattr(metric_sums_program, "read", lambda values: values)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.base import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)

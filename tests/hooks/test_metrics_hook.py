@@ -12,7 +12,7 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.base import RunHook
 
 
 def rows_of(last_step, every_n_steps, mean=False, **kwargs):
@@ -53,9 +53,9 @@ class PendingValue:
 
 
 def test_the_loop_does_not_wait_for_the_device(monkeypatch):
-    from jstep.hooks import metric_sums_program, run_hook
+    from jstep.hooks import base, metric_sums_program
 
-    monkeypatch.setattr(run_hook, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(base, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(metric_sums_program, "start_transfer", lambda values: None)
     monkeypatch.setattr(metric_sums_program, "is_ready", lambda values: values["loss"].ready)
     monkeypatch.setattr(metric_sums_program, "read", lambda values: {"loss": 1.0})

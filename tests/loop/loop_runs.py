@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.base import RunHook
 
 OPTIMIZER = jstep.with_moving_average(
     jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)

@@ -1,4 +1,4 @@
-"""The arguments of `train`, and the record of one run."""
+"""The arguments of `train`, validated, and the record of one run."""
 
 import contextlib
 import dataclasses
@@ -25,6 +25,8 @@ from jstep.loop.compiler import StartTimes, cache_directory
 from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaiting, TrainSteps
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
 from jstep.state.train_state import TrainState
+
+# The arguments of `train`, and the record of one run.
 
 # The arguments of `train`, validated.
 
