@@ -159,13 +159,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         half, wanted = arrays.get(record.half or ""), halves.get(i)
         return (half and (half.shape, half.dtype)) != (None if wanted is None else leaves[wanted].kind)
 
-    copies: dict[int, Copy] = {}  # leaf that the checkpoint lacks → the restored leaf that it begins as a copy of
-    for i, originals in ({} if all(found.sources) else slots.copied(target)).items():
-        restored = [j for j in originals if isinstance(found.sources[j], Leaf)]
-        if found.sources[i] is None and restored:
-            parts = [i, halves[i]] if i in halves else [i]
-            for part, number in enumerate(parts):
-                copies[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
+    copies = {} if all(found.sources) else _copies(target, found.sources, halves)
     wanted = [
         dataclasses.replace(
             one,
@@ -194,6 +188,18 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         bool(roles_in(target))
         and any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own)),
     )
+
+
+def _copies(target: Any, sources: Sequence[Leaf | LeftOut | None], halves: Mapping[int, int]) -> dict[int, Copy]:
+    """Return the leaves that the checkpoint lacks → what they begin as copies of, which it has."""
+    found: dict[int, Copy] = {}
+    for i, originals in slots.copied(target).items():
+        restored = [j for j in originals if isinstance(sources[j], Leaf)]
+        if sources[i] is None and restored:
+            parts = [i, halves[i]] if i in halves else [i]
+            for part, number in enumerate(parts):
+                found[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
+    return found
 
 
 def _difference(leaf: Wanted, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
