@@ -32,7 +32,7 @@ _Id = tuple[str, int]
 
 
 class Copy(NamedTuple):
-    """What a leaf of a target without a source begins as a copy of: indices among the leaves of the target.
+    """The start of a leaf without a source as a copy of another: indices among the leaves of the target.
 
     Attributes:
         of: The restored leaf.
@@ -531,7 +531,8 @@ def copied_leaf(wanted: Wanted, values: Sequence[Any]) -> Any:
     leaf, dtype, original, half = wanted.leaf, wanted.dtype, values[wanted.copy.of], wanted.copy.half
     if half is not None or wanted.copy.part is not None:
         both = original, None if half is None else values[half]
-        original = opened(*(None if x is None else on_devices(jnp.asarray(x)) for x in both))
+        top, low = (None if x is None else on_devices(jnp.asarray(x)) for x in both)
+        original = opened(top, low)
     if wanted.copy.part is not None:
         original = split(original.astype(jnp.float32))[wanted.copy.part]
     if wanted.is_numpy:

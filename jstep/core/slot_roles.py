@@ -385,22 +385,28 @@ def in_blocks(x: Array, blocks: Blocks) -> Array:
     )
 
 
-def of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
-    """The number of its block, for each element of an array of a shape.
-
-    What is computed for elements has their shape everywhere. Operations on a view of blocks beside others on the array
-    are twice the same work for XLA's GPU compiler, which then stores their results instead.
-    """
+def _of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
+    """The number of its block, for each element of an array of a shape."""
     split = (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
     return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), split).reshape(shape)
 
 
-def decoded(codes: Array, scales: Array) -> Array:
-    """The values of codes, in float32; what they hold is known by their dtype."""
+def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:
+    """The values of codes, in float32; what they hold is known by their dtype.
+
+    Args:
+        codes: The codes.
+        scales: The scales of their blocks.
+        flat: Whether to compute on the array instead of a view of its blocks. Operations on a view beside others on the
+            array are twice the same work for XLA's GPU compiler, which then stores their results; on CPUs the view is
+            faster.
+    """
     blocks = blocks_between(codes.shape, scales.shape)
-    c = codes.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
+    viewed = codes if flat else in_blocks(codes, blocks)
+    c = viewed.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
-    return unscaled * of_elements(scales, blocks, codes.shape)
+    factors = _of_elements(scales, blocks, codes.shape) if flat else jnp.expand_dims(scales, blocks.axis + 1)
+    return (unscaled * factors).reshape(codes.shape)
 
 
 def encoded(x: Array, blocks: Blocks, dtype: Any, fractions: Any = 0.5) -> tuple[Array, Array]:
@@ -428,13 +434,17 @@ def scales_of(x: Array, blocks: Blocks) -> Array:
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
-def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: Any, fractions: Any) -> Array:
-    """The codes of an array with known scales; the arguments are those of `encoded`."""
-    share = x / of_elements(scales, blocks, x.shape)
+def codes_of(x: Array, scales: Array, blocks: Blocks, dtype: Any, fractions: Any, flat: bool = False) -> Array:
+    """The codes of an array with known scales; the arguments are those of `encoded` and `decoded`."""
+    if flat:
+        share = x / _of_elements(scales, blocks, x.shape)
+    else:
+        share = in_blocks(x, blocks) * jnp.expand_dims(1 / scales, blocks.axis + 1)
+        fractions = in_blocks(fractions, blocks) if isinstance(fractions, jax.Array) else fractions
     # Another kernel may have computed the scales: the largest value must not fall short of them.
     share = jnp.where(jnp.abs(share) > _ALMOST, jnp.sign(share), share)
     codes = (_squares if dtype == jnp.uint8 else _signed)(share, fractions, int(np.iinfo(dtype).max))
-    return codes.astype(jnp.int32).astype(dtype)
+    return codes.astype(jnp.int32).astype(dtype).reshape(x.shape)
 
 
 def _signed(share: Array, up: Any, largest: int) -> Array:
@@ -505,13 +515,14 @@ def joined(top: Array, low: Array) -> Array:
     return jnp.where(jnp.isfinite(whole), sum_of_both, whole)
 
 
-def opened(stored: Any, half: Any) -> Any:
+def opened(stored: Any, half: Any, flat: bool = False) -> Any:
     """The values of a leaf that is stored as codes with scales, or in bfloat16 with a remainder.
 
     Args:
         stored: The codes or the bfloat16, or any leaf that is stored as it is.
         half: The scales or the remainder; None for a leaf that is stored as it is.
+        flat: As for `decoded`.
     """
     if half is None:
         return stored
-    return joined(stored, half) if stored.dtype == jnp.bfloat16 else decoded(stored, half)
+    return joined(stored, half) if stored.dtype == jnp.bfloat16 else decoded(stored, half, flat)

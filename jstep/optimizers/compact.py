@@ -90,16 +90,16 @@ class Stored(NamedTuple):
         return self.trees([_values(row, self.halves) for row in rows], slots), treedef.unflatten(masters)
 
 
-def value_of(stored: Any, half: Any) -> Any:
+def value_of(stored: Any, half: Any, flat: bool = False) -> Any:
     """The values of a leaf from both halves; one without a second half has its values."""
-    return stored if half is None else _opened(stored, half)
+    return stored if half is None else _opened(stored, half, flat)
 
 
-_opened = jax.jit(slot_roles.opened)  # one trace for all leaves of a shape, as in leafwise
+_opened = jax.jit(slot_roles.opened, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
 
 
-def _values(row: Row, halves: Mapping[str, str]) -> Row:
-    return {name: value_of(x, row.get(halves.get(name, ""))) for name, x in row.items()}
+def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
+    return {name: value_of(x, row.get(halves.get(name, "")), flat) for name, x in row.items()}
 
 
 def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
@@ -166,7 +166,15 @@ def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]
 
 
 def _closed_row(
-    row: Row, new: Row, master: Any, u: Any, scales: Row, fractions: Any, blocks: Any, halves: Mapping[str, str]
+    row: Row,
+    new: Row,
+    master: Any,
+    u: Any,
+    scales: Row,
+    fractions: Any,
+    blocks: Any,
+    halves: Mapping[str, str],
+    flat: bool = False,
 ) -> tuple[Any, Row]:
     """The new value of a parameter, None without an update, and what is stored of it and of its slots."""
     made = dict(row)
@@ -174,9 +182,13 @@ def _closed_row(
         half = halves.get(name, "")
         if name in scales:
             made[half] = scales[name]
-            codes = slot_roles.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name))
+            codes = slot_roles.codes_of(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
             # In a block of which no value has changed the scale has not, either: nothing is rounded again.
-            made[name] = jnp.where(slot_roles.decoded(row[name], scales[name]) == x, row[name], codes)
+            before = slot_roles.decoded(row[name], scales[name], flat)
+            before, x, old, codes = (
+                a if flat else slot_roles.in_blocks(a, blocks) for a in (before, x, row[name], codes)
+            )
+            made[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
             made[name], made[half] = slot_roles.split(
                 x, fractions(name)
@@ -267,7 +279,7 @@ def _closed_by_itself(
 
     def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
         (p, row), (given, kept) = now, read
-        old, master = _values(row | kept, halves), value_of(p, row.get(REMAINDER))
+        old, master = _values(row | kept, halves, platform == GPU), value_of(p, row.get(REMAINDER))
         known = dict(zip(others, given, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         made = leaf.ending.on_slice(known | {leaf.master: master}, leaf.part)
         # On TPUs the new slots are not computed again for their codes.
@@ -284,7 +296,7 @@ def _closed_by_itself(
         def fractions(name: str) -> Array:
             return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
 
-        return _closed_row(now[1], new, master, u, scales, fractions, leaf.blocks, halves)
+        return _closed_row(now[1], new, master, u, scales, fractions, leaf.blocks, halves, platform == GPU)
 
     row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
     read = [env[var] for var in others], kept
