@@ -82,15 +82,7 @@ def from_optax(
                 raise _other_params("init", error) from error
         _refuse_impossible(state)
         slots = _StateSlots(name, state, params).slots
-
-        def own_copy(leaf: Any) -> Any:
-            """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
-            if trees.is_key(leaf):
-                return jnp.copy(leaf)  # leaf.copy() fails where a program is traced
-            # A weak type would become strong in the first step, which would recompile it.
-            return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
-
-        return {slot: jax.tree.map(own_copy, tree) for slot, tree in slots.items()}
+        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
     def skeleton(params: Params) -> _StateSlots:
         with _standard_promotion():
@@ -118,12 +110,7 @@ def from_optax(
             if slot not in slots:
                 raise missing_slot(slot, slots)
         with _standard_promotion():
-            known: dict[str, Any] = {}
-            if context.loss is not None:
-                known |= {"value": _wide(context.loss), "grad": grads}
-            if context.value_and_grad is not None:
-                known["value_fn"] = _value_fn(context.value_and_grad, params)
-            extra = {key: value for key, value in known.items() if takes(key)}
+            extra = {key: value for key, value in _extra_arguments(context, grads, params).items() if takes(key)}
             try:
                 given, after = transformation.update(grads, shape.state_from(slots), _seen(params), **extra)
             except AttributeError as error:
@@ -257,6 +244,14 @@ def _seen(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
 
 
+def _own_copy(leaf: Any) -> Any:
+    """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
+    if trees.is_key(leaf):
+        return jnp.copy(leaf)  # leaf.copy() fails where a program is traced
+    # A weak type would become strong in the first step, which would recompile it.
+    return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
+
+
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
     """The new slot with the old leaves where there was no gradient, in the dtypes of the old slot."""
 
@@ -300,6 +295,16 @@ def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
         return lambda name: False
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     return lambda name: takes_any or name in parameters
+
+
+def _extra_arguments(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
+    """The extra arguments of Optax transformations that the step can provide."""
+    known: dict[str, Any] = {}
+    if context.loss is not None:
+        known |= {"value": _wide(context.loss), "grad": grads}
+    if context.value_and_grad is not None:
+        known["value_fn"] = _value_fn(context.value_and_grad, params)
+    return known
 
 
 def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
