@@ -9,7 +9,7 @@ import json
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -204,30 +204,12 @@ def gather_positions(position: Any) -> dict[str, Any]:
 _logger = logging.getLogger("jstep")
 
 
-@runtime_checkable
-class HasOwnState(Protocol):
-    """An object that can save and restore its position."""
-
-    def get_state(self) -> Any:
-        """Return the position, as bytes or as a value that JSON can hold."""
-        ...
-
-    def set_state(self, state: Any, /) -> Any:
-        """Restore a position."""
-        ...
+_OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
+"""The methods that return and restore a position: of an object of any kind, and of loaders such as torchdata's."""
 
 
-@runtime_checkable
-class HasStateDict(Protocol):
-    """A loader or iterator that can save and restore its position, such as torchdata's."""
-
-    def state_dict(self) -> Any:
-        """Return the position."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restore a position."""
-        ...
+def _has(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
 
 
 class Source(NamedTuple):
@@ -356,21 +338,18 @@ def _may_keep_something(make: Callable[..., Any]) -> bool:
 def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: bool) -> None:
     """Warn that batches do not resume where a run stopped: when it resumes, or before it can be stopped."""
     if start:
-        _logger.warning(
-            "The run resumes at step %d, but a %s has no position to resume from: its batches start from its current "
-            "position. %s",
-            start,
-            name,
-            ways_out,
+        what = (
+            f"The run resumes at step {start}, but a {name} has no position to resume from: its batches start from its "
+            "current position."
         )
     elif resumable:
-        _logger.warning(
-            "A %s has no position to resume from: if this run is stopped and resumed from its checkpoint, the batches "
-            "start where the %s is then, not where the run stopped. %s",
-            name,
-            name,
-            ways_out,
+        what = (
+            f"A {name} has no position to resume from: if this run is stopped and resumed from its checkpoint, the "
+            f"batches start where the {name} is then, not where the run stopped."
         )
+    else:
+        return
+    _logger.warning("%s %s", what, ways_out)
 
 
 def check_batches(batches: Any) -> None:
@@ -395,7 +374,7 @@ def check_batches(batches: Any) -> None:
         raise TypeError(f"batches={shown(batches)}: a function must take the step alone; {found}")
     if isinstance(batches, type) or not (
         callable(batches)
-        or _is_positioned_iterator(batches)
+        or _has(batches, *_OWN_STATE, "__next__")
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
         raise TypeError(
@@ -452,30 +431,21 @@ def _position(get: Callable[[], Any], owner: str, without: str = _WITHOUT) -> An
     return None if state is None else copied_position(state, owner, without)
 
 
-def _is_positioned_iterator(batches: Any) -> bool:
-    return isinstance(batches, HasOwnState) and hasattr(batches, "__next__")
-
-
 def keeps_position(batches: Any) -> bool:
     """Whether a loader or iterator can save and restore its position.
 
     `state_dict` must take no arguments: some data sets require the number of examples that were read.
     """
-    if _is_positioned_iterator(batches):
+    if _has(batches, *_OWN_STATE, "__next__"):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    return (
-        is_iterable
-        and not _is_sequence(batches)
-        and isinstance(batches, HasStateDict)
-        and can_take(batches.state_dict, 0)
-    )
+    return is_iterable and not _is_sequence(batches) and _has(batches, *_STATE_DICT) and can_take(batches.state_dict, 0)
 
 
 def owner_of(batches: Any) -> Any:
     """The object that keeps the position of batches: a loader, or what makes batches with the state; None if none."""
     if isinstance(batches, StateBatches):
-        return batches.make if isinstance(batches.make, HasOwnState | HasStateDict) else None
+        return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
     return batches if keeps_position(batches) else None
 
 
@@ -485,9 +455,8 @@ def position_of(owner: Any) -> Any:
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    if isinstance(owner, HasOwnState):
-        return owner.get_state, owner.set_state
-    return owner.state_dict, owner.load_state_dict
+    get, set_to = _OWN_STATE if _has(owner, *_OWN_STATE) else _STATE_DICT
+    return getattr(owner, get), getattr(owner, set_to)
 
 
 def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:

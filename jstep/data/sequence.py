@@ -478,9 +478,21 @@ class BatchSequence(abc.ABC):
     @overload
     def __getitem__(self, step: Any) -> Any: ...
     def __getitem__(self, step: Any) -> Any:
-        if isinstance(step, slice):
-            return self._with(self._steps.sliced(self._as_slice(step)))
-        return self._read(self._steps[self._as_step(step)])
+        if not isinstance(step, slice):
+            return self._read(self._steps[self._as_step(step)])
+        start, stop = (
+            None if part is None else as_int(part, f"slice {name}")
+            for part, name in ((step.start, "start"), (step.stop, "stop"))
+        )
+        for part, name in ((start, "start"), (stop, "stop")):
+            if part is not None and part < 0:
+                raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
+        stride = None if step.step is None else as_int(step.step, "slice step")
+        if stride == 0:
+            raise ValueError("slice step=0: must not be 0")
+        if stride is not None and stride < 0 and start is None and self.is_endless:
+            raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
+        return self._with(self._steps.sliced(slice(start, stop, stride)))
 
     def __iter__(self) -> "BatchIterator":
         return self.from_step(0)
@@ -493,21 +505,6 @@ class BatchSequence(abc.ABC):
             of = "num_epochs gives" if self._steps.parts == (range(self._count),) else "these batches have"
             raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._count - 1}")
         return step
-
-    def _as_slice(self, s: slice) -> slice:
-        start, stop = (
-            None if part is None else as_int(part, f"slice {name}")
-            for part, name in ((s.start, "start"), (s.stop, "stop"))
-        )
-        for part, name in ((start, "start"), (stop, "stop")):
-            if part is not None and part < 0:
-                raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
-        stride = None if s.step is None else as_int(s.step, "slice step")
-        if stride == 0:
-            raise ValueError("slice step=0: must not be 0")
-        if stride is not None and stride < 0 and start is None and self.is_endless:
-            raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
-        return slice(start, stop, stride)
 
 
 def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:

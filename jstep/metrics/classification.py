@@ -674,7 +674,15 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
     Equal scores share a bin. If there are too many different scores, neighbors are merged into bins of about equal
     size, as measured by `size`; a score that exceeds this size by itself keeps its own bin.
     """
-    given = _sorted(_both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given)))  # one bin at least
+    given = _both(given, jax.tree.map(lambda part: jnp.zeros((1,), part.dtype), given))  # one bin at least
+    # By the middle of their span, empty bins last.
+    limits: Any = jnp.finfo(given.low.dtype)  # type: ignore[no-untyped-call]
+    half = jnp.asarray(0.5, given.low.dtype)
+    low, high = (jnp.clip(end, limits.min, limits.max) for end in (given.low, given.high))
+    middle = jnp.where(given.low == given.high, given.low, low * half + high * half)
+    is_empty = given.positive.approximate() + given.negative.approximate() == 0
+    order = jnp.lexsort((given.low, middle, is_empty))
+    given = jax.tree.map(lambda part: part[order], given)
     unit = jnp.minimum(given.positive.unit(), given.negative.unit())
     positive, negative = given.positive.approximate(), given.negative.approximate()
     # A bin has its share of the positive examples, of the negative ones, and of their log ranks: precision changes
@@ -695,18 +703,6 @@ def _fewer(given: Thresholds, most: int) -> Thresholds:
         given.positive.segment_sum(place, most),
         given.negative.segment_sum(place, most),
     )
-
-
-def _sorted(given: Thresholds) -> Thresholds:
-    """Sort bins by the middle of their span, empty bins last."""
-    limits: Any = jnp.finfo(given.low.dtype)  # type: ignore[no-untyped-call]
-    half = jnp.asarray(0.5, given.low.dtype)
-    low, high = (jnp.clip(end, limits.min, limits.max) for end in (given.low, given.high))
-    middle = jnp.where(given.low == given.high, given.low, low * half + high * half)
-    is_empty = given.positive.approximate() + given.negative.approximate() == 0
-    order = jnp.lexsort((given.low, middle, is_empty))
-    ordered: Thresholds = jax.tree.map(lambda part: part[order], given)
-    return ordered
 
 
 def _joined_neighbours(size: Array, is_new: Array, group: Array, parts: int) -> Array:
