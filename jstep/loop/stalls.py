@@ -159,7 +159,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         self._main: Wait | None = None
         self._device: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long this has been the step
-        self._samples: list[tuple[int, list[Any]]] = []  # steps, and their metrics
+        self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
         self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
         self._per_step: list[float] = []
         if self._warn:
@@ -310,7 +310,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         """The calls whose results are not ready, up to the first of those that were the latest at a look."""
         run, now, samples, done = self._run, time.monotonic(), self._samples, max(self._done, self._run.first)
         step, metrics = run.step, run.metrics
-        while samples and all(leaf.is_deleted() or leaf.is_ready() for leaf in samples[0][1]):
+        while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
             self._done = samples.pop(0)[0] + 1
         if self._done > done:
             self._per_step = [*self._per_step[-63:], (now - self._since) / (self._done - done)]
@@ -320,7 +320,8 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
         leaves = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
         if leaves and step > (samples[-1][0] + 1 if samples else self._done):
-            samples.append((step - 1, leaves))
+            # The results of one program are ready together: the smallest one keeps no memory in use.
+            samples.append((step - 1, min(leaves, key=lambda leaf: leaf.size)))
         return wait
 
     # What is said.
