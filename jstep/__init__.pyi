@@ -20,6 +20,7 @@ from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
 from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
 from jstep.data.prefetch import replayed as replayed
 from jstep.data.sequence import from_state as from_state
+from jstep.data.to_devices import shard_batch as shard_batch
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm
 from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_norm
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm
@@ -171,7 +172,6 @@ from jstep.state.global_step import get_or_create_global_step as get_or_create_g
 from jstep.state.global_step import global_step as global_step
 from jstep.state.global_step import increment_global_step as increment_global_step
 from jstep.state.sharding import fsdp_specs as fsdp_specs
-from jstep.state.sharding import shard_batch as shard_batch
 from jstep.state.train_state import TrainState as TrainState
 from jstep.state.train_state import get_slot as get_slot
 from jstep.state.train_state import get_slot_names as get_slot_names

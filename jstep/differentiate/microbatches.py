@@ -16,8 +16,8 @@ from jstep.core.checks import shown
 from jstep.core.meshes import dims_of, explicit_mesh, parts_along, reduced, spec_of, without_explicit_axes
 from jstep.core.placement import Unroll, as_scalar, scan
 from jstep.core.trees import Array, GradientNoise, Held, IndexedSlices, combined
+from jstep.data.to_devices import fitting_spec
 from jstep.differentiate.clipping import global_norm
-from jstep.state.sharding import fitting_spec
 
 # Estimates of the gradient noise from the gradients of microbatches.
 #

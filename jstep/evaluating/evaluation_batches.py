@@ -21,11 +21,10 @@ from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers
 from jstep.data.batches import Batches
-from jstep.data.prefetch import copied, placement
 from jstep.data.sequence import BatchSequence
+from jstep.data.to_devices import as_shardings, copied, fitting, place_rows, placement
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
-from jstep.state.sharding import as_shardings, fitting, place_rows
 
 _logger = logging.getLogger("jstep")
 

@@ -19,6 +19,7 @@ from jstep.core.checks import kind, shown
 from jstep.core.meshes import in_background, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
+from jstep.data.to_devices import mesh_without_batch
 from jstep.distributed import processes
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
@@ -27,7 +28,6 @@ from jstep.hooks.stopwatch import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, stacked_shapes
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step
-from jstep.state.sharding import mesh_without_batch
 from jstep.state.train_state import TrainState, keep_roles, require_state
 from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent

@@ -12,8 +12,8 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
-from jstep.data.prefetch import placement
 from jstep.data.sequence import StateBatches
+from jstep.data.to_devices import placement
 from jstep.hooks.due import cadence_or_never
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums

@@ -16,8 +16,8 @@ from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source, saved_position, source_of
-from jstep.data.prefetch import copied, placement
 from jstep.data.sequence import BatchSequence, StateBatches
+from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
@@ -33,7 +33,6 @@ from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import global_step
-from jstep.state.sharding import as_shardings
 from jstep.state.train_state import TrainState
 
 # Restore the newest checkpoint, or start from the given state.

@@ -156,7 +156,8 @@ def _closed_leaf(
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
     at = functools.partial(slot_roles.fractions_at, np.shape(master))
-    return _closed_row(row, new, master, u, scales, lambda name: at(turns[name]), blocks, dict(halves))
+    value = None if trees.is_none(u) else add(master, u)
+    return _closed_row(row, new, value, scales, lambda name: at(turns[name]), blocks, dict(halves))
 
 
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
@@ -168,15 +169,14 @@ def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]
 def _closed_row(
     row: Row,
     new: Row,
-    master: Any,
-    u: Any,
+    value: Any,
     scales: Row,
     fractions: Any,
     blocks: Any,
     halves: Mapping[str, str],
     flat: bool = False,
 ) -> tuple[Any, Row]:
-    """The new value of a parameter, None without an update, and what is stored of it and of its slots."""
+    """The new value of a parameter as it is stored, None without an update, and what is stored of its slots."""
     made = dict(row)
     for name, x in new.items():
         half = halves.get(name, "")
@@ -190,12 +190,9 @@ def _closed_row(
             )
             made[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
-            made[name], made[half] = slot_roles.split(
-                x, fractions(name)
-            )  # values that are unchanged have no bits to drop
+            made[name], made[half] = slot_roles.split(x, fractions(name))  # unchanged values have no bits to drop
         else:
             made[name] = x
-    value = None if trees.is_none(u) else add(master, u)
     if value is not None and REMAINDER in row:
         value, made[REMAINDER] = slot_roles.split(value, fractions(REMAINDER))
     return value, made
@@ -296,7 +293,8 @@ def _closed_by_itself(
         def fractions(name: str) -> Array:
             return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
 
-        return _closed_row(now[1], new, master, u, scales, fractions, leaf.blocks, halves, platform == GPU)
+        value = None if trees.is_none(u) else add(master, u)
+        return _closed_row(now[1], new, value, scales, fractions, leaf.blocks, halves, platform == GPU)
 
     row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
     read = [env[var] for var in others], kept

@@ -1,4 +1,4 @@
-"""Shardings of states and batches: those of the leaves, FSDP's, and the rows of each process."""
+"""Shardings of states: those of the leaves, and FSDP's."""
 
 import itertools
 import logging
@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, require_mesh
+from jstep.core.meshes import mesh_axes_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape
 from jstep.core.selection import is_named, names_of
 from jstep.core.slot_roles import NO_ROLES, Role, Roles
-from jstep.core.trees import Params, Slots, is_key
+from jstep.core.trees import Params, Slots
 
 # Shardings of the leaves of a state, from the user's specs and rules.
 
@@ -283,128 +282,6 @@ def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) ->
         *given: Arrays that are already on the mesh; closed-over arrays would become constants of the program.
     """
     return jax.jit(make, out_shardings=place(jax.eval_shape(make, *given)))(*given)
-
-
-# Shardings of batches, and global batches from the rows of each process.
-
-
-def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
-    """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
-
-    Args:
-        local_batch: A tree of arrays with the same number of rows; with one process, the whole batch.
-        mesh: A `jax.sharding.Mesh`.
-        axis: The mesh axis (or a tuple of axes) over which rows are split.
-
-    Returns:
-        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
-        tree of shapes with shardings.
-
-    Raises:
-        ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
-
-    Example:
-        >>> import jax, jstep, numpy as np
-        >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
-        ('data',)
-    """
-    mesh = require_mesh(mesh)
-    parts = axis_size(mesh, axis, f"axis={axis!r}")
-    sharding = NamedSharding(mesh, PartitionSpec(axis))
-
-    sizes = {np.shape(rows)[:1]: trees.quoted(path) for path, rows in trees.leaves_with_paths(local_batch)}
-    if len(sizes) > 1:
-        each = ", ".join(f"{shape[0] if shape else 'none (a scalar)'} at {path}" for shape, path in sizes.items())
-        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {each}")
-
-    def leaf(keys: Any, rows: Any) -> Any:
-        named = trees.leaf_at(trees.path_str(keys))
-        if np.ndim(rows) == 0:
-            raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
-        if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
-            return jax.device_put(rows, sharding)
-        here = np.shape(rows)[0]
-        # With compile-only devices there are no other processes: the rows are the whole batch.
-        processes = 1 if compiles_only(mesh) else _processes_along(sharding)
-        local_parts = max(1, parts // processes)
-        if here % local_parts:
-            raise ValueError(
-                f"local_batch: {named} has {here} rows on this process, which do not split over the "
-                f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
-            )
-        if compiles_only(mesh) or is_shape(rows):
-            dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
-            return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
-        return place_rows(rows, sharding)
-
-    return jax.tree_util.tree_map_with_path(leaf, local_batch)
-
-
-def _processes_along(sharding: NamedSharding) -> int:
-    """Return the number of processes over which rows are split; processes with the same rows count once."""
-    size = int(sharding.mesh.devices.size)
-    owners: dict[int, set[Any]] = {}
-    places: Any = sharding.devices_indices_map((size,))
-    for device, index in places.items():
-        owners.setdefault(device.process_index, set()).add((index[0].start, index[0].stop))
-    return len({frozenset(rows) for rows in owners.values()})
-
-
-def place_rows(rows: Any, sharding: Any) -> jax.Array:
-    """Assemble a global array with a sharding from the local rows of each process.
-
-    Args:
-        rows: The rows of this process, or a global array, which is resharded.
-        sharding: Any sharding. If all its devices belong to this process, the rows are the whole array.
-    """
-    is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
-    if is_global or getattr(sharding, "is_fully_addressable", True):
-        return jax.device_put(rows, sharding)
-    # Also for an array on a device of this process: device_put would assume the same whole array on all processes.
-    return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
-
-
-def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
-    """Convert a tree of shardings or specs to a tree of shardings; specs refer to the current mesh.
-
-    Args:
-        sharding: The user's value.
-        stacked: Whether batches are stacked, with the steps on the leading axis.
-    """
-
-    def leaf(one: Any) -> Any:
-        spec = one.spec if isinstance(one, NamedSharding) else one
-        if not isinstance(spec, PartitionSpec):
-            return one
-        spec = PartitionSpec(None, *spec) if stacked else spec
-        mesh = one.mesh if isinstance(one, NamedSharding) else jax.sharding.get_mesh()
-        return spec if mesh.empty else NamedSharding(mesh, spec)
-
-    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
-    """Drop from a sharding the axes that do not divide an array of this shape: it is replicated over them."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, fitting_spec(sharding.mesh, sharding.spec, shape))
-
-
-def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    """Drop from a spec the mesh axes that do not divide an array of this shape."""
-    kept = []
-    for dim, axis in enumerate(dims_of(spec)[: len(shape)]):
-        kept.append(axis if shape[dim] % parts_along(mesh, axis) == 0 else None)
-    return PartitionSpec(*kept)
-
-
-def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
-    """Return the mesh of a state if it has several devices and no array of the batch is on it, although it has rows."""
-    mesh = mesh_of(state)
-    if mesh is None or mesh.size == 1 or mesh_of(args) is not None:
-        return None
-    has_rows = any(np.ndim(leaf) > 0 and not is_key(leaf) for leaf in jax.tree.leaves(args))
-    return mesh if has_rows else None
 
 
 # Partition specs for fully sharded data parallelism (FSDP).

@@ -21,7 +21,7 @@ from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.programs import body_of, is_annotated, work_of
 from jstep.core.slot_roles import blocks_between, roles_in
-from jstep.state.sharding import mesh_without_batch
+from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
 from jstep.tools.compiled import Array, Instruction, Program, argument_of, instructions_of, parse_program, recomputes

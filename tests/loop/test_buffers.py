@@ -13,7 +13,7 @@ import pytest
 from loop_runs import DATA, OPTIMIZER, train
 
 import jstep
-from jstep.data.prefetch import copied
+from jstep.data.to_devices import copied
 
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["a"] - x) ** 2), OPTIMIZER)
 
