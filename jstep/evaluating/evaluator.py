@@ -19,8 +19,8 @@ from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
-from jstep.evaluating.evaluation_batches import EvaluationBatches, num_examples, placed, shardings_of
-from jstep.evaluating.metric_totals import OBJECT, Metric, Totals, merge_objects, metrics_of
+from jstep.evaluating import evaluation_batches
+from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
 from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.due import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
@@ -367,8 +367,8 @@ def evaluator(
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
     as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes, shardings = EvaluationBatches(batches), shardings_of(batch_sharding)
-    computed, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(merge_objects)
+    passes, shardings = EvaluationBatches(batches), evaluation_batches.shardings_of(batch_sharding)
+    computed, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(evaluation_batches.merge_objects)
 
     def check_state(state: TrainState) -> None:
         require_alive(require_state(state))
@@ -394,7 +394,7 @@ def evaluator(
         check_state(state)
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals(merge)
-        for args in placed(passes, shardings):
+        for args in evaluation_batches.placed(passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
             if is_global or processes.is_single_process():
@@ -431,7 +431,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     attempts = Attempts(name)
 
     def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        return metrics_of(metric_fn(*params, *args), num_examples(args))
+        return evaluation_batches.metrics_of(metric_fn(*params, *args), evaluation_batches.num_examples(args))
 
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
@@ -445,7 +445,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
 
 def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, args: Any) -> list[list[Metric]]:
     """Return the metrics of each lane; of one with the whole batch if they do not divide it."""
-    size = num_examples(args)
+    size = evaluation_batches.num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
         lanes = lanes._replace(number=1, axes=())
     leaves, treedef = trees.flatten(args)

@@ -10,20 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.meshes import internal_transfers
-from jstep.hooks import metric_sums_program
+from jstep.hooks import metric_sums_program as device
 from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums_program import (
-    BAD,
-    GRAD_NORM,
-    GRADIENT,
-    LOSS,
-    SKIPPED,
-    SKIPS,
-    VALUE,
-    WATCHED,
-    Columns,
-    Sums,
-)
+from jstep.hooks.metric_sums_program import Columns, Sums
 from jstep.training.step import Constants
 
 NONE = Constants({})
@@ -97,26 +86,27 @@ class Piece(NamedTuple):
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
-        return not isinstance(self.array, jax.Array) or metric_sums_program.is_ready({"": self.array})
+        return not isinstance(self.array, jax.Array) or device.is_ready({"": self.array})
 
     def totals(self) -> Totals:
         """The sums; waits for the device."""
         if self.array is None:
             return Totals(self.last, self.fixed)
         with internal_transfers():
-            row = metric_sums_program.host(self.array)
+            row = device.host(self.array)
         m, sums = len(self.columns.names), dict(self.fixed)
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _plus(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
         watched = row[3 * m :]
         bad, gradient, *over = (
-            None if at < 0 else self.first + 1 + int(at) for at in (watched[BAD], watched[GRADIENT], *watched[WATCHED:])
+            None if at < 0 else self.first + 1 + int(at)
+            for at in (watched[device.BAD], watched[device.GRADIENT], *watched[device.WATCHED :])
         )
         return Totals(
             self.last,
             sums,
-            int(watched[SKIPS]),
-            None if bad is None else BadStep(bad, float(watched[VALUE])),
+            int(watched[device.SKIPS]),
+            None if bad is None else BadStep(bad, float(watched[device.VALUE])),
             gradient,
             {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None},
         )
@@ -171,7 +161,7 @@ class PendingMeans:
     """The means of an interval, in display order, being transferred to the host."""
 
     def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
-        self._names = metric_sums_program.shown(interval.names(), leave_out)
+        self._names = device.shown(interval.names(), leave_out)
         self.is_ready, self._means = interval.is_ready, interval.means
 
     def start(self) -> None:
@@ -275,7 +265,7 @@ class MetricSums:
 
     # Calls of one step.
 
-    def add(self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NONE) -> None:
+    def add(self, first: int, metrics: Metrics, skip: str | None = device.SKIPPED, constants: Constants = NONE) -> None:
         """Add the metrics of the step after `first`; must be called before a hook can change the mapping.
 
         Args:
@@ -307,13 +297,13 @@ class MetricSums:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Choose the layout for the metrics of a step; return those to add on the device, and those on the host."""
         if not self._has_means:
-            metrics = {name: value for name, value in metrics.items() if name in (LOSS, GRAD_NORM, skip)}
+            metrics = {name: value for name, value in metrics.items() if name in (device.LOSS, device.GRAD_NORM, skip)}
         computed: dict[str, Any] = {}
         known: dict[str, float] = {}
         for name, value in metrics.items():
             if isinstance(value, jax.Array):
                 computed[name] = value
-            elif metric_sums_program.is_number(value):
+            elif device.is_number(value):
                 if name == skip or not math.isfinite(value):  # it depends on the others of the step whether it counts
                     computed[name] = np.float32(value)
                 else:
@@ -336,7 +326,7 @@ class MetricSums:
         count = np.int32(len(calls))
         calls += calls[-1:] * (layout.room - len(calls))  # padding, so that one program serves any number of calls
         with internal_transfers(), _without_nan_checks():
-            self._sums = metric_sums_program.program(layout.columns, layout.names)(sums, calls, count)
+            self._sums = device.program(layout.columns, layout.names)(sums, calls, count)
 
     # Intervals.
 
@@ -388,12 +378,14 @@ class MetricSums:
         """Add up the constants of the latest steps."""
         steps, self._constant_steps = self._constant_steps, 0
         for name, value in self._constants.values.items() if steps else ():
-            if metric_sums_program.is_number(value):
+            if device.is_number(value):
                 _plus(self._fixed, name, float(value) * steps, steps)
 
     def _layout_of(self, metrics: Metrics, skip: str | None) -> Layout:
-        columns = metric_sums_program.columns_of(metrics, skip, self.limits)
-        names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.loss is not None))
+        columns = device.columns_of(metrics, skip, self.limits)
+        names = tuple(
+            name for name in metrics if name in columns.names or (name == device.LOSS and columns.loss is not None)
+        )
         room = 1 if columns.loss == -1 else max(1, min(_CALLS, _VALUES // max(1, len(names))))
         return Layout(columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names))
 
@@ -403,7 +395,7 @@ class MetricSums:
             empty, skips = self.empty(columns, like), self._skips
             if skips is not None and _sharding_of(skips) != (sharding := _sharding_of(like)):  # on other devices
                 with internal_transfers():
-                    skips = _put(metric_sums_program.host(skips), sharding)
+                    skips = _put(device.host(skips), sharding)
             self._sums = empty if skips is None else empty._replace(skips=skips)
         return self._sums
 

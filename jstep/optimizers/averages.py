@@ -22,8 +22,7 @@ from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
 from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, value_at
 from jstep.optimizers.leafwise import Slot
-from jstep.optimizers.offloading import per_leaf
-from jstep.optimizers.updates import add, apply_updates, find_slot
+from jstep.optimizers.updates import add, apply_updates, find_slot, per_leaf
 from jstep.state.train_state import TrainState, values_of
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.

@@ -17,8 +17,7 @@ from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Upd
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.offloading import loads_slots
-from jstep.optimizers.updates import NoGradientsError, apply_updates, missing_slot
+from jstep.optimizers.updates import NoGradientsError, apply_updates, loads_slots, missing_slot
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.

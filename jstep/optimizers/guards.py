@@ -18,8 +18,7 @@ from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
 from jstep.optimizers.leafwise import Slot, call_update, fresh_slot
-from jstep.optimizers.offloading import only_if, per_leaf
-from jstep.optimizers.updates import match_gradients, slot_leaves
+from jstep.optimizers.updates import match_gradients, only_if, per_leaf, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 

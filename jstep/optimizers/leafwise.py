@@ -16,8 +16,15 @@ from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Role, Roles, abstractl
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
-from jstep.optimizers.offloading import can_load_slots, loads_slots, per_leaf, with_slots_loaded
-from jstep.optimizers.updates import match_gradients, missing_slot, slot_leaves
+from jstep.optimizers.updates import (
+    can_load_slots,
+    loads_slots,
+    match_gradients,
+    missing_slot,
+    per_leaf,
+    slot_leaves,
+    with_slots_loaded,
+)
 from jstep.state.train_state import START_STEP
 
 # Chain elements without a rule, and the leaves of custom optimizers.

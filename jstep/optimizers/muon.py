@@ -25,8 +25,7 @@ from jstep.optimizers.compose import chain
 from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Axes, MatrixAxes, by_path, checked, held_names, matrix_axes_of
 from jstep.optimizers.leafwise import MEAN, Slot
-from jstep.optimizers.offloading import loads_slots
-from jstep.optimizers.updates import match_gradients, missing_slot
+from jstep.optimizers.updates import loads_slots, match_gradients, missing_slot
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 

@@ -18,7 +18,7 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, 
 from jstep.optimizers.elements import Result, Values, decay_mask, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
 from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
-from jstep.optimizers.offloading import loads_slots, with_slots_loaded
+from jstep.optimizers.updates import loads_slots, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
 # Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration.

@@ -1,19 +1,227 @@
-"""Applying updates: matching gradients and slots to parameters, and writing them in place."""
+"""Applying updates: matching gradients and slots to parameters, writing in place, slots in host memory."""
 
+import contextvars
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import kind, note
-from jstep.core.meshes import on_any_mesh
-from jstep.core.placement import in_order, is_in_place, is_on_host, on_devices
-from jstep.core.trees import Array, IndexedSlices, Params, RowsInOrder, Slots, Updates, check, combined, is_slices
+from jstep.core.checks import kind, note, setting
+from jstep.core.meshes import on_any_mesh, parts_along
+from jstep.core.placement import in_order, is_in_place, is_on_host, layout_of, on_devices, shardings_of, to_host
+from jstep.core.programs import Subprogram, body_of, evaluate, is_elementwise, on_slices
+from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Updates
 from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
 from jstep.state.train_state import TrainState
+
+# Optimizer updates with slots in host memory: loops, one for each leaf, transfer the slots.
+#
+# XLA would load all slots at once otherwise: it moves transfers across barriers, but not out of loops. Small leaves are
+# loaded together before the update, large ones slice by slice if their rule is elementwise.
+#
+# Slots in host memory are arrays of another type, with which JAX computes nothing. The updates of this package read
+# them by `per_leaf` or pass them on, and are marked with `loads_slots`. Any other update, such as that of a custom
+# optimizer, gets its slots in device memory: correct, but all at once.
+
+PARTS = 16
+"""At most 1/PARTS of the offloaded bytes should be on the devices at once, loaded or to be sent back."""
+ROWS = {1: 4096, 2: 32}
+"""Number of dimensions → the row multiple of a slice: whole tiles of a TPU's memory, for every dtype."""
+
+_Update = TypeVar("_Update", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfers:
+    """The transfers of an update.
+
+    Attributes:
+        limit: The number of bytes that should be on the devices at once.
+        turns: 1, or 0 if the update is skipped. XLA must not know it: it inlines loops of one iteration.
+        is_certain: Whether no condition can skip the update.
+    """
+
+    limit: int
+    turns: Array
+    is_certain: bool = True
+
+
+_TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
+
+
+def using_transfers(transfers: Transfers | None) -> AbstractContextManager[Transfers | None]:
+    """Load slots leaf by leaf in a context; not if `transfers` is None."""
+    return setting(_TRANSFERS, transfers)
+
+
+def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
+    """Update slots in host memory, in a context, only if a condition is true; otherwise nothing is transferred."""
+    known = _TRANSFERS.get()
+    if known is not None:
+        known = Transfers(known.limit, jnp.where(condition, known.turns, 0), is_certain=False)
+    return using_transfers(known)
+
+
+def is_worth_loops(state: Any) -> bool:
+    """Whether a traced state has arrays in host memory, and its compiler is known to support loops of transfers.
+
+    On a CPU, device memory is host memory. The GPU compiler is untested.
+    """
+    leaves = jax.tree.leaves(state)
+    if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
+        return False
+    known = shardings_of(state)
+    platform = jax.default_backend() if known is None else next(iter(known[0].device_set)).platform
+    return bool(platform == "tpu")
+
+
+def with_small_ones_loaded(params: Params, slots: Slots) -> tuple[Slots, int]:
+    """Load the slots that need no loop, and return all slots and the limit in bytes for the others.
+
+    These are the slots that are not trees like params, and those of the smallest parameters.
+    """
+    leaves = {
+        name: trees.flatten_like(params, tree, name) for name, tree in slots.items() if trees.is_like(params, tree)
+    }
+    sizes = [sum(map(_host_bytes, ones)) for ones in zip(*leaves.values(), strict=True)]
+    limit = sum(sizes) // PARTS
+    small: set[int] = set()
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if sum(sizes[j] for j in small) + sizes[i] > limit:
+            break
+        small.add(i)
+    treedef = trees.structure(params)
+    loaded = {
+        name: treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])
+        if name in leaves
+        else on_devices(tree)
+        for name, tree in slots.items()
+    }
+    return loaded, limit
+
+
+def loads_slots(update: _Update) -> _Update:
+    """Decorator of the `update` of an optimizer that accepts slots and parameters in host memory."""
+    update.loads_slots = True  # type: ignore[attr-defined]
+    return update
+
+
+def can_load_slots(optimizer: Optimizer) -> bool:
+    """Whether the update of an optimizer accepts slots and parameters in host memory."""
+    return getattr(optimizer.update, "loads_slots", False)
+
+
+def with_slots_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Any) -> Any:
+    """Call `update(slots, params) -> (result, new slots)` with all slots on the devices, and send the new ones back."""
+    if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
+        return update(slots, params)
+    loaded = on_devices(slots)
+    result, new = update(loaded, on_devices(params))
+    known = _TRANSFERS.get()
+
+    def back(before: Any, old: Any, after: Any) -> Any:
+        if not is_on_host(before):
+            return after
+        return to_host(after if known is None or known.is_certain else jnp.where(known.turns > 0, after, old))
+
+    def of_slot(name: str, tree: Any) -> Any:
+        fits = name in slots and trees.structure(tree) == trees.structure(slots[name])
+        return jax.tree.map(back, slots[name], loaded[name], tree) if fits else tree
+
+    return result, {name: of_slot(name, tree) for name, tree in new.items()}
+
+
+def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
+    """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
+
+    Args:
+        rule: A function of arrays on the devices. It may return fewer slots; these keep shape and dtype.
+        path: The path of the leaf.
+        slots: Name → the leaf of the slot, or None.
+        *args: Other trees of arrays.
+
+    Returns:
+        The result, on the devices, and the new slots, in the memory of the old ones. If the update is skipped, slots in
+        host memory keep their values, and the result is unspecified.
+    """
+    known = _TRANSFERS.get()
+    if known is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
+        return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
+    closed, made = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
+    body, given = body_of(closed), jax.tree.leaves((slots, *args))
+    places = _replaced(made, slots, args)
+    start = [
+        jnp.zeros(x.shape, x.dtype) if i is None else given[i] for x, i in zip(closed.out_avals, places, strict=True)
+    ]
+
+    count = _number_of_slices(body, path, -(-sum(map(_host_bytes, given)) // max(known.limit, 1)))
+    rows = start[0].shape[0] // count if count > 1 else 0
+
+    def turn(i: Array, carry: list[Any]) -> list[Any]:
+        # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
+        # host memory, which the loop only reads, before the loop.
+        if rows and any(is_on_host(x) for k, x in enumerate(given) if k not in places):
+            first, i = jax.lax.optimization_barrier((carry[0], i))
+            carry = [first, *carry[1:]]
+        current = dict(zip(places, carry, strict=True))
+        values = [current.get(k, x) for k, x in enumerate(given)]
+        if rows:
+            parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
+            new = on_slices(body, on_devices(parts), rows)
+        else:
+            new = evaluate(body, on_devices(jax.lax.optimization_barrier((values, i))[0]))
+        new = [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
+        if rows:
+            pairs = zip(carry, new, strict=True)
+            new = [jax.lax.dynamic_update_slice_in_dim(x, part, i * rows, 0) for x, part in pairs]
+        return new
+
+    turns = known.turns if not rows else count if known.is_certain else count * known.turns
+    values = jax.lax.fori_loop(0, turns, turn, start)
+    found: tuple[Any, Slots] = jax.tree.unflatten(jax.tree.structure(made), values)
+    return found
+
+
+def _replaced(made: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
+    """Return the index of the array, among all in slots and args, that each array made by a rule replaces, or None.
+
+    A slot replaces the old one. A result replaces an argument, such as the gradient, whose memory the loop then reuses.
+    """
+    own, others = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
+    free = dict(zip(jax.tree.leaves(others), jax.tree.leaves(args), strict=True))
+    places: list[int | None] = []
+    for result in jax.tree.leaves(made[0]):
+        alike = [i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == (result.shape, result.dtype)]
+        places.append(alike[0] if alike else None)
+        free.pop(places[-1], None)
+    return [*places, *jax.tree.leaves({name: own[name] for name, leaf in made[1].items() if leaf is not None})]
+
+
+def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:
+    """Return the number of slices along the first axis for a program; 1 if it cannot be computed in slices."""
+    shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
+    layout = layout_of(path)
+    if len(shapes) != 1 or shapes == {()} or layout is None:
+        return 1
+    shape: tuple[int, ...] = shapes.pop()
+    is_split = len(layout.spec) > 0 and parts_along(layout.mesh, layout.spec[0]) > 1
+    if is_split or not is_elementwise(body, shape):
+        return 1
+    multiple = ROWS.get(len(shape), 1)
+    counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % multiple == 0]
+    return min((n for n in counts if n >= at_least), default=max(counts, default=1))
+
+
+def _host_bytes(leaf: Any) -> int:
+    return int(leaf.size) * int(leaf.dtype.itemsize) if is_on_host(leaf) else 0
+
+
+# Applying updates: matching gradients and slots to parameters, and writing them in place.
 
 # Match gradients and slots to their parameters.
 
@@ -29,7 +237,7 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Updat
     """Add a note to the error of a custom optimizer that computes with a gradient that is None."""
     if "None" not in str(error) or isinstance(error, NoGradientsError):
         return
-    found = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=trees.is_slices)
     leaves = zip(trees.leaves_with_paths(params), found, strict=True)
     missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
     if missing:
@@ -50,7 +258,7 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
         TypeError: A gradient is not floating point, or is given for a leaf that is not trainable.
         ValueError: The structure or a shape differs from params, or there is no gradient at all.
     """
-    found = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+    found = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
     leaves = jax.tree.leaves(params)
     gradients = [
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, lambda i=i: trees.paths_of(params)[i])  # type: ignore[misc]
@@ -70,7 +278,7 @@ def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
             "trained; pass None instead"
         )
     if isinstance(gradient, IndexedSlices):
-        check(gradient, path(), np.shape(leaf))
+        trees.check(gradient, path(), np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
@@ -252,6 +460,6 @@ def add(leaf: Array, update: Any) -> Array:
         return jnp.where(update.named, add(leaf, update.values), leaf)
     if leaf.dtype == dtype:
         return leaf.at[update.indices].add(update.values.astype(dtype), mode="drop")
-    rows = combined(update)
+    rows = trees.combined(update)
     old = leaf.at[rows.indices].get(mode="clip").astype(dtype)
     return leaf.at[rows.indices].set((old + rows.values).astype(leaf.dtype), mode="drop")

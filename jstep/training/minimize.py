@@ -29,8 +29,15 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, shown_slots, skips, value_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, is_guarded
-from jstep.optimizers.offloading import Transfers, is_worth_loops, using_transfers, with_small_ones_loaded
-from jstep.optimizers.updates import apply_in_order, explain_missing_gradients, match_gradients
+from jstep.optimizers.updates import (
+    Transfers,
+    apply_in_order,
+    explain_missing_gradients,
+    is_worth_loops,
+    match_gradients,
+    using_transfers,
+    with_small_ones_loaded,
+)
 from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
