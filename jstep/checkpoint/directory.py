@@ -488,7 +488,16 @@ class Directory:
         self.close()
 
     def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
-        """See `Store.save`."""
+        """Write a checkpoint, in a thread; see `Store.save`.
+
+        One after the other, these are on the disk:
+
+        1. the arrays, in a temporary folder (`orbax_arrays`), and with several processes the checksums of each;
+        2. all of their files, flushed, with checksums (`listing.collect`), and what `Saver.flushing` flushes;
+        3. the manifest, which is written last, so that a folder without one is not a checkpoint;
+        4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`publish_folder`);
+        5. and then only are superseded checkpoints removed (`commit`).
+        """
 
         def publish(temporary: str, final: str) -> None:
             import jax  # not at the top: listing a directory of checkpoints does not need JAX
