@@ -288,20 +288,22 @@ class Columns(NamedTuple):
 
     def row(self, metrics: Mapping[str, Any]) -> Rows:
         """The numbers of one step, whose metrics are as expected."""
-        row = self.any_row(metrics)
-        is_split = any(_is_split(metrics[name], self.dtype) for name in self.names)
+        is_split = any(_is_split(metrics[name].dtype, self.dtype) for name in self.names)
+        row: Rows = jax.tree.map(lambda column: column[0], self.rows([metrics]))
         return row._replace(low=row.low if is_split else None, known=None)
 
-    def any_row(self, metrics: Mapping[str, Any]) -> Rows:
-        """The numbers of one step, whose metrics may have other shapes than expected."""
-        known = [jnp.size(metrics[name]) == 1 for name in self.names]
-        zero = jnp.zeros((), self.dtype)
-        pairs = [
-            _parts(jnp.reshape(metrics[name], ()), self.dtype) if one else (zero, zero)
-            for name, one in zip(self.names, known, strict=True)
-        ]
-        high, low = (jnp.stack(half) for half in zip(*pairs, strict=True)) if pairs else [jnp.zeros(0, self.dtype)] * 2
-        return Rows(high, low, np.array(known, bool), *self._loss(metrics))
+    def rows(self, calls: Sequence[Mapping[str, Any]]) -> Rows:
+        """The numbers of calls of one step each, whose metrics may change their shapes from call to call."""
+        columns = [_column([call[name] for call in calls], self.dtype) for name in self.names]
+        nothing = jnp.zeros((len(calls), 0), self.dtype)
+        high, low, known = (
+            (jnp.stack(part, axis=1) for part in zip(*columns, strict=True))
+            if columns
+            else (nothing, nothing, nothing.astype(bool))
+        )
+        finite, value = zip(*map(self._loss, calls), strict=True)
+        several = (jnp.stack(finite), jnp.stack(value)) if self.loss == _SEVERAL else (None, None)
+        return Rows(high, low, known, *several)
 
     def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
         if self.loss != _SEVERAL:
@@ -406,23 +408,30 @@ def program(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """
 
     def add(sums: Sums, calls: list[list[Any]], count: Any) -> Sums:
-        rows = [columns.any_row(dict(zip(names, values, strict=True))) for values in calls]
-        return columns.add(sums, jax.tree.map(lambda *parts: jnp.stack(parts), *rows), count)
+        return columns.add(sums, columns.rows([dict(zip(names, values, strict=True)) for values in calls]), count)
 
     return jax.jit(add)
 
 
-def _is_split(x: Any, dtype: Any) -> bool:
+def _column(values: list[Any], dtype: Any) -> tuple[Any, Any, Any]:
+    """The values of one metric as two floats each, and which of them are numbers."""
+    known = [x.size == 1 for x in values]
+    numbers = [jax.lax.reshape(x, (1,)) if one else jnp.zeros(1, x.dtype) for x, one in zip(values, known, strict=True)]
+    if len({x.dtype for x in numbers}) == 1:
+        numbers = [jax.lax.concatenate(numbers, 0)]
+    high, low = (jnp.concatenate(half) for half in zip(*(_parts(x, dtype) for x in numbers), strict=True))
+    return high, low, np.array(known)
+
+
+def _is_split(dtype: Any, into: Any) -> bool:
     """Whether one float may not represent a value, a large integer."""
-    return bool(jnp.issubdtype(x.dtype, jnp.integer)) and x.dtype.itemsize >= np.dtype(dtype).itemsize
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and dtype.itemsize >= np.dtype(into).itemsize
 
 
 def _parts(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """Split a value into a sum of two floats."""
-    if not _is_split(x, dtype):
-        return x.astype(dtype), jnp.zeros((), dtype)
-    low = x & 0xFFF
-    return (x - low).astype(dtype), low.astype(dtype)
+    """Split values into sums of two floats."""
+    low = x & 0xFFF if _is_split(x.dtype, dtype) else jnp.zeros_like(x)
+    return (x - low if _is_split(x.dtype, dtype) else x).astype(dtype), low.astype(dtype)
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
