@@ -9,18 +9,14 @@ TABLE: dict[str, Entry] = {**CLASSIC, **MODERN, **WRAPPERS}
 
 REPRESENTATIVES = [
     "gradient_descent",  # no slot
-    "momentum",  # one moment
     "adam",
     "stochastic_rounding",  # low precision
     "adafactor",  # factored slots
     "muon",  # matrices
     "soap",  # eigenbases
-    "schedule_free_sgd",
     "held",
     "partition",
-    "chain",
     "dynamic_loss_scale",
-    "skip_nonfinite",
     "from_optax",
 ]
 """One optimizer for each kind of code path: those that quick tests run."""

@@ -40,6 +40,7 @@ def _remove(folder: str, pattern: str) -> None:
             os.remove(path)
 
 
+@pytest.mark.thorough(except_for=["all files of a process", "everything"])
 @pytest.mark.parametrize("what", REMOVED)
 def test_removal_before_publishing_fails_the_save(tmp_path: Any, what: str) -> None:
     saver = jstep.Saver(tmp_path)

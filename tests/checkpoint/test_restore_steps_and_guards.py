@@ -94,6 +94,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", GUARDS)
 @pytest.mark.parametrize("abstract", [False, True])
 def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bool) -> None:

@@ -133,6 +133,7 @@ WRAPPINGS = {
 }
 
 
+@pytest.mark.thorough(except_for=["as it is", "lambda", "scanned before"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_wrappers_of_the_step_are_not_bypassed(wrapping):
     """This includes several steps per call, where a decorated step must not be unwrapped."""

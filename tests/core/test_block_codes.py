@@ -19,6 +19,7 @@ from jstep.core.slot_roles import (
 )
 
 
+@pytest.mark.thorough(except_for=["shape0-128-blocks0", "shape6-128-blocks6", "shape11-32-blocks11"])
 @pytest.mark.parametrize(
     ("shape", "near", "blocks"),
     [
@@ -80,6 +81,7 @@ def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     assert np.max(np.abs(np.mean(error, 1))) < bound / 10
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1e-20, 1.0, 1e30])
 def test_the_scales_of_decoded_values_are_those_of_their_codes(dtype, size):
@@ -182,6 +184,7 @@ def test_what_is_not_finite_has_no_remainder():
     assert np.array_equal(np.float32(top), [np.inf, -np.inf, np.nan], equal_nan=True)
 
 
+@pytest.mark.thorough
 def test_the_mean_over_steps_of_a_split_number_is_the_number():
     x = jnp.full((64,), 1.0 + 2**-20 + 2**-22, jnp.float32)
     means = [

@@ -132,6 +132,7 @@ def test_batches_that_are_left_alone():
     assert calls == [4]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("use_averages", [False, True])
 def test_meshes(axis_type, use_averages):

@@ -31,6 +31,7 @@ def batches(*sizes):
     return [X[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
 
 
+@pytest.mark.thorough
 def test_lanes_count_as_batches():
     got = jstep.evaluator(with_object, batches(16, 16), lanes=4)(STATE)
     assert got == jstep.evaluator(with_object, batches(*[4] * 8))(STATE)

@@ -83,6 +83,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.thorough(except_for=["donated", "rng"])
 @pytest.mark.parametrize(("step_options", "train_options"), CLEAN.values(), ids=CLEAN)
 def test_clean_audits_change_no_results_and_recompile_nothing(step_options, train_options):
     step_options = dict(step_options)

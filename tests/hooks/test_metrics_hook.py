@@ -266,6 +266,7 @@ def test_a_skipped_nan_changes_the_mean_of_no_other_metric(steps_per_call):
     assert math.isfinite(row["loss"])
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("first", ["a number", "an array", "none"])
 def test_a_metric_whose_kind_depends_on_the_shape_of_the_batch(first, steps_per_call):

@@ -212,6 +212,7 @@ def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
     assert called == [1, 2, 3]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize("bad", [3, 7, 8, 11])
 def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_call):

@@ -57,6 +57,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.thorough(except_for=["seed", "skip", "dropped rows after another batch size"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_change_of_past_batches_is_named_once(name, tmp_path, caplog):
     before, after, text = CHANGED[name]
@@ -91,6 +92,7 @@ UNCHANGED = {
 }
 
 
+@pytest.mark.thorough(except_for=["the same", "no rows to drop", "a loader"])
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_a_change_of_future_batches_is_not_reported(name, tmp_path, caplog):
     before, after = UNCHANGED[name]
@@ -163,6 +165,7 @@ def run_with(directory, optimizer, last_step, steps_per_call=1):
 ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize(
     ("before", "after", "names"),

@@ -46,6 +46,7 @@ def train_stages(stages, last, batches=BATCHES, state=None, **kwargs):
     return train(last, batches, step=stages, state=make_state() if state is None else state, **kwargs)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("last", [5, 9, 10, 11, 30])
 def test_each_step_uses_the_function_of_its_stage(last, steps_per_call):
@@ -207,6 +208,7 @@ def compiling_threads():
     jax.monitoring.unregister_event_duration_listener(listener)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("source", ["list", "function", "iterator"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, compiling_threads, caplog):

@@ -83,6 +83,7 @@ NOT_INCREMENTED = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), incr
 ONE_INCREMENT = r"end train_step with state = jstep\.increment_global_step\(state\)"
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize(
     ("step", "advance", "advice"),

@@ -25,6 +25,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("steps_per_call", [1, 5])
 def test_all_sources_give_an_identical_run(name, steps_per_call):

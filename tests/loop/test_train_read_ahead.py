@@ -81,6 +81,7 @@ def test_an_error_of_a_hook_ends_the_thread(way):
         train(40, Watched(), hooks=[Calls(fail=("step", 20))])
 
 
+@pytest.mark.thorough(except_for=["direct-2", "changing-15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_loses_no_batch(way, number, tmp_path):
     stop = Watched({20: lambda: os.kill(os.getpid(), number)})

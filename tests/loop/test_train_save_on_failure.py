@@ -61,6 +61,7 @@ FAILURES = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
@@ -131,6 +132,7 @@ IMMUTABLE = {
 }
 
 
+@pytest.mark.thorough(except_for=["loader", "function", "next_due"])
 @pytest.mark.parametrize("name", IMMUTABLE)
 def test_an_exception_that_takes_no_attributes_is_raised_as_it_is(name, tmp_path):
     kwargs = IMMUTABLE[name]() | {"checkpoint_dir": tmp_path, "logdir": tmp_path / "logs", "compile_cache": True}

@@ -96,6 +96,7 @@ def run_with_callbacks(directory, kill_at):
 """
 
 
+@pytest.mark.thorough
 def test_evaluation_callbacks_survive_sigkill(tmp_path):
     """After several kills, the run stops at the same step with an identical state, and stays stopped."""
     script = """

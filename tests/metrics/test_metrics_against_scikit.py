@@ -148,6 +148,7 @@ def test_areas_with_many_distinct_scores(curve, number, bound, share):
     assert abs(found["area"] - reference(labels, scores)) < bound
 
 
+@pytest.mark.thorough
 def test_average_precision_is_averaged_over_spans_of_scores():
     """With 21 spans for 4000 scores, the precision at the end of each span would be wrong by 0.027."""
     rng = np.random.default_rng(0)

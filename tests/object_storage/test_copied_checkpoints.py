@@ -147,6 +147,14 @@ def flipped(data):
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
+@pytest.mark.thorough(
+    except_for=[
+        "to a disk-gs-a flipped byte",
+        "to a disk-s3-half a file",
+        "to a bucket-gs-an empty file",
+        "to a bucket-s3-a missing file",
+    ]
+)
 @pytest.mark.parametrize(
     "change",
     [flipped, lambda data: data[: len(data) // 2], lambda data: b"", lambda data: None],
@@ -175,6 +183,7 @@ def test_any_corruption_of_a_copy_is_detected(copies, change):
     assert same(jstep.Saver(copies.copy).restore(state_at(0)), state_at(3))
 
 
+@pytest.mark.thorough(except_for=["to a disk-gs-one file", "to a bucket-gs-one file", "to a bucket-s3-all files"])
 @pytest.mark.parametrize("lost", ["one file", "all files"])
 def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
     data = [file for file in copies.files("model-3") if not file.endswith("model-3/manifest.json")]

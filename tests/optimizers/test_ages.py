@@ -153,6 +153,7 @@ def two_players(kind: str) -> jstep.Optimizer:
     return wrapped[kind]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("first", ["w", "b"])
 @pytest.mark.parametrize("kind", ["partition", "in a chain", "in a scope", "in a guard", "in a loss scale"])
 def test_players_that_update_one_after_the_other(first: str, kind: str) -> None:

@@ -17,6 +17,7 @@ VALUES = np.random.default_rng(0).normal(size=(15, 3))
 EMA = "ExponentialMovingAverage"
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("num_updates", [False, True])
 @pytest.mark.parametrize("zero_debias", [False, True])

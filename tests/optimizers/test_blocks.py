@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["adamw", "sgd-nesterov"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
     make, blocks = CASES[name]
@@ -92,6 +93,7 @@ def elementwise() -> dict[str, jstep.Optimizer]:
     }
 
 
+@pytest.mark.thorough(except_for=["chain-adamw", "sgd-nesterov", "radam", "adopt"])
 @pytest.mark.parametrize("name", elementwise())
 def test_elementwise_updates_need_no_temporaries(name: str) -> None:
     optimizer = elementwise()[name]

@@ -69,6 +69,9 @@ def test_trajectory_in_float64(name: str) -> None:
     check(CASES[name], np.float64, EXACT, first_step=0, start_step=0)
 
 
+@pytest.mark.thorough(
+    except_for=["gradient_descent", "adam-no-averaging", "ftrl-rate-scheduled", "ftrl-everything-scheduled"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_trajectory_in_float32(name: str) -> None:
     check(CASES[name], np.float32, SINGLE, first_step=0, start_step=0)

@@ -89,6 +89,7 @@ for _name, _hyper, _static in (
     CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
 
 
+@pytest.mark.thorough(except_for=["sgd", "lion-scheduled", "ademamix", "adafactor-relative"])
 @pytest.mark.parametrize("name", CASES)
 def test_with_decay_and_mask(name: str) -> None:
     """Rate and weight decay are schedules; `c` does not decay."""
@@ -135,6 +136,7 @@ MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thorough(except_for=["adadelta", "rprop", "adopt"])
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_more_optimizers(name: str) -> None:
     make, rule, hyper, changing = MORE_CASES[name]

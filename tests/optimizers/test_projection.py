@@ -39,6 +39,7 @@ def stepped(optimizer, gradients=GRADIENTS, steps=1, params=PARAMS):
     return state
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fn", [clip, unit_norms])
 def test_new_parameters_are_those_of_fn(fn, compiled):

@@ -166,6 +166,7 @@ class TestShuffle:
         assert all(abs(count - 1000) < 150 for count in counts.values())  # 5.5 standard deviations
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("consumers", [1, 3])
 @pytest.mark.parametrize("make", [fifo, shuffle, lambda capacity: shuffle(capacity, 31)])
 def test_stress_no_element_is_lost_or_duplicated(make, consumers):

@@ -122,6 +122,7 @@ def finished(tmp_path_factory):
     return directory, json.loads(completed.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough(except_for=["first_import_inside_a_trace", "nothing_is_lost_without_close"])
 @pytest.mark.parametrize(
     "part",
     [

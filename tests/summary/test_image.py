@@ -26,6 +26,7 @@ def test_uint8_is_not_rescaled():
     np.testing.assert_array_equal(pixels(summary.image("x", given)), given)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("values", "expected"),

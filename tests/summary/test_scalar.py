@@ -117,6 +117,7 @@ def test_values_are_captured_at_the_call(tmp_path, accumulate):
     assert read == {"host": [(1, 1.0)], "device": [(1, 2.0)], "new": [(1, 3.0)]}
 
 
+@pytest.mark.thorough(except_for=["value0-0.75", "value5-0.5"])
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -119,6 +119,7 @@ def test_with_factors_changes_do_not_depend_on_the_width(name: str) -> None:
     assert all(abs(slope) < 0.3 for slope in found.values()), found
 
 
+@pytest.mark.thorough
 def test_without_factors_changes_grow_with_the_width() -> None:
     found = growth("adam", with_factors=False)
     assert found["out"] > 0.6

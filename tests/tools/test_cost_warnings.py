@@ -95,6 +95,7 @@ TENSOR = functools.partial(create, mlp, BOTH, [("a", P(None, "model")), ("b", P(
 STEP = jstep.minimize(regression, OPTIMIZER)
 
 
+@pytest.mark.thorough(except_for=["replicated", "scanned steps"])
 @pytest.mark.parametrize(
     ("step", "state", "args"),
     [

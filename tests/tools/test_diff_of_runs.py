@@ -110,7 +110,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.thorough(except_for=["optimizer"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", PLANTED)
 def test_names_a_planted_difference(runs, variant, capsys):
     (a, one), (b, other) = runs("a"), runs("b", variant=variant)

@@ -46,6 +46,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.thorough(except_for=["graph", "longer tensor", "step"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_events_are_shown(tmp_path, capsys, name):
     path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))

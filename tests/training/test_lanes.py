@@ -215,6 +215,7 @@ def test_noise_scale_compares_lanes():
     close((got.slots, found["noise_scale"]), (want.slots, metrics["noise_scale"]))
 
 
+@pytest.mark.thorough
 def test_sharpness_var_list_lookup_and_summaries():
     def loss(params, ids, y):
         rows = jstep.lookup(params["w"], ids)

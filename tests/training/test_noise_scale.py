@@ -203,6 +203,7 @@ OTHER_WRAPPERS = {
 }
 
 
+@pytest.mark.thorough(except_for=["update_every", "held"])
 @pytest.mark.parametrize("place", OTHER_WRAPPERS)
 def test_other_wrappers_do_not_change_the_estimates(place: str) -> None:
     step, state = make(OTHER_WRAPPERS[place]())

@@ -185,6 +185,7 @@ def test_a_save_removes_the_files_of_an_earlier_one(tmp_path, before, after):
     assert listed(tmp_path) == sorted(own + unrelated)
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
 def test_a_failed_save_keeps_the_earlier_one(tmp_path, before, after, monkeypatch):

@@ -223,6 +223,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.thorough(except_for=["around", "loss-scale-inside"])
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 def test_a_guard_leaves_every_code_as_it_was(guard):
     optimizer = guard(jstep.with_moving_average(jstep.adamw(LR), jstep.ExponentialMovingAverage(0.9)))
@@ -316,6 +317,7 @@ def test_frozen_leaves_need_no_remainder():
     assert state.slots["remainder"]["b"] is None
 
 
+@pytest.mark.thorough
 def test_functions_of_a_state_return_what_they_return_without():
     ema = jstep.ExponentialMovingAverage(0.5)
     for wrap, read in (

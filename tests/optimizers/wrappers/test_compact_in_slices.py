@@ -70,7 +70,7 @@ def trained(optimizer, state):
     return state
 
 
-@pytest.mark.thorough(except_for={"name": ["adamw"], "dtype": [jnp.bfloat16]})
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slices_make_the_same_values(name, dtype, in_slices):
