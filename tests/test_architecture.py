@@ -394,6 +394,43 @@ def test_files_hold_what_a_reader_wants_to_understand_at_once() -> None:
     assert not {room: count for room, count in rooms.items() if count > MOST_FILES}
 
 
+CALLED_BY_NAME = {"_repr_html_", "_shard_map"}
+"""Methods that notebooks call, or that are looked up by the name of an operation."""
+
+
+def test_nothing_is_unused() -> None:
+    """A function, class or constant of a module that is not public, or a private method, is used in the package."""
+    used: collections.Counter[str] = collections.Counter()
+    for path in MODULES.values():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                used[node.attr] += 1
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                used[node.value] += 1  # looked up by its name
+    stub = text_of(PACKAGE / "__init__.pyi") + "".join(
+        text_of(PACKAGE / room / "__init__.py") for room in ("distributed", "metrics", "summary")
+    )
+    public = set(re.findall(r"\w+", stub)) | {
+        command for module in MODULES for command in re.findall(r'"\w+\.(\w+)"\)', text_of(MODULES[module]))
+    }
+    found = []
+    for module, path in MODULES.items():
+        for node in tree_of(path).body:
+            names = []
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
+                names = [node.name]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.ClassDef):
+                methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+                names += [name for name in methods if re.match(r"_[^_]", name)]
+            found += [f"{module}.{name}" for name in names if not used[name] and name not in public | CALLED_BY_NAME]
+    assert not [name for name in found if not name.endswith("__")]
+
+
 def test_files_are_not_too_long() -> None:
     lines = {name_of(path): len(text_of(path).splitlines()) for path in MODULES.values()}
     assert not {name: count for name, count in lines.items() if count > 900}
