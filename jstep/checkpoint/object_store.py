@@ -30,8 +30,6 @@ from jstep.core.meshes import Thread
 from jstep.distributed import processes
 from jstep.stores.objects import ABSENT, Directory, at_once, parts_of_url
 
-# Saving to an object store, and the lock of its writer: an object that names the writer, who renews it.
-
 # Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.
 #
 # A process on this host is looked up. One on another host counts as dead if its claim is not renewed while a new writer
@@ -187,8 +185,7 @@ def claimant(data: bytes | None) -> dict[str, Any]:
 #     2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
 #        condition that the previous manifest is unchanged. From here on the checkpoint exists.
 #     3. The first process removes old objects, which never fails the save, and reports the outcome to the others. If
-#        its
-#        network is down, they see that it no longer renews its claim.
+#        its network is down, they see that it no longer renews its claim.
 #
 # A crash before 2 leaves unreferenced objects, which the next save removes.
 

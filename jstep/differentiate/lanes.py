@@ -369,8 +369,6 @@ def _named_axes(program: Any) -> set[str]:
     return {name for name in found if isinstance(name, str)}
 
 
-# Operations whose bits do not depend on the number of devices: a function traced and evaluated in levels.
-
 # Evaluation of a function with the same bits on any number of devices, for lanes.
 #
 # The function is traced. Elementwise operations stay sharded, sums over whole arrays are made over L blocks in the tree

@@ -269,8 +269,6 @@ def _positive(value: Any, argument: str, meaning: str) -> float | None:
     return None if value is None else as_number(value, argument, low=0, above=True, meaning=meaning)
 
 
-# Hooks that save, profile, stop, and call functions of the user.
-
 # Save checkpoints periodically.
 
 

@@ -268,7 +268,7 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Describe the differences between two cards, one per line. Paths and addresses are not compared.
 
     Args:
-        a: The card of a run, from `jstep.loop.journal`.
+        a: The card of a run, from the `card` lines of its timeline.
         b: The card of another run.
 
     Returns:

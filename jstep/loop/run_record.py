@@ -26,8 +26,6 @@ from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaitin
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
 from jstep.state.train_state import TrainState
 
-# The arguments of `train`, and the record of one run.
-
 # The arguments of `train`, validated.
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)

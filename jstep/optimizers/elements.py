@@ -21,8 +21,6 @@ from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves, unit_axes_of
 from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates
 
-# Transformations of gradients as elements of a chain: noise, normalization, moments, directions.
-
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
 
 EPSILON = 1e-6
@@ -367,8 +365,6 @@ def average(old: Array, new: Array, beta: Any) -> Array:
     """An exponential moving average: β·old + (1−β)·new."""
     return beta * old + (1 - beta) * new
 
-
-# Scales, weight decay and clipping as elements of a chain.
 
 # Scales and weight decay as elements of a chain, some of them before and some after the learning rate.
 

@@ -221,8 +221,6 @@ def _host_bytes(leaf: Any) -> int:
     return int(leaf.size) * int(leaf.dtype.itemsize) if is_on_host(leaf) else 0
 
 
-# Applying updates: matching gradients and slots to parameters, and writing them in place.
-
 # Match gradients and slots to their parameters.
 
 

@@ -42,8 +42,6 @@ from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
 
-# One update of the state: params + updates, new slots, global_step + 1.
-
 # One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 #
 # This is the only place that increments the global step.
@@ -237,8 +235,6 @@ def unless_skipped(skipped: Array, old: Any, new: Any) -> Any:
 
     return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new
 
-
-# `minimize`: the step of a loss, or of several losses.
 
 # Several losses in one training step, each with its own parameters.
 
