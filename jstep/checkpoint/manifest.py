@@ -147,6 +147,11 @@ class Manifest:
         """Whether the arrays are packed into a few objects, as below a URL. A copy keeps the form of the original."""
         return self.data is not None
 
+    @property
+    def by_array(self) -> dict[str, Leaf]:
+        """Name of a stored array → its leaf."""
+        return {leaf.array: leaf for leaf in self.leaves if leaf.array is not None}
+
     def paths(self) -> list[str]:
         """Return the paths of all leaves of the state, saved or left out."""
         return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]

@@ -152,7 +152,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     if missing := {leaves[i].keys: leaves[i].kind for i in found.missing}:
         guards = slots.guards(missing, steps, roles_in(target))
         of_guards = {i for i in found.missing if leaves[i].keys in guards}
-    arrays = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    arrays = manifest.by_array
     halves = slots.halves_in(target)
 
     def is_in_other_format(i: int, record: Leaf) -> bool:

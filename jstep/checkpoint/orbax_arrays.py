@@ -185,7 +185,7 @@ def missing(path: str, manifest: Manifest) -> str | None:
     """
     store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(path)}).result()
     there = {key.decode() for key in store.list().result()}
-    wanted = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    wanted = manifest.by_array
     described = {name: store.read(_within(name) + ".zarray") for name in wanted}
     reads = {}
     for name, leaf in wanted.items():

@@ -54,8 +54,8 @@ class Reader:
             if averages is not None:
                 match.check_averages(averages, manifest.leaves, path)
             if target is None:
-                stored = {leaf.array: None for leaf in manifest.leaves if leaf.array is not None}
-                return match.nested_values(manifest.leaves, self._read(path, manifest, stored), averages)
+                arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
+                return match.nested_values(manifest.leaves, arrays, averages)
             found = match.match(target, manifest, averages, names, path)
             match.check(found, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)

@@ -219,7 +219,7 @@ class MetricSums:
         self._fixed: Pairs = {}  # of numbers on the host
         self._constants, self._constant_steps = NONE, 0  # not yet part of these
         self._skips: Any = None  # at the last cut
-        self._traced: Constants | None = None  # by its identity, the program is known whose metrics have the layout
+        self._traced: Constants | None = None  # those of the program whose metrics have the layout, if known
 
     def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
         """Register a hook, before the first step, and return its number for `take`.
@@ -274,16 +274,11 @@ class MetricSums:
             skip: The name of the metric that is 1 if the whole update was skipped.
             constants: Its constant metrics, by whose identity a compiled program is known.
         """
-        known: dict[str, float] = {}
-        if constants is not self._traced or constants is NONE:
-            metrics, known = self._select(metrics, skip, constants)
-        if first != self._stop or constants is not self._constants:
-            self._follow(first, 1, constants)
-        else:
+        if first == self._stop and constants is self._traced:
             self._stop += 1
             self._constant_steps += 1
-        for name, value in known.items():
-            _plus(self._fixed, name, value, 1)
+        else:
+            metrics = self._select(first, metrics, skip, constants)
         layout, calls = self._layout, self._calls
         assert layout is not None  # by `_select`
         if layout.names:
@@ -292,10 +287,8 @@ class MetricSums:
             if len(calls) >= layout.room:
                 self.flush()
 
-    def _select(
-        self, metrics: Metrics, skip: str | None, constants: Constants
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Choose the layout for the metrics of a step; return those to add on the device, and those on the host."""
+    def _select(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
+        """Choose the layout for the metrics of a step, add those that the host knows, and return the others."""
         if not self._has_means:
             metrics = {name: value for name, value in metrics.items() if name in (device.LOSS, device.GRAD_NORM, skip)}
         computed: dict[str, Any] = {}
@@ -313,8 +306,11 @@ class MetricSums:
             layout = self._layouts[(skip, *computed)] = self._layout_of(computed, skip)
         if layout != self._layout:
             self._use(layout)
-        self._traced = constants
-        return computed, known
+        self._traced = None if constants is NONE else constants
+        self._follow(first, 1, constants)
+        for name, number in known.items():
+            _plus(self._fixed, name, number, 1)
+        return computed
 
     def flush(self) -> None:
         """Add the metrics of the latest calls, before these are passed to code that may donate them."""

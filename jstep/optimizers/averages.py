@@ -568,13 +568,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         leaves, treedef = trees.flatten(params)
         kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
-        at_rounding = leafwise.inner_context(
-            at.context, lambda masters: jax.tree.map(_rounded, params, masters), leafwise.wide_updates
-        )
-        with hyperparameters.partial_params(params):
-            updates, inner = leafwise.call_update(
-                optimizer, leafwise.wide_updates(updates), inner, whole, step, at_rounding, exact=True
-            )
+        updates, inner = leafwise.update_masters(optimizer, updates, inner, whole, params, step, at.context, _rounded)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
             if not trees.is_none(found[i]):

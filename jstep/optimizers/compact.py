@@ -417,15 +417,9 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         halves = {*known.halves.values(), REMAINDER}
         names = [name for name in slots if name not in halves] if names is None else [n for n in names if n in slots]
         stored = Stored(params, slots, known.halves, names, blocks_in(params), step)
-        at_params = leafwise.inner_context(
-            context, lambda masters: jax.tree.map(_rounded, params, masters), leafwise.wide_updates
-        )
 
         def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
-            with hyper.partial_params(params):
-                return leafwise.call_update(
-                    optimizer, leafwise.wide_updates(updates), values, masters, step, at_params, exact=True
-                )
+            return leafwise.update_masters(optimizer, updates, values, masters, params, step, context, _rounded)
 
         return updated(stored, inner, updates)
 

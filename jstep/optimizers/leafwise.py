@@ -210,6 +210,33 @@ def inner_context(
     return context._replace(value_and_grad=value_and_grad)
 
 
+def update_masters(
+    optimizer: Optimizer,
+    updates: Updates,
+    slots: Slots,
+    masters: Params,
+    params: Params,
+    step: Step,
+    context: Context,
+    rounded: Callable[[Any, Any], Any],
+) -> tuple[Updates, Slots]:
+    """Call the update of an optimizer whose parameters are the masters of others, with gradients as wide as these.
+
+    Args:
+        optimizer: The optimizer.
+        updates: The gradients.
+        slots: Its slots.
+        masters: The master of each parameter.
+        params: The parameters, which its labels and masks see, and a loss that it evaluates.
+        step: The step.
+        context: The context of the parameters.
+        rounded: `rounded(p, master)`, the value of a parameter for its master.
+    """
+    at_params = inner_context(context, lambda masters: jax.tree.map(rounded, params, masters), wide_updates)
+    with hyperparameters.partial_params(params):
+        return call_update(optimizer, wide_updates(updates), slots, masters, step, at_params, exact=True)
+
+
 def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
     """The names of an optimizer's slots for some parameters; None if they are not known."""
     roles = roles_of(optimizer, params)

@@ -352,7 +352,7 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     path = os.path.abspath(path)
     store = open_store(os.path.dirname(path))
     manifest = store.manifest(path)
-    known = {leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None}
+    known = manifest.by_array
     halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != PARAMS]
     halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
     given = zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
@@ -367,7 +367,7 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
         for name, sharding in shardings.items():
             leaf, half = saved[name], halves.get(saved[name].array)
             of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
-            stored |= {one.array: of_both for one in (leaf, half) if one is not None and one.array is not None}
+            stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
         found = _read(store, path, manifest, stored, not verified)
         verified = True
         values = {}
@@ -387,6 +387,11 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     return Checkpoint(path, arrays, read)
 
 
+def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
+    """The names of the arrays that a leaf, and its other half, are stored in."""
+    return [one.array for one in (leaf, half) if one is not None and one.array is not None]
+
+
 def _readable(
     store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf], halves: Mapping[str | None, Leaf]
 ) -> dict[str, Leaf]:
@@ -397,10 +402,7 @@ def _readable(
     lost = []
     for name, leaf in saved.items():
         try:
-            both = leaf, halves.get(leaf.array)
-            store.restore(
-                path, manifest, {one.array: None for one in both if one is not None and one.array is not None}
-            )
+            store.restore(path, manifest, dict.fromkeys(_arrays_of(leaf, halves.get(leaf.array))))
         except Exception:  # tensorstore has no error types
             lost.append(name)
     _logger.warning(
