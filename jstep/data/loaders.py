@@ -288,11 +288,11 @@ def source_of(
             )
             name = getattr(make, "__qualname__", type(make).__name__)
             _warn_without_position(name, start, ways_out, resumable=resumable)
-        return Source(until_end(map(batch, range(start, last_step))), where, begin, is_of_state=True)
+        return Source(map(batch, range(start, last_step)), where, begin, is_of_state=True)
     if owner is None:
         items = _by_step(batches, start, last_step)
         if items is not None:
-            return Source(until_end(items), by_step=batches, fresh=isinstance(batches, BatchSequence))
+            return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
         items = ReplayedIterator(batches.make, until_end) if isinstance(batches, ReplayedBatches) else iter(batches)
         if not keeps_position(items):
             ways_out = (
@@ -300,12 +300,12 @@ def source_of(
                 "with state_dict and load_state_dict."
             )
             _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
-            return Source(until_end(items), fresh=isinstance(items, BatchIterator))
+            return Source(items, fresh=isinstance(items, BatchIterator))
         owner = items
     where, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    return Source(until_end(items), where, begin)
+    return Source(items, where, begin)
 
 
 def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:

@@ -337,8 +337,7 @@ class MetricSums:
         if self._stop <= self._first:
             return
         piece = self._piece()
-        if isinstance(piece.array, jax.Array):
-            piece.array.copy_to_host_async()
+        device.start_transfer({"": piece.array})
         for interval in self._intervals:
             interval.add(piece)
         self._first, self._fixed = self._stop, {}

@@ -201,10 +201,10 @@ class StepCounterHook(RunHook):
         """End an interval; the measurement follows when the device has finished it."""
         if self._since is None:  # `begin` was not called
             self._begin_interval()
-        if not self._unfinished:
-            self.run.pending.append((self, self.look))
+        is_pending = bool(self._unfinished)
         self._unfinished.append(_Unfinished(self._count_at(step), _markers(metrics)))
-        self.look()
+        if not self.look() and not is_pending:
+            self.run.pending.append((self, self.look))
 
     def look(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether that is all of them."""

@@ -444,7 +444,7 @@ def _make_calls(run: Run, runner: HookRunner, source: Source, items: Any) -> Non
     compile_ahead(run, boundaries, source)
     ends = runner.ends(boundaries) if run.programs.is_looped else None
     made = run.programs.calls(iter(items), run.first, ends, run.options.batch_sharding)
-    run.feeder = BatchFeeder(source, made, stopping=run.is_stopping, watch=run.watch)
+    run.feeder = BatchFeeder(source, made, run.signals, run.watch)
     run.closing.callback(run.feeder.close)
     if run.feeder.live is not None:
         run.before_off_cadence = run.feeder.live.fix

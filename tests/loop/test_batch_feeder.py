@@ -14,7 +14,7 @@ from waiting import wait_until
 import jstep
 from jstep.data.loaders import Source, source_of
 from jstep.hooks.stopwatch import Stopwatch
-from jstep.loop.feeder import BatchFeeder, Plan, StopWaiting, copied_batches, make_calls
+from jstep.loop.feeder import BatchFeeder, Plan, StopSignals, StopWaiting, copied_batches, make_calls
 
 # From batches to the arguments of calls
 
@@ -239,13 +239,14 @@ def test_waiting_is_true_only_during_a_wait(way):
 @pytest.mark.parametrize("at", [0, 2, 7])
 def test_a_run_that_stops_does_not_wait_for_a_batch(way, at):
     """A signal can arrive between two checks; it is checked again before each wait."""
-    stop = [] if at else [True]
-    feeder, got = make_feeder(Positioned(), way, stopping=lambda: bool(stop)), 0
+    signals = StopSignals()
+    signals.interrupts = not at
+    feeder, got = make_feeder(Positioned(), way, signals=signals), 0
     with pytest.raises(StopWaiting):  # noqa: PT012
         for _ in feeder:
             got += 1
             if got == at:
-                stop.append(True)
+                signals.interrupts = True
     assert got == at
     assert feeder.position == {"value": got}
     feeder.close()
