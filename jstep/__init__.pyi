@@ -16,10 +16,10 @@ from jstep.data.batches import Batches as Batches
 from jstep.data.batches import Mixture as Mixture
 from jstep.data.batches import batches as batches
 from jstep.data.batches import mixture as mixture
-from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
-from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
-from jstep.data.prefetch import replayed as replayed
 from jstep.data.sequence import from_state as from_state
+from jstep.data.to_devices import PrefetchIterator as PrefetchIterator
+from jstep.data.to_devices import prefetch_to_device as prefetch_to_device
+from jstep.data.to_devices import replayed as replayed
 from jstep.data.to_devices import shard_batch as shard_batch
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm
 from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_norm

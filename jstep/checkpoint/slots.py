@@ -16,8 +16,7 @@ from jstep.core.checks import kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, opened, roles_in
-from jstep.state.fingerprint_log import leaf_key
-from jstep.state.fingerprints import as_text, stacked
+from jstep.state.fingerprints import as_text, leaf_key, stacked
 from jstep.state.train_state import TrainState, owners
 
 # Records of the leaves of a state, and their conversion to and from stored arrays.

@@ -16,8 +16,8 @@ import numpy as np
 
 from jstep.core import tagged_json
 from jstep.core.checks import can_take, kind, may_take, note, shown
-from jstep.data.prefetch import ReplayedBatches, ReplayedIterator
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
+from jstep.data.to_devices import ReplayedBatches, ReplayedIterator
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
 

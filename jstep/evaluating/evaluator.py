@@ -21,12 +21,11 @@ from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, 
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
-from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
-from jstep.hooks.due import cadence
+from jstep.hooks.base import OwnRun, RunHook, cadence, check_writer, scalar
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.metric_sums_program import numbers_of, read, text
 from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
-from jstep.hooks.stopwatch import EVALUATING, STEPPING
+from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state

@@ -16,12 +16,10 @@ from jstep.core.checks import as_bool, as_int, note, one_of, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook
-from jstep.hooks.due import every
+from jstep.hooks.base import RunHook, every
 from jstep.hooks.hook import Metrics, RunInfo
-from jstep.state import fingerprint_log as _log
-from jstep.state.fingerprint_log import Difference
-from jstep.state.fingerprints import ByDevice, by_device, named_leaves, stacked
+from jstep.state import fingerprints as _log
+from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
 from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
 from jstep.stores.objects import join, location

@@ -14,7 +14,7 @@ from jstep.core import tagged_json, trees
 from jstep.core.checks import kind, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
-from jstep.hooks.stopwatch import Stopwatch
+from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

@@ -12,8 +12,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, on_devices, placements_of
-from jstep.hooks.base import RunHook
-from jstep.hooks.due import Cadence
+from jstep.hooks.base import Cadence, RunHook
 from jstep.hooks.hook import Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS, host

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
-from jstep.hooks import base, due
+from jstep.hooks import base
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import ReportingHook, Selection
-from jstep.hooks.due import UNSET, Cadence
+from jstep.hooks.base import UNSET, Cadence, ReportingHook, Selection
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
 from jstep.hooks.stock import StepCounterHook, shown_share
@@ -102,7 +101,7 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            due.cadence(
+            base.cadence(
                 steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
             ),
             mean,
@@ -319,7 +318,7 @@ class SummarySaverHook(ReportingHook):
     ) -> None:
         super().__init__(
             # The state is sharded over all processes, so all of them compute histograms.
-            due.cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
+            base.cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
             mean,
             self._write_means,
         )

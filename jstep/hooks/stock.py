@@ -16,10 +16,9 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, as_number, kind, setting, shown
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
-from jstep.hooks.base import RunHook, check_writer
-from jstep.hooks.due import UNSET, cadence, cadence_or_never, positive
+from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, RunInfo, StopWith
-from jstep.hooks.stopwatch import SAVING
+from jstep.hooks.timeline import SAVING
 from jstep.state.global_step import get_global_step, global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location

@@ -1,6 +1,7 @@
-"""Run cards: the versions, devices, arguments and programs of a run, compared with those of another."""
+"""The card of a run and of its programs: what it is made of, its record, and the observer that writes it."""
 
 import collections
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -10,25 +11,29 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
+from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.meshes import mesh_of
+from jstep.core.meshes import in_background, mesh_of
 from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash, sharding_text, without_addresses
 from jstep.data.batches import definition_of, rows_hash
-from jstep.data.prefetch import ReplayedBatches
 from jstep.data.sequence import BatchSequence, StateBatches
+from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
 from jstep.loop.compiler import shapes_of
 from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.run_record import Options
+from jstep.loop.programs import Dispatched
+from jstep.loop.run_record import Options, Run
 from jstep.optimizers.leafwise import RULE
+from jstep.state.train_state import TrainState
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
 
@@ -490,3 +495,100 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         then, now = {"kind": then["kind"]}, {"kind": now["kind"]}
     found = list(differences("", then, now, ("then", "now")))
     return found or ["their definition is the same, but it takes other rows in this version of jstep"]
+
+
+# The observer that records the card of a run and its programs, in a background thread.
+
+
+class Cards(contextlib.AbstractContextManager["Cards"]):
+    """Writer of the card of a run, and of a line for each program once its first call was dispatched.
+
+    The lines are those of the timeline; without one, nothing is written. Background threads write them, in order; the
+    thread of the loop only looks up traces in JAX's cache. Errors are logged and never end the run.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        run.at_beginning.append(self.begun)
+        run.pasts.append(self.past)
+        self._batches: Any = None
+        self._optimizers: dict[str, str] = {}  # by the first step of the stage
+        self._restored: RestoredPast | None = None  # until it was compared
+        self._latest: Future[None] | None = None
+
+    def begun(self, batches: Any) -> None:
+        """Write the card, and wait for the programs."""
+        run, self._batches = self.run, batches
+        if run.write_line is None:
+            return
+        run.programs.after_first.append(self._add_program)
+        if run.saver is not None and run.restored and isinstance(kept := run.extra.get(PAST), dict):
+            self._restored = RestoredPast(run.restored, checkpoint_name(run.saver.prefix, run.restored), kept)
+        given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
+        self._begin(lambda: self._write(**card(*given), programs=[]))
+
+    def _add_program(self, done: Dispatched) -> None:
+        """Record a program that was called for the first time."""
+        if not isinstance(done.state, TrainState):
+            return  # `train` raises for it
+        with _logging_errors():
+            about, traced = {"stage": done.stage.first, "steps": done.call.most}, done.trace()
+            constants, args = done.constants.arrays, done.args
+            self._begin(lambda: self._record(about | program_card(traced, constants, args)))
+
+    def past(self, step: int) -> dict[str, Any]:
+        """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
+        run, found = self.run, {}
+        if run.feeder is None:  # no step was run: it has not changed
+            return {PAST: run.extra[PAST]} if PAST in run.extra else {}
+        if run.write_line is not None:
+            self._settle()
+            with _logging_errors():
+                found[PAST] = self._past(step)
+        return found
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for pending lines."""
+        if self._latest is not None:
+            wait([self._latest])
+
+    def _write(self, **fields: Any) -> None:
+        if self.run.write_line is not None:
+            self.run.write_line("card", **fields)
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        """Run a task in a thread, after the earlier tasks."""
+        before = self._latest
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            with _logging_errors():
+                task()
+
+        self._latest = in_background(run, name="jstep-card")
+
+    def _record(self, program: dict[str, Any]) -> None:
+        if program.get("optimizer"):
+            self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
+        self._write(programs=[program])
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            warn_if_past_changed(restored, self._past(restored.step))
+
+    def _past(self, step: int) -> dict[str, Any]:
+        return past_of(self._batches, step, self._optimizers, lanes_of(self.run.stages.at(max(step - 1, 0))))
+
+
+@contextlib.contextmanager
+def _logging_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _logger.warning("the card of this run could not be recorded: %s: %s", type(error).__name__, error)

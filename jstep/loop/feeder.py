@@ -18,12 +18,11 @@ import numpy as np
 from jstep.core.checks import as_function
 from jstep.core.trees import arguments_of, flatten
 from jstep.data.loaders import LivePosition, Source
-from jstep.data.prefetch import Reader
 from jstep.data.rows import Staircase, as_staircase
-from jstep.data.to_devices import as_shardings, copied, placement
+from jstep.data.to_devices import Reader, as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.hooks.hook import NEVER
-from jstep.hooks.stopwatch import Stopwatch
+from jstep.hooks.timeline import Stopwatch
 from jstep.queues.queues import OutOfRangeError
 
 # Graceful shutdown on SIGTERM and SIGINT.

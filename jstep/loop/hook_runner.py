@@ -18,13 +18,12 @@ from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import POSITION, POSITIONS, gather_positions
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
-from jstep.hooks.base import RunHook
-from jstep.hooks.due import Due, next_end
+from jstep.hooks.base import Due, RunHook, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, name_of
 from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import StateContents, listed
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING
+from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.loop.feeder import EndsAhead, StageBoundaries
 from jstep.loop.run_record import ENDING, Run
 from jstep.state.train_state import TrainState

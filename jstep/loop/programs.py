@@ -24,7 +24,7 @@ from jstep.distributed import processes
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stock import StepCounterHook
-from jstep.hooks.stopwatch import STARTING, Stopwatch
+from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, stacked_shapes
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step

@@ -12,8 +12,7 @@ import jax
 from jstep.core.checks import as_int, as_number
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import RunHook
-from jstep.hooks.due import Cadence
+from jstep.hooks.base import Cadence, RunHook
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import NewResults
 from jstep.hooks.stock import shown_share

@@ -14,13 +14,13 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
-from jstep.hooks.due import cadence_or_never
+from jstep.hooks.base import cadence_or_never
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.stopwatch import Stopwatch
+from jstep.hooks.timeline import Stopwatch
 from jstep.loop.compiler import StartTimes, cache_directory
 from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaiting, TrainSteps
 from jstep.loop.programs import AUTO, Programs, list_of_hooks

@@ -26,15 +26,14 @@ import jax.numpy as jnp
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
 from jstep.core.meshes import Thread, in_background
-from jstep.data.prefetch import serve
+from jstep.data.to_devices import serve
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.stopwatch import SAVING, STARTING, STEPPING, WAITING
-from jstep.hooks.timeline import CALL, STALL, WITH_OTHERS, StallFiles, silent
+from jstep.hooks.timeline import CALL, SAVING, STALL, STARTING, STEPPING, WAITING, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, save_while_it_hangs, thing_of
 from jstep.loop.run_record import ENDING, Run

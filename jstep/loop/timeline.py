@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
-from jstep.hooks import stopwatch
+from jstep.hooks import timeline
 from jstep.hooks.timeline import START, TIMES, VERSION, Timeline
 from jstep.loop.run_record import Run
 from jstep.stores.objects import location
@@ -31,7 +31,7 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
         run.at_opening.append(self.opened)
         run.before_saves.append(self.before_save)
         run.flushes.append(self.flush)
-        self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
+        self._wall = timeline.CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
         if isinstance(self._directory, Saver):

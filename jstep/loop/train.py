@@ -15,8 +15,8 @@ from jstep.data.loaders import check_batches
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
-from jstep.hooks.stopwatch import HOOKS, SAVING, new_watch
-from jstep.loop.cards import Cards
+from jstep.hooks.timeline import HOOKS, SAVING, new_watch
+from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
 from jstep.loop.hook_runner import exit_on_signal, leave_at_once, report_early_end, rescue

@@ -20,8 +20,7 @@ from jstep.core.trees import Optimizer, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.base import RunHook
-from jstep.hooks.due import cadence_of
+from jstep.hooks.base import RunHook, cadence_of
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.feeder import name_of_step, stages_of

@@ -12,7 +12,7 @@ from processes import run
 from waiting import wait_until
 
 from jstep.data.batches import batches
-from jstep.data.prefetch import prefetch_to_device
+from jstep.data.to_devices import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)
 
@@ -107,7 +107,7 @@ class TestPlacement:
     def test_each_process_passes_its_own_rows(self, tmp_path):
         program = """
             from jstep.data.batches import batches
-            from jstep.data.prefetch import prefetch_to_device
+            from jstep.data.to_devices import prefetch_to_device
             data = batches((np.arange(40), np.arange(40.0)), 8, seed=1)
             full = batches(np.arange(40), 8, seed=1, process_index=0, process_count=1)
             for step, (x, y) in enumerate(prefetch_to_device(data.from_step(0), sharding=(rows, rows))):

@@ -7,7 +7,7 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
-from jstep.hooks.due import Due, next_end
+from jstep.hooks.base import Due, next_end
 from jstep.hooks.hook import NEVER
 
 CADENCED = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jstep.hooks.stopwatch import PARTS, Stopwatch, seconds_before_training
+from jstep.hooks.timeline import PARTS, Stopwatch, seconds_before_training
 
 
 class Clock:
@@ -104,6 +104,6 @@ def test_durations_of_parts_and_calls_are_kept():
 
 
 def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
-    monkeypatch.setattr("jstep.hooks.stopwatch._trained", set())
+    monkeypatch.setattr("jstep.hooks.timeline._trained", set())
     assert seconds_before_training() >= 0.0
     assert seconds_before_training() == 0.0

@@ -13,7 +13,7 @@ from waiting import wait_until
 
 import jstep
 from jstep.data.loaders import Source, source_of
-from jstep.hooks.stopwatch import Stopwatch
+from jstep.hooks.timeline import Stopwatch
 from jstep.loop.feeder import BatchFeeder, Plan, StopSignals, StopWaiting, copied_batches, make_calls
 
 # From batches to the arguments of calls

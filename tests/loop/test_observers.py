@@ -16,7 +16,7 @@ from jstep.loop.train import OBSERVERS
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
     "loop/timeline": {"timeline", "cards", "goodput"},  # cards are lines of the timeline, and goodput reads it
-    "loop/cards": {"cards"},
+    "loop/card": {"cards"},
     "loop/stalls": {"stalls"},
     "loop/utilization": {"utilization"},
     "loop/progress": {"progress"},

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.state.fingerprint_log import U, lanes, sealed
-from jstep.state.fingerprints import as_text
+from jstep.state import fingerprints
+from jstep.state.fingerprints import U, as_text, lanes, sealed
 
 PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
 LOW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint4", "int2"]
@@ -177,16 +177,12 @@ def test_large_host_arrays_are_processed_in_chunks():
 
 
 def test_huge_arrays_are_indexed_by_row(monkeypatch):
-    from jstep.state import fingerprint_log
-    from jstep.state import fingerprints as device
-
     def split_at(shape):
         return shape[-1]
 
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     unsplit = text(x)
-    monkeypatch.setattr(fingerprint_log, "split_at", split_at)
-    monkeypatch.setattr(device, "split_at", split_at)
+    monkeypatch.setattr(fingerprints, "split_at", split_at)
     assert text(x) == as_text(jax.jit(jstep.fingerprint)(x)) != unsplit
 
 
