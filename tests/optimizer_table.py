@@ -13,12 +13,11 @@ REPRESENTATIVES = [
     "stochastic_rounding",  # low precision
     "adafactor",  # factored slots
     "muon",  # matrices
-    "soap",  # eigenbases
-    "held",
     "partition",
     "dynamic_loss_scale",
-    "from_optax",
 ]
-"""One optimizer for each kind of code path: those that quick tests run."""
+"""One optimizer for each kind of code path: those that quick tests run.
+
+SOAP, `held` and `from_optax` have tests of their own."""
 
 __all__ = ["EMA", "REPRESENTATIVES", "TABLE", "Entry"]

@@ -12,6 +12,8 @@ import pytest
 import jstep
 
 NAMES = [name for name in jstep.__all__ if not inspect.ismodule(getattr(jstep, name))]
+EXPENSIVE = "add_noise coord_check evaluator mup on_hyperball stochastic_rounding".split()  # noqa: SIM905
+"""Names whose examples are thorough: they compile several programs, as quick tests of the same names do."""
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
@@ -20,6 +22,7 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [one for one in found if one.examples]
 
 
+@pytest.mark.thorough(except_for=[name for name in NAMES if name not in EXPENSIVE])
 @pytest.mark.parametrize("name", [name for name in NAMES if examples_of(name)])
 def test_examples_run(name: str) -> None:
     for one in examples_of(name):

@@ -93,6 +93,7 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
     saver.close()
 
 
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_chunks_are_those_of_orbax(tmp_path, kind):
     """Shards are chunks, and replicas share the writing of theirs, also while the mesh is the current one."""

@@ -191,6 +191,7 @@ def trained(optimizer):
     return jstep.apply_gradients(state, {"a": jnp.ones(2), "b": {"c": jnp.full(3, 2.0)}}, optimizer)
 
 
+@pytest.mark.thorough(except_for=["no names-table/", "identity-"])
 @pytest.mark.parametrize("scope", ["", "table/"])
 @pytest.mark.parametrize("names", [None, lambda path: path], ids=["no names", "identity"])
 def test_slots_of_adadelta_with_their_former_names(tmp_path, scope, names):

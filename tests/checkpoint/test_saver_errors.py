@@ -54,6 +54,7 @@ class TestErrors:
         saver.close()
         assert listing(tmp_path) == []
 
+    @pytest.mark.thorough(except_for=["close", "extra", "latest_step"])
     @pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"])
     def test_a_background_failure_is_raised_by_the_next_call(self, tmp_path, call):
         saver = Saver(tmp_path)

@@ -102,7 +102,7 @@ def expected_steps(name, parts):
     return steps
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["0-1", "4-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
@@ -141,7 +141,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.thorough(except_for=["0", "1", "2"])
+@pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("seed", range(6))
 def test_hooks_restore_their_own_state(seed, tmp_path):
     parts = random_selections(HOOKS, seed)

@@ -71,7 +71,7 @@ def test_queues(context):
         coord.join(threads)
 
 
-@pytest.mark.thorough(except_for=["enable_x64", "transfer_guard"])
+@pytest.mark.thorough(except_for=["transfer_guard"])
 @in_each_context
 def test_summaries(context, tmp_path):
     x, step = jnp.arange(12.0).reshape(6, 2), jnp.int32(3)

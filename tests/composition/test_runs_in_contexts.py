@@ -57,7 +57,7 @@ def make():
     return state, jstep.minimize(loss_fn, optimizer, rng=key(), metrics=("grad_norm",))
 
 
-@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
+@pytest.mark.thorough(except_for=["explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_resume_is_bitwise_in_every_context(context, tmp_path):
     with CONTEXTS[context]():
@@ -72,7 +72,7 @@ def test_resume_is_bitwise_in_every_context(context, tmp_path):
     assert jstep.global_step(resumed) == 8
 
 
-@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
+@pytest.mark.thorough(except_for=["explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_several_steps_per_call(context):
     with CONTEXTS[context]():
@@ -84,7 +84,7 @@ def test_several_steps_per_call(context):
     np.testing.assert_allclose(one.params["w"], three.params["w"], rtol=1e-5)
 
 
-@pytest.mark.thorough(except_for=["x64", "explicit mesh"])
+@pytest.mark.thorough(except_for=["explicit mesh"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_hooks_can_be_used_in_two_runs(context):
     lines = []
@@ -133,7 +133,7 @@ WRAPPINGS = {
 }
 
 
-@pytest.mark.thorough(except_for=["as it is", "lambda", "scanned before"])
+@pytest.mark.thorough(except_for=["scanned before"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_wrappers_of_the_step_are_not_bypassed(wrapping):
     """This includes several steps per call, where a decorated step must not be unwrapped."""

@@ -86,7 +86,7 @@ HOOKS: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
-@pytest.mark.thorough(except_for={"hook": ["summaries", "fingerprint", "audit", "evaluation"]})
+@pytest.mark.thorough(except_for=["audit", "evaluation"])
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_hooks(hook: str, tmp_path: Path) -> None:
     assert int(run(hooks=HOOKS[hook](tmp_path)).global_step) == (4 if hook == "stop" else 6)
@@ -119,7 +119,7 @@ OPTIONS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for={"option": ["steps_per_call", "stages", "stacked batches with keys"]})
+@pytest.mark.thorough(except_for=["stacked batches with keys"])
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options(option: str, tmp_path: Path) -> None:
     assert int(OPTIONS[option](tmp_path).global_step) == 6
@@ -180,13 +180,13 @@ TOOLS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for={"tool": ["repr and ==", "evaluator", "Saver", "replay", "a population"]})
+@pytest.mark.thorough(except_for=["replay", "Saver"])
 @pytest.mark.parametrize("tool", list(TOOLS))
 def test_tools(tool: str, tmp_path: Path) -> None:
     TOOLS[tool](tmp_path)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["True-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_metric_may_be_a_key(jit: bool, steps_per_call: int, tmp_path: Path) -> None:
@@ -205,6 +205,7 @@ def test_keys_cannot_be_written_as_weights_or_summaries(tmp_path: Path) -> None:
         jstep.summary.histogram("key", jax.random.key(0))
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_loss_that_does_not_take_the_model_state_leaves_it(jit: bool) -> None:
     step = jstep.minimize(plain_loss, OPTIMIZER, jit=jit)

@@ -19,7 +19,7 @@ from jstep.core.slot_roles import (
 )
 
 
-@pytest.mark.thorough(except_for=["shape0-128-blocks0", "shape6-128-blocks6", "shape11-32-blocks11"])
+@pytest.mark.thorough(except_for=["shape11-32-blocks11"])
 @pytest.mark.parametrize(
     ("shape", "near", "blocks"),
     [
@@ -49,6 +49,7 @@ def values(kind, shape=(16, 256), seed=0):
     return np.float32(np.square(x) if kind == "uint8" else x)
 
 
+@pytest.mark.thorough(except_for=["uint8-0.008"])
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.008), ("int16", 3.2e-5), ("uint8", 0.008)])
 def test_the_nearest_codes_have_a_small_error_and_are_their_own_codes(dtype, bound):
     x = values(dtype)
@@ -81,7 +82,7 @@ def test_the_mean_over_steps_of_rounded_values_is_the_value(dtype, bound):
     assert np.max(np.abs(np.mean(error, 1))) < bound / 10
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["1e-37-int16", "1e+30-int8"])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint8"])
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1e-20, 1.0, 1e30])
 def test_the_scales_of_decoded_values_are_those_of_their_codes(dtype, size):

@@ -136,7 +136,7 @@ def test_sparse_gradients_in_nested_optimizers() -> None:
     assert jstep.global_step(skipped) == 2
 
 
-@pytest.mark.thorough(except_for=["uint8-256", "uint16-65536"])
+@pytest.mark.thorough(except_for=["uint8-256"])
 @pytest.mark.parametrize(
     ("dtype", "rows"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.int8, 200), (np.uint16, 65536)]
 )

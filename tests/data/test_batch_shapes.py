@@ -10,6 +10,7 @@ KEYS = jax.random.split(jax.random.key(0), 9)
 ROWS = {"x": np.ones((9, 2)), "n": np.arange(9), "key": KEYS, "item": [{"a": np.float32(n)} for n in range(9)]}
 
 
+@pytest.mark.thorough(except_for=["ragged", "process"])
 @pytest.mark.parametrize("kind", ["batches", "ragged", "mixture", "process"])
 def test_shapes_match_the_batch(kind):
     data = {

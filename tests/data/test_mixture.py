@@ -96,7 +96,7 @@ def test_order_of_the_mapping_does_not_matter():
     assert same(list(mixture(other, 6, WEIGHTS)[:50]), list(mixture(SOURCES, 6, WEIGHTS)[:50]))
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["True-3", "False-2"])
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_processes_split_one_global_batch(count, shuffle):

@@ -47,7 +47,13 @@ def connected(grads: Any) -> set[str]:
     return {name for name, grad in grads.items() if grad is not None}
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(
+    except_for=[
+        "AggregationMethod.DEFAULT-1-jit",
+        "AggregationMethod.DEFAULT-1-integers",
+        "AggregationMethod.ADD_N-2-stop_gradient",
+    ]
+)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)

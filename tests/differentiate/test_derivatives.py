@@ -26,7 +26,7 @@ def _values(size: float, dtype: str = "float32") -> tuple[Any, Any]:
     return x, np.asarray(x, np.float64)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["eager-float32-1e+38", "eager-float32-2.3e+38", "jit-bfloat16-1.0"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -39,7 +39,7 @@ def test_gradient_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None
     assert found["b"].tolist() == [0, 0]
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["clipped-1e+19-average", "clipped-1e+30-norm", "within-1.0-rows"])
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("part", [0.1, 3.0], ids=["clipped", "within"])

@@ -25,7 +25,7 @@ def dense(loss: Any, *args: Any) -> Any:
     return jax.jit(jax.grad(loss))(params(), *args)["t"]
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["2-False"])
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
 def test_gradients_are_sparse(jit: bool, n: int) -> None:
@@ -78,7 +78,7 @@ def test_lookups_in_other_transformations_are_dense(name: str) -> None:
     np.testing.assert_allclose(grads["t"], dense(TRANSFORMED[name]))
 
 
-@pytest.mark.thorough(except_for=["optimizer1", "optimizer2"])
+@pytest.mark.thorough(except_for=["optimizer2"])
 @pytest.mark.parametrize("optimizer", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.momentum(0.1, 0.9)])
 def test_steps_match_explicit_indexed_slices(optimizer: jstep.Optimizer) -> None:
     state = jstep.TrainState.create(params(), optimizer)

@@ -14,7 +14,7 @@ def norm64(x, axis=None):
     return np.sqrt((np.asarray(x, np.float64) ** 2).sum(axis, keepdims=axis is not None))
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["1e-35-False"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scale", [1e-35, 1e-20, 1e-10])
 def test_tiny_gradients_have_their_norm_and_are_clipped_to_tiny_ones(scale, compiled):

@@ -50,6 +50,7 @@ def test_the_figures_of_the_page(page):
     assert page["losses"]["in_parts"][1] < page["losses"]["whole batch"][1] / 2
 
 
+@pytest.mark.thorough
 def test_the_figures_of_the_page_on_accumulation():
     """Microbatch i of n has the rows i, i + n, …; the loss is the mean of those of the microbatches."""
     names = run_page(DOCS / "recipes" / "accumulation.md")

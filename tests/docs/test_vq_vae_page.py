@@ -46,7 +46,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough(except_for=["one"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", ["one", "eight"])
 def test_steps_are_those_of_a_loop_by_hand(page, devices):
     optimizer = jstep.gradient_descent(0.5)

@@ -202,6 +202,7 @@ class Loader:
         return iter(in_batches(5, X))
 
 
+@pytest.mark.thorough(except_for=["Positioned", "ndarray"])
 @pytest.mark.parametrize(
     "batches", [in_batches(5, X), tuple(in_batches(5, X)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
 )

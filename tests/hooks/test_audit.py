@@ -83,7 +83,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.thorough(except_for=["donated", "rng"])
+@pytest.mark.thorough(except_for=["donated"])
 @pytest.mark.parametrize(("step_options", "train_options"), CLEAN.values(), ids=CLEAN)
 def test_clean_audits_change_no_results_and_recompile_nothing(step_options, train_options):
     step_options = dict(step_options)
@@ -107,6 +107,7 @@ def test_stages_and_held_hyperparameters():
         faults.train(faulty, 7, jstep.AuditHook(every_n_steps=2))
 
 
+@pytest.mark.thorough(except_for=["None"])
 @pytest.mark.parametrize("specs", [P(), {"w": P(), "b": P()}, None])
 def test_audits_on_a_mesh(specs):
     mesh = jax.make_mesh((2,), ("data",))

@@ -182,6 +182,7 @@ print(clock[0])
 """
 
 
+@pytest.mark.thorough
 def test_a_run_killed_twice(tmp_path):
     """Killed in step 5 (checkpoint at 3), resumed, killed in step 8 (checkpoint at 6), and resumed until step 10."""
     for now, die_at, code in ((100.0, 5, -9), (200.0, 8, -9), (300.0, -1, 0)):

@@ -62,7 +62,7 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.thorough(except_for=["seed", "batch size", "another optimizer with the same slots", "kind of batches"])
+@pytest.mark.thorough(except_for=["batch size", "another optimizer with the same slots"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_named(base, name):
     changed, line = DIFFERENCES[name]

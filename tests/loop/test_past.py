@@ -165,7 +165,7 @@ def run_with(directory, optimizer, last_step, steps_per_call=1):
 ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["before3-after3-None-1", "before4-after4-None-2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize(
     ("before", "after", "names"),

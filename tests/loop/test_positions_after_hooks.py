@@ -272,6 +272,7 @@ def taught(directory: Path | None, last: int, hooks: Any = (), callbacks: Any = 
     return state, course.level
 
 
+@pytest.mark.thorough(except_for=["50-None", "50-50"])
 @pytest.mark.parametrize(("stop", "saves"), [(40, None), (50, None), (50, 50), (60, 20)])
 def test_an_evaluation_that_tells(tmp_path: Path, stop: int, saves: int | None) -> None:
     """What an evaluation tells that is made only because the run ends (at 50) is not in the checkpoint."""

@@ -93,6 +93,7 @@ def test_an_iterable_whose_iterator_has_a_position():
     assert next(source_of(PositionedLoader(), 7, 100, {"value": 7}).items) == 70
 
 
+@pytest.mark.thorough(except_for=["dict"])
 @pytest.mark.parametrize("kind", ["bytes", "dict"])
 def test_a_grain_loader(kind):
     grain = pytest.importorskip("grain")

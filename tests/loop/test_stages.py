@@ -46,7 +46,7 @@ def train_stages(stages, last, batches=BATCHES, state=None, **kwargs):
     return train(last, batches, step=stages, state=make_state() if state is None else state, **kwargs)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["11-1", "30-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 7])
 @pytest.mark.parametrize("last", [5, 9, 10, 11, 30])
 def test_each_step_uses_the_function_of_its_stage(last, steps_per_call):
@@ -64,7 +64,7 @@ def test_one_stage_equals_a_single_step_function():
     np.testing.assert_array_equal(one.params["w"], other.params["w"])
 
 
-@pytest.mark.thorough(except_for=["10-1", "11-1"])
+@pytest.mark.thorough(except_for=["11-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 7])
 @pytest.mark.parametrize("stop", [4, 9, 10, 11, 15])
 def test_resume_with_stages_is_identical(stop, steps_per_call, tmp_path):

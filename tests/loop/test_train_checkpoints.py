@@ -68,7 +68,7 @@ def test_a_custom_saver_hook(tmp_path):
 # Hooks that fail
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["0-event0", "0-event2", "0.0005-event1"])
 @pytest.mark.parametrize(
     "event", [("begin", 0), ("first", 1), ("step", 1), ("step", 5), ("step", 6), ("save", 6), ("end", 8), ("close",)]
 )

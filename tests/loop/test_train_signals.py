@@ -94,7 +94,7 @@ train(100, Hangs(), hooks=[jstep.every(1, count)], checkpoint_dir=directory)
     assert saver.extra().get("batches") == ({"base64": "MTI="} if kind == "Counted" else None)
 
 
-@pytest.mark.thorough(except_for=["15"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_first_batch_is_read(number, tmp_path):
     script = """
@@ -159,7 +159,7 @@ except KeyboardInterrupt:
     assert Saver(tmp_path).all_steps() == [3]
 
 
-@pytest.mark.thorough(except_for=["end"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["begin", "end"])
 def test_a_signal_before_or_after_the_steps(where, tmp_path):
     """Before the first step nothing is saved; after the last step the run is completed."""
@@ -199,7 +199,7 @@ train(100, lambda n: {"x": np.full((8, 8), np.nan if n == 3 else 1, np.float32)}
     assert Saver(tmp_path).all_steps() == [3]
 
 
-@pytest.mark.thorough(except_for=["15"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_keeps_the_state_and_writes_all_metrics(number, tmp_path):
     script = """

@@ -54,6 +54,7 @@ def ragged(n):
     return {"x": np.full((4 - (n % 3 == 2), 2), n, np.float32)}
 
 
+@pytest.mark.thorough(except_for=["3"])
 @pytest.mark.parametrize("steps_per_call", [2, 3, 100])
 def test_batches_of_other_shapes_are_separate_calls(steps_per_call):
     calls = Calls()
@@ -70,6 +71,7 @@ def traced_loss(params, x):
 TRACED = []
 
 
+@pytest.mark.thorough(except_for=["cadences0"])
 @pytest.mark.parametrize("cadences", [(7, 10, 25), (3, 4, 5), (1, 2, 50)])
 def test_there_is_one_program_for_all_cadences(cadences, caplog):
     caplog.set_level(logging.INFO)
@@ -133,6 +135,7 @@ def test_prefetched_and_direct_batches_share_programs(compilations):
 # No waiting
 
 
+@pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
     """The third step is slow on the device; the loop continues to dispatch steps, log and summarize.

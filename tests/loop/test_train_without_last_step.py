@@ -38,6 +38,7 @@ SOURCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(except_for=["generator-1", "generator-2", "queue-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_the_batches_end_the_run(source: str, steps_per_call: int, tmp_path: Any, caplog: Any) -> None:

@@ -99,7 +99,7 @@ def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch,
         assert int(stepped.global_step) == 2
 
 
-@pytest.mark.thorough(except_for=["s3-True", "gs-False"])
+@pytest.mark.thorough(except_for=["s3-True"])
 @pytest.mark.parametrize("compress", [False, True])
 def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch, compress):
     monkeypatch.setattr(packs, "PACK", 300)

@@ -25,7 +25,7 @@ def decayed(optimizer: jstep.Optimizer, step: int = 0) -> list[float]:
     return [round(float(1 - new / 2), 6) for new in jax.tree.leaves(state.params)]
 
 
-@pytest.mark.thorough(except_for=["add_weight_decay", "decay_weights"])
+@pytest.mark.thorough(except_for=["add_weight_decay"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_forms_of_decay_and_mask(block: str) -> None:
     make = BLOCKS[block]

@@ -19,7 +19,7 @@ def matrix(n, rank, size=1.0):
     return (size * (rank > 0) * factors[0] @ factors[1]).astype(np.float32)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["130-130-128-1.0", "40-7-16-1.0"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 40, 16), (40, 7, 16)])
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):

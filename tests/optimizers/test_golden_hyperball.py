@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["AdamH", "NorMuonH-short"])
+@pytest.mark.thorough(except_for=["NorMuonH-short"])
 @pytest.mark.parametrize("name", CASES)
 def test_chains_match_their_equations(name: str) -> None:
     """In float64, where the rounding errors that the iteration amplifies do not matter."""

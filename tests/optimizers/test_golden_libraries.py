@@ -90,9 +90,7 @@ BY_OPTAX: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.thorough(
-    except_for=["adamw", "lars", "adafactor-without-rate", "prodigy", "prodigy-safeguard", "schedule_free"]
-)
+@pytest.mark.thorough(except_for=["adafactor-without-rate", "prodigy-safeguard"])
 @pytest.mark.parametrize("name", BY_OPTAX)
 def test_matches_optax(name: str) -> None:
     optimizer, reference = BY_OPTAX[name]

@@ -20,6 +20,7 @@ SECOND = {
 }
 
 
+@pytest.mark.thorough(except_for=["schedule_free"])
 @pytest.mark.parametrize("name", SECOND)
 def test_one_run_is_two_runs_bit_for_bit(name: str) -> None:
     (code,) = re.findall(r"^(def optimizer_of.*?)\n\n\n", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -32,6 +32,7 @@ def test_clipping_sparse_gradients_equals_clipping_dense_ones(clip: Callable[[An
     np.testing.assert_allclose(clip(sparse).to_dense(), clip(sparse.to_dense()), rtol=1e-6)
 
 
+@pytest.mark.thorough(except_for=["elements1"])
 @pytest.mark.filterwarnings("ignore:chain")
 @pytest.mark.parametrize(
     "elements",
@@ -63,6 +64,7 @@ def test_more_periods_than_fit_into_int32(step: int) -> None:
 
 
 # 2.4 epochs of ImageNet at a batch size of 1024; a decimal fraction; a number that uses all digits.
+@pytest.mark.thorough(except_for=["1234.5678"])
 @pytest.mark.parametrize("decay_steps", [1281167 / 1024 * 2.4, 1234.5678, 100 * math.pi])
 def test_staircases_are_exact_for_any_decay_steps(decay_steps: float) -> None:
     stairs = jstep.inverse_time_decay(1.0, decay_steps, 1e-6, staircase=True)
@@ -76,6 +78,7 @@ def test_staircases_are_exact_for_any_decay_steps(decay_steps: float) -> None:
     assert not wrong, f"{len(wrong)} edges are misplaced, the first at step {wrong[0]}"
 
 
+@pytest.mark.thorough(except_for=["10", "4611686018427387905"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("step", [0, 5, 10, 2**53 + 1, 2**62 + 1, 2**63 - 1])
 def test_cosine_restarts_under_x64(step: int) -> None:

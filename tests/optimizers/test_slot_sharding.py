@@ -43,6 +43,7 @@ def spec(state: Any, slot: str, path: str) -> Any:
     return state.slots[slot][path].sharding.spec
 
 
+@pytest.mark.thorough(except_for=["shard_state"])
 @pytest.mark.parametrize("by", ["create", "shard_state"])
 def test_slot_shardings_before_and_after_a_step(by: str) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))

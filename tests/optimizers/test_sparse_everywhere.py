@@ -134,14 +134,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
     return found
 
 
-@pytest.mark.thorough(
-    except_for=[
-        "True-block by_global_norm",
-        "True-wrapper accumulating",
-        "True-wrapper cautious",
-        "False-wrapper chain",
-    ]
-)
+@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-wrapper cautious"])
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_named_rows_change(name: str, compiled: bool) -> None:
@@ -162,7 +155,7 @@ OTHERS = {"with_debiased_average", "average_of_some", "everything", "decay_weigh
 OTHERS |= {"add_noise", "soap", "normuon", "normuonh"}
 
 
-@pytest.mark.thorough(except_for=["adam", "from_optax"])
+@pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in {*TABLE_BY_ROWS, *OTHERS}])
 def test_other_optimizers_see_the_dense_gradient(name: str) -> None:
     entry = TABLE[name]

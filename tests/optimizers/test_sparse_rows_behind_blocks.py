@@ -33,7 +33,7 @@ INDICES = ([0, 2], [3, 3], [4, 4], [3, 0])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["momentum-by norm-compiled", "adagrad-scale-eager"])
 def test_only_named_rows_change(name: str, block: str, compiled: bool) -> None:
     plain = OPTIMIZERS[name]()
     optimizer = jstep.chain(BLOCKS[block](), OPTIMIZERS[name]())

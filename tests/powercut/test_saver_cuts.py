@@ -25,6 +25,7 @@ def test_a_sample_of_states(record):
     assert not problems
 
 
+@pytest.mark.thorough
 def test_a_sample_of_faults(recorder):
     """One call of a save fails for each error."""
     faults = Fault.parsed(file_calls.python("import cut_faults; cut_faults.main('quick')").splitlines())

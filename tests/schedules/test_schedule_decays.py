@@ -9,7 +9,14 @@ from decay_table import DECAYS, EDGES, LAST, close, finite
 import jstep
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(
+    except_for=[
+        "exponential-staircase-10",
+        "polynomial-root-3000000000.0",
+        "cosine_restarts-equal-1",
+        "linear_cosine-periods-1",
+    ]
+)
 @pytest.mark.parametrize("decay_steps", [1, 10, 1000, 100_000, 2**24 + 1, LAST, 2.5, 1000.5, 1234.125, 3e9, 1e12])
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_at_the_edges(name: str, decay_steps: float) -> None:
@@ -82,7 +89,7 @@ def test_steps_that_are_not_integers(name: str) -> None:
         ALL[name](2**31)
 
 
-@pytest.mark.thorough(except_for=["piecewise_constant", "linear_warmup-decay", "join", "times", "cyclical"])
+@pytest.mark.thorough(except_for=["times", "cyclical"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_compositions_accept_arrays_and_scalars(name: str) -> None:
     schedule, steps = OTHERS[name], np.arange(100).reshape(10, 10)
@@ -93,7 +100,7 @@ def test_compositions_accept_arrays_and_scalars(name: str) -> None:
     np.testing.assert_allclose(jax.jit(schedule)(steps), schedule(steps), rtol=1e-6)
 
 
-@pytest.mark.thorough(except_for=["exponential", "polynomial-cycle", "join", "ademamix_beta3"])
+@pytest.mark.thorough(except_for=["polynomial-cycle", "join"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("cosine_restarts")])
 def test_values_are_float64_under_x64(name: str) -> None:
@@ -102,7 +109,7 @@ def test_values_are_float64_under_x64(name: str) -> None:
     assert ALL[name](2**40).dtype == jnp.float64
 
 
-@pytest.mark.thorough(except_for=["exponential", "cosine", "linear_warmup-decay", "ademamix_beta3"])
+@pytest.mark.thorough(except_for=["linear_warmup-decay", "ademamix_beta3"])
 @pytest.mark.parametrize("name", ALL)
 def test_values_at_the_last_steps_are_finite_numbers(name: str) -> None:
     if name != "exponential-growing":

@@ -74,7 +74,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["lengths3-linear", "lengths4-linear"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lengths", [(10, 20, 50), (0, 0, 50), (3, 4, 7), (1, 0, 1), (7, 2**24 + 1, 2**25 + 3)])
 def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) -> None:

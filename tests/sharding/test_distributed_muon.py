@@ -72,7 +72,7 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
 
 
-@pytest.mark.thorough(except_for=["replicated-stacked", "columns-stacked"])
+@pytest.mark.thorough(except_for=["columns-stacked"])
 @pytest.mark.parametrize("make", [separate, stacked])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_matrix_is_computed_once(name, make):

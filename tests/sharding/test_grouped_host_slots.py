@@ -71,7 +71,7 @@ ALL_AT_ONCE = {"from_optax", "soap"}
 """Optimizers that need all of some slots on the devices at once."""
 
 
-@pytest.mark.thorough(except_for=["adam", "from_optax"])
+@pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("name", TABLE)
 def test_updates_in_loops_match(name, in_loops):
     optimizer = TABLE[name].make(0.01)
@@ -184,7 +184,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.thorough(except_for=["custom", "masters"])
+@pytest.mark.thorough(except_for=["masters"])
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_skipped_update_leaves_slots_as_they_are(name, in_loops):
     optimizer = jstep.skip_nonfinite(GUARDED[name]())

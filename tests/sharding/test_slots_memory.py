@@ -40,7 +40,7 @@ def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.thorough(except_for=["explicit-guards", "auto-labels"])
+@pytest.mark.thorough(except_for=["explicit-guards"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_memory_does_not_change_results(name, kind, host_memory):

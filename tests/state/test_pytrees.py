@@ -85,7 +85,7 @@ def check_trains(params: Any, loss: Any, *args: Any, **kwargs: Any) -> jstep.Tra
     return state
 
 
-@pytest.mark.thorough(except_for=["namedtuple", "list"])
+@pytest.mark.thorough(except_for=["namedtuple"])
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_parameters_in_containers(name: str) -> None:
     params, path = CONTAINERS[name]
@@ -143,6 +143,7 @@ def test_var_list_as_a_tree_of_booleans() -> None:
 # Equinox.
 
 
+@pytest.mark.thorough
 def test_equinox_module() -> None:
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))

@@ -139,6 +139,7 @@ NESTED = {
 }
 
 
+@pytest.mark.thorough(except_for=["value_and_grad-eager", "vmap-jit", "scan-jit", "jvp-jit"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", NESTED)
 def test_error_inside_a_nested_transformation_suggests_a_fix(name, around):

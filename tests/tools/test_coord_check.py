@@ -46,6 +46,7 @@ def test_params_returned_as_activations_survive_donation() -> None:
     assert check.changes["w"] == {4: 2.0, 8: 4.0}
 
 
+@pytest.mark.thorough(except_for=["svg"])
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_plot(tmp_path: pathlib.Path, ending: str) -> None:
     pytest.importorskip("matplotlib")

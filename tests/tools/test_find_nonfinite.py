@@ -71,6 +71,7 @@ def test_line_of_functions_called_only_by_jax():
     check(found, "sqrt", here(-1))
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scan_iteration_and_cond_branch(reverse):
     def body(carry, t):
@@ -92,6 +93,7 @@ def test_gradient_of_a_scan():
     assert found.where.startswith("scan iteration 2")
 
 
+@pytest.mark.thorough
 def test_nested_scans():
     def inner(c, t):
         return c - 1, 1 / c
@@ -157,6 +159,7 @@ def test_inside_a_shard_map():
     assert [str(value) for value in found.inputs] == ["float32[] 0.5", "float32[1,3] all 0"]
 
 
+@pytest.mark.thorough
 def test_shard_map_inside_a_scan():
     mesh = jax.make_mesh((4,), ("data",))
     root = jax.shard_map(jnp.sqrt, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
@@ -166,6 +169,7 @@ def test_shard_map_inside_a_scan():
     assert [str(value) for value in found.inputs] == ["float32[1] all -2"]
 
 
+@pytest.mark.thorough
 def test_arguments_on_several_devices():
     one, other = jax.devices()[:2]
     x, y = jax.device_put(X, one), jax.device_put(X, other)
@@ -217,6 +221,7 @@ def test_nan_hidden_by_where_is_reported():
     assert "selects other numbers" in str(found)
 
 
+@pytest.mark.thorough
 def test_low_precision_and_complex():
     assert jstep.find_nonfinite(lambda x: (x * 1e6).astype(jnp.float16), X).primitive == "convert_element_type"
     assert jstep.find_nonfinite(lambda x: jnp.exp(x * 100), X.astype(jnp.bfloat16)).primitive == "exp"
@@ -224,6 +229,7 @@ def test_low_precision_and_complex():
     assert str(found.inputs[0]) == "complex64[3] from 0 to 2"
 
 
+@pytest.mark.thorough
 def test_float64(x64):
     assert jstep.find_nonfinite(lambda x: x * 1e300, np.float64([1.0])) is None
     assert jstep.find_nonfinite(lambda x: x * 1e300 * 1e300, np.float64([1.0])).primitive == "mul"

@@ -77,7 +77,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["literal", "scan, carried", "after a mask"])
+@pytest.mark.thorough(except_for=["scan, carried"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
     fn, primitive, where = FUNCTIONS[name]

@@ -109,6 +109,7 @@ def test_text_fits_100_columns():
     assert "a_long_label_of_part_4/learning_rate" in text
 
 
+@pytest.mark.thorough(except_for=["svg"])
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plots(tmp_path, suffix):
     pytest.importorskip("matplotlib")

@@ -61,9 +61,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.thorough(
-    except_for={"arguments": [("inspect", "run"), ("events", "log"), ("--help",), ("cost", "--help")]}
-)
+@pytest.mark.thorough(except_for=["inspect run-", "cost --help-"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -88,7 +86,7 @@ def test_commands_do_not_import_jax(run, arguments, expected):
     assert "no JAX" in lines
 
 
-@pytest.mark.thorough(except_for=["nope", "goodput nowhere", "inspect nowhere"])
+@pytest.mark.thorough(except_for=["nope"])
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -247,6 +247,7 @@ def test_compute_gradients_returns_those_of_the_step():
     assert float(aux) == 3.0
 
 
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_tensor_parallelism_is_a_warning(kind, caplog):
     on = mesh(8, kind, ("data", "model"), (4, 2))

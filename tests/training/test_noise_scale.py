@@ -57,7 +57,7 @@ def make(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
     return jstep.minimize(loss_fn, optimizer, **given), jstep.TrainState.create(params(), optimizer)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["0.99-AggregationMethod.DEFAULT"])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("decay", [0.99, 0.5, 0.0])
 def test_averages_follow_the_equations(method: Any, decay: float) -> None:
@@ -84,6 +84,7 @@ def test_estimates_are_unbiased() -> None:
         assert values.std() / steps**0.5 < 0.03 * true
 
 
+@pytest.mark.thorough(except_for=["weights0"])
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)])
 def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights: Any) -> None:
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
@@ -156,7 +157,7 @@ GUARDS = {
 }
 
 
-@pytest.mark.thorough(except_for=["nan-scale", "inf-inside"])
+@pytest.mark.thorough(except_for=["inf-inside"])
 @pytest.mark.parametrize("place", GUARDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:

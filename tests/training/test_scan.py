@@ -15,6 +15,7 @@ def stacked(k: int) -> tuple[jax.Array, jax.Array]:
     return x, x @ jnp.array([1.0, -2.0, 0.5])
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_scan_steps_matches_k_steps(jit: bool) -> None:
     optimizer = jstep.adam(jstep.exponential_decay(0.1, 3, 0.5))

@@ -42,6 +42,7 @@ def test_slots_that_share_buffers_with_parameters(mesh, alias, n):
     assert jstep.global_step(step(copied, X)[0]) == 2
 
 
+@pytest.mark.thorough(except_for=["explicit"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_arguments_that_share_buffers_with_parameters(mesh):
     step = jstep.minimize(loss_fn, OPTIMIZER)

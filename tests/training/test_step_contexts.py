@@ -144,7 +144,7 @@ def test_eager_functions_under_a_mesh() -> None:
         jstep.apply_updates(params, jstep.gradients(lambda p: jnp.sum(p["w"] ** 2), params))
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["a mesh-constants"])
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
 def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimizer, placement: Any) -> None:
@@ -225,6 +225,7 @@ def test_debug_nans_with_donating_steps() -> None:
     assert not state.params["w"].is_deleted()
 
 
+@pytest.mark.thorough(except_for=["explicit"])
 @pytest.mark.parametrize("mesh", [EXPLICIT, AUTO, None], ids=["explicit", "auto", "current mesh"])
 def test_loss_with_shard_map(mesh: Any) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.thorough(except_for=["plain", "master"])
+@pytest.mark.thorough(except_for=["master"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_loss_receives_the_averages(name):
     wrap, use_averages = OPTIMIZERS[name]

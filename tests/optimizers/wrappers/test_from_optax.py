@@ -30,7 +30,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.thorough(except_for=["adam", "masked", "multi_steps"])
+@pytest.mark.thorough(except_for=["masked"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_matches_optax(name: str) -> None:
     assert_close(run_jstep(jstep.from_optax(TRANSFORMATIONS[name])).params, run_optax(TRANSFORMATIONS[name]))

@@ -33,7 +33,7 @@ def near(one, other, within=0.01):
         assert np.max(np.abs(a - b)) <= within * max(np.max(np.abs(b)), 1e-30)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["old1-new1-float32", "old2-new2-bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)])
 def test_a_state_is_converted_both_ways(dtype, old, new):
@@ -110,7 +110,7 @@ def test_shapes_are_converted_without_devices():
     assert form(jstep.repack(shapes, PLAIN, COMPACT)) == form(trained(COMPACT, steps=0))
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["old0-new0-bfloat16", "old1-new1-float32"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("old", "new"),
