@@ -38,6 +38,10 @@ if "XLA_FLAGS" not in os.environ:
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": QUICK}, capture_output=True, timeout=300, check=False)
     os.environ["XLA_FLAGS"] = QUICK if done.returncode == 0 else ""
 
+# Rewriting assertions and tracing make many objects, few of them in cycles: to search for cycles as often as by default
+# takes a tenth of the time of collecting the tests.
+gc.set_threshold(100_000, 20, 20)
+
 # Several folders have a conftest.py; collecting doctests from them would import modules of the same name.
 collect_ignore_glob = ["*conftest.py"]
 
