@@ -56,7 +56,7 @@ def test_averages_are_restored_with_their_remainder(dtype, tmp_path):
     is_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), jstep.get_slot(state, "v")))
 
 
-@pytest.mark.thorough(except_for=["bfloat16"])
+@pytest.mark.thorough
 @both_dtypes
 def test_averages_are_restored_onto_a_mesh(dtype, tmp_path):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])

@@ -8,6 +8,8 @@ from pages import DOCS, run_page
 
 import jstep
 
+pytestmark = pytest.mark.thorough  # the page runs for seconds
+
 
 @pytest.fixture(scope="module")
 def page():
@@ -46,7 +48,6 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("devices", ["one", "eight"])
 def test_steps_are_those_of_a_loop_by_hand(page, devices):
     optimizer = jstep.gradient_descent(0.5)

@@ -156,6 +156,7 @@ def test_char_lm_error_for_fsdp_without_a_data_axis():
         assert done.stderr.startswith("--fsdp splits the parameters over the axis data: give a mesh that has it")
 
 
+@pytest.mark.thorough
 def test_queues_learns_and_ends():
     done = finished("queues.py", "--steps", 800)
     assert (done.returncode, done.stderr) == (0, "")

@@ -112,7 +112,7 @@ def test_low_precision(dtype):
     assert found == pytest.approx(expected_values, rel=1e-5)
 
 
-@pytest.mark.thorough(except_for=["ROC-2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_areas_with_repeated_scores(curve, seed):
