@@ -415,9 +415,10 @@ class Slot:
         keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
             tell, as for a square matrix.
         holds: What the values are, so that `compact` can store them; None for values that it must leave alone.
-            `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, or a
-            sum. `"square"`: an average, a sum or a maximum of values that are never negative, by which something is
-            divided. `"weight"`: values like those of the parameter.
+            `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, a
+            sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
+            of values that are never negative, by which something is divided. `"weight"`: values like those of the
+            parameter.
 
     Example:
         >>> import jstep

@@ -24,7 +24,7 @@ from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
 from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Axes, MatrixAxes, by_path, checked, held_names, matrix_axes_of
-from jstep.optimizers.leafwise import MEAN, Slot
+from jstep.optimizers.leafwise import SLOW, Slot
 from jstep.optimizers.updates import loads_slots, match_gradients, missing_slot
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
@@ -646,7 +646,8 @@ def muon(
 
     hyper, flags = {"learning_rate": learning_rate, "weight_decay": weight_decay}, decay_mask(weight_decay_mask)
     return chain(
-        from_update("muon", averaged, {"momentum": MEAN}, {"momentum": momentum}),
+        # Orthogonalization makes the smallest singular values as large as the others, and rounding to 8 bits with them.
+        from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),
         orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
         from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper, flags=flags),
     )

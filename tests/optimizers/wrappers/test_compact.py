@@ -83,6 +83,12 @@ def test_slow_averages_have_16_bits_and_copies_of_weights_24():
     assert found["ExponentialMovingAverage/remainder"] == ("int8", (32, 256))
 
 
+def test_what_muon_orthogonalizes_has_16_bits():
+    labels = {"matrix": jstep.muon(LR), "rest": jstep.adamw(LR)}
+    optimizer = jstep.partition(labels, lambda path, leaf: "matrix" if path == "w" else "rest")
+    assert kinds(create(jstep.compact(optimizer)))["matrix/momentum"] == ("int16", (32, 256))
+
+
 def test_undeclared_slots_and_those_of_other_shapes_stay():
     def rule(g, p, slots, h):
         return -g, {name: slot + 1.0 for name, slot in slots.items()}
