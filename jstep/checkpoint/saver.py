@@ -24,7 +24,7 @@ from jstep.checkpoint.slots import left_out_indices, named_leaves, started_slots
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, listing, note, scoped
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_compile_only
+from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
@@ -274,7 +274,7 @@ def is_worthwhile(arrays: Iterable[Any]) -> bool:
     """
     by_size = sorted(arrays, key=lambda array: int(array.nbytes))
     looked_into = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
-    if jax.process_count() > 1 or not all(_is_on_cpu(array) for array in looked_into):
+    if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) or is_on_cpus(array) for array in looked_into):
         return False
     before, after = 0, 0.0
     for array in looked_into:
@@ -284,10 +284,6 @@ def is_worthwhile(arrays: Iterable[Any]) -> bool:
         before += array.nbytes
         after += array.nbytes * min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
     return after < _WORTH_IT * before
-
-
-def _is_on_cpu(array: Any) -> bool:
-    return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.sharding.device_set)
 
 
 # `Saver`: atomic checkpoints of a training state.

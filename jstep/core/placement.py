@@ -101,6 +101,11 @@ def is_on_host(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
+def is_on_cpus(array: Any) -> bool:
+    """Whether an array is on CPUs, so that a process reads its part without a transfer."""
+    return all(device.platform == "cpu" for device in array.sharding.device_set)
+
+
 def is_of_host(sharding: Any) -> bool:
     """Whether a sharding, of an array or a shape, is in host memory, not in device memory."""
     kind = sharding.memory_kind

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.meshes import internal_transfers
+from jstep.core.placement import is_on_cpus
 from jstep.hooks.hook import Metrics
 from jstep.optimizers import hyperparameters
 from jstep.training.looped import TracedStep
@@ -56,7 +57,7 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
 def start_transfer(values: Mapping[str, Any]) -> None:
     """Start the transfer of values to the host, without waiting."""
     for array in _arrays(values):
-        if next(iter(array.sharding.device_set)).platform != "cpu":  # where it would take as long as a small step
+        if not is_on_cpus(array):  # from a CPU there is nothing to transfer, and the call takes as long as a small step
             array.copy_to_host_async()
 
 

@@ -11,7 +11,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import compute_on, on_devices, placements_of
+from jstep.core.placement import compute_on, is_on_cpus, on_devices, placements_of
 from jstep.hooks.base import Cadence, RunHook
 from jstep.hooks.hook import Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import BadStep, Interval
@@ -90,7 +90,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 def _is_on_cpu(leaf: jax.Array) -> bool:
     """Whether an array is on CPUs of this process."""
-    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    return leaf.is_fully_addressable and is_on_cpus(leaf)
 
 
 def _contents_on_host(leaf: Any) -> int:

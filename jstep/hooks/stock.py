@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, as_number, kind, setting, shown
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
-from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive
+from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive, scalar
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, RunInfo, StopWith
 from jstep.hooks.timeline import SAVING
 from jstep.state.global_step import get_global_step, global_step
@@ -240,8 +240,6 @@ class StepCounterHook(RunHook):
 
     def _write(self, values: dict[str, float], step: int) -> None:
         if self._writer is not None:
-            from jstep.hooks.base import scalar
-
             for tag, value in values.items():
                 self._writer.add_summary(scalar(tag, value), step)
 

@@ -1,6 +1,5 @@
 """The times of a run: a stopwatch without gaps, the timeline that keeps them in a file, and the files of stalls."""
 
-import collections
 import contextlib
 import functools
 import json
@@ -10,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent import futures
 from datetime import UTC, datetime
@@ -459,7 +458,7 @@ def read_stalls(where: str) -> tuple[list[Fields], list[str]]:
 def waited_for(found: Sequence[Fields]) -> list[Fields]:
     """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
     own = [one for one in found if one["kind"] not in (CALL, WITH_OTHERS)]
-    often = collections.Counter(one["what"] for one in found)
+    often = Counter(one["what"] for one in found)
     smaller = [one for one in found if often[one["what"]] < max(often.values())]
     return own if len(own) < len(found) else smaller
 

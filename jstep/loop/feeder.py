@@ -23,7 +23,7 @@ from jstep.data.to_devices import Reader, as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.hooks.hook import NEVER
 from jstep.hooks.timeline import Stopwatch
-from jstep.queues.queues import OutOfRangeError
+from jstep.queues.queues import until_end
 
 # Graceful shutdown on SIGTERM and SIGINT.
 
@@ -192,20 +192,16 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
         choice: How batches were read.
         calls: The calls since the last decision.
     """
-    longer = min(2 * choice.calls, _MOST_CALLS)
-    if not (choice.ahead or choice.is_trial) and sum([waited for waited, _, _ in calls]) <= _HAND_OVER * len(calls):
-        # The usual case, without sorting: this runs beside steps of tens of microseconds.
-        return choice._replace(calls=longer, patience=choice.patience - sum([sum(call[:2]) for call in calls]))
     waited, now = cost(calls)
     steps = sum(steps for _, _, steps in calls)
     if choice.is_trial:
         wins = now < (1 - _SHARE) * choice.usual
         patience = max((now - choice.usual) * steps / _LOSSES, _APART * now * steps)
-        trial = min(2 * choice.trial, _MOST_CALLS)
-        return Choice(choice.ahead if wins else not choice.ahead, calls=choice.trial, trial=trial, patience=patience)
+        longer = min(2 * choice.trial, _MOST_CALLS)
+        return Choice(choice.ahead if wins else not choice.ahead, calls=choice.trial, trial=longer, patience=patience)
     patience = choice.patience - now * steps
     if patience > 0 or not (choice.ahead or waited > max(_SHARE * now, _HAND_OVER)):
-        return choice._replace(calls=longer, patience=patience)
+        return choice._replace(calls=min(2 * choice.calls, _MOST_CALLS), patience=patience)
     return Choice(not choice.ahead, calls=choice.trial, is_trial=True, usual=now, trial=choice.trial)
 
 
@@ -489,13 +485,9 @@ def copied_batches(source: Source, fetched: "FetchCounter | None" = None) -> Cop
     """
     fetched = fetched or FetchCounter()
     at, fresh = None if source.is_of_state else source.position, source.fresh
-    try:  # `until_end`, without one more generator to pass each batch through
-        for batch in source.items:
-            yield copied(batch, fresh=fresh), None if at is None else at()
-            fetched.count += 1  # after it was placed, too: errors name the batch that was not
-    except OutOfRangeError as error:
-        if error.__cause__ is not None:
-            raise
+    for batch in until_end(source.items):
+        yield copied(batch, fresh=fresh), None if at is None else at()
+        fetched.count += 1  # after it was placed, too: errors name the batch that was not
 
 
 def _shapes_of(batch: Any) -> Any:

@@ -15,6 +15,7 @@ from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
+from jstep.core.placement import is_on_cpus
 from jstep.core.trees import Array, is_array, is_traced
 from jstep.differentiate import engine
 
@@ -144,12 +145,7 @@ _copy = jax.jit(jnp.copy)
 def is_here(x: jax.Array) -> bool:
     """Whether x can be read on the host without waiting for the device or copying from it."""
     is_ready = getattr(x, "is_ready", None)
-    return (
-        is_ready is not None
-        and x.is_fully_addressable
-        and bool(is_ready())
-        and all(device.platform == "cpu" for device in x.devices())
-    )
+    return is_ready is not None and x.is_fully_addressable and bool(is_ready()) and is_on_cpus(x)
 
 
 def keep(x: Any) -> Any:
