@@ -70,16 +70,15 @@ def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dic
     if not leaves:
         raise ValueError("target: has no leaves; give the shapes of the parameters, as jax.eval_shape returns them")
     bases = _like(target, base, "base")
-    deltas = bases if delta is None else _like(target, delta, "delta")
+    # Without delta, an axis is a width if it differs between base and target.
+    deltas = [leaf for _, leaf in leaves] if delta is None else _like(target, delta, "delta")
     found: dict[str, Widths] = {}
     for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True):
         if path in found:
             raise ValueError(f"target: several leaves share the path {path!r}; rename a key that holds a slash")
         shapes = [_shape(one, path, what) for one, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
-        if not trees.is_trainable(leaf):
-            continue
-        wide = _wide_axes(path, *shapes, has_delta=delta is not None)
-        found[path] = _widths(path, leaf, shapes[0], shapes[1], wide, axes)
+        if trees.is_trainable(leaf):
+            found[path] = _widths(path, leaf, *shapes, axes)
     return found
 
 
@@ -111,59 +110,47 @@ def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
     return tuple(leaf.shape)
 
 
-def _wide_axes(
-    path: str, base: tuple[int, ...], target: tuple[int, ...], delta: tuple[int, ...], *, has_delta: bool
-) -> list[int]:
-    """Return the axes that are widths.
+def _widths(
+    path: str, leaf: Any, base: tuple[int, ...], target: tuple[int, ...], delta: tuple[int, ...], axes: WidthAxes | None
+) -> Widths:
+    """Return the width ratios of a leaf.
 
     Raises:
-        ValueError: The numbers of axes differ, an axis shrinks, or an axis differs although it is equal in base and
-            delta.
+        ValueError: The numbers of axes differ, an axis shrinks, an axis differs although it is equal in base and delta,
+            or a width is neither an input nor an output.
     """
+    where = f"the leaf at {trees.quoted(path)}"
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
             raise ValueError(
-                f"{what}: the leaf at {trees.quoted(path)} has shape {shape} there and {target} in target; they must "
-                "have the same number of axes"
+                f"{what}: {where} has shape {shape} there and {target} in target; they must have the same number of "
+                "axes"
             )
-    for axis, (small, wide) in enumerate(zip(base, target, strict=True)):
+    for axis, (small, wide, other) in enumerate(zip(base, target, delta, strict=True)):
         if wide < small:
             raise ValueError(
-                f"target: the leaf at {trees.quoted(path)} has shape {target}, in base {base}: axis {axis} must not "
-                "shrink; base is the small model, whose hyperparameters are known"
+                f"target: {where} has shape {target}, in base {base}: axis {axis} must not shrink; base is the small "
+                "model, whose hyperparameters are known"
             )
         if small == 0 and wide:
-            raise ValueError(f"base: the leaf at {trees.quoted(path)} has shape {base}; its axes must not be empty")
-    wide_axes = [
-        axis for axis, sizes in enumerate(zip(base, delta if has_delta else target, strict=True)) if len(set(sizes)) > 1
-    ]
-    for axis in range(len(target)):
-        if base[axis] != target[axis] and axis not in wide_axes:
+            raise ValueError(f"base: {where} has shape {base}; its axes must not be empty")
+        if small == other != wide:
             raise ValueError(
-                f"delta: axis {axis} of the leaf at {trees.quoted(path)} is {base[axis]} in base and delta, so not a "
-                f"width, but {target[axis]} in target; make target equal to base there, or delta different"
+                f"delta: axis {axis} of {where} is {small} in base and delta, so not a width, but {wide} in target; "
+                "make target equal to base there, or delta different"
             )
-    return wide_axes
-
-
-def _widths(
-    path: str, leaf: Any, base: tuple[int, ...], target: tuple[int, ...], wide: list[int], axes: WidthAxes | None
-) -> Widths:
     ins, outs = _pair_of_axes(path, leaf, axes)
-    for axis in wide:
-        if axis not in ins and axis not in outs:
+    for axis, (small, other) in enumerate(zip(base, delta, strict=True)):
+        if small != other and axis not in ins + outs:
             raise ValueError(
-                f"axes: axis {axis} of the leaf at {trees.quoted(path)} grows from {base[axis]} to {target[axis]} "
-                f"(shape {base} to {target}), but is neither an input nor an output axis, which are {ins} and {outs}; "
-                "compare models of one depth, or give axes=lambda path, leaf: (in, out)"
+                f"axes: axis {axis} of {where} grows from {small} to {target[axis]} (shape {base} to {target}), but is "
+                f"neither an input nor an output axis, which are {ins} and {outs}; compare models of one depth, or "
+                "give axes=lambda path, leaf: (in, out)"
             )
-
-    def fan(shape: tuple[int, ...], some: tuple[int, ...]) -> int:
-        return math.prod(shape[axis] for axis in some)
-
-    in_base, out_base = fan(base, ins), fan(base, outs)
-    r_in = fan(target, ins) / in_base if in_base else 1.0
-    r_out = fan(target, outs) / out_base if out_base else 1.0
+    in_base, out_base, in_target, out_target = (
+        math.prod(shape[axis] for axis in some) for shape in (base, target) for some in (ins, outs)
+    )
+    r_in, r_out = in_target / in_base if in_base else 1.0, out_target / out_base if out_base else 1.0
     return Widths(base, target, r_in, r_out, in_base, out_base)
 
 
@@ -228,26 +215,24 @@ class MupFactors:
         Raises:
             ValueError: A leaf is not in the target, or has another shape there; names the path.
         """
-        leaves = [(path, leaf) for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
-        missing = sorted(self.widths.keys() - {path for path, _ in leaves})
+        given = [path for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
+        missing = sorted(self.widths.keys() - set(given))
         if missing:
             raise ValueError(f"params: must be like target, but lacks {missing[:10]}")
-        for path, leaf in leaves:
-            if path not in self.widths:
-                raise ValueError(
-                    f"params: target has no leaf {path!r}{trees.nearest(path, self.widths)}; give the parameters of "
-                    "the wide model"
-                )
-            shape = tuple(getattr(leaf, "shape", ()))
-            if shape != self.widths[path].target:
-                raise ValueError(
-                    f"params: the leaf at {trees.quoted(path)} has shape {shape}, in target "
-                    f"{self.widths[path].target}; give the parameters of the wide model"
-                )
 
         def scaled(keys: Any, leaf: Any) -> Any:
-            factor = self.initials.get(trees.path_str(keys), 1.0) if trees.is_trainable(leaf) else 1.0
-            return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
+            if not trees.is_trainable(leaf):
+                return leaf
+            path, shape = trees.path_str(keys), tuple(getattr(leaf, "shape", ()))
+            known = self.widths.get(path)
+            if known is None:
+                problem = f"target has no leaf {path!r}{trees.nearest(path, self.widths)}"
+            elif shape != known.target:
+                problem = f"the leaf at {trees.quoted(path)} has shape {shape}, in target {known.target}"
+            else:
+                factor = self.initials[path]
+                return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
+            raise ValueError(f"params: {problem}; give the parameters of the wide model")
 
         return jax.tree_util.tree_map_with_path(scaled, params)
 
@@ -351,8 +336,8 @@ def mup(
 
 
 def _initial(one: Widths, init: str) -> float:
-    powers = {"hidden": 0.0, "output": -0.5} if init == "fan_in" else {"hidden": -0.5, "output": -1.0}
-    return one.r_in ** powers.get(one.kind, 0.0) if powers.get(one.kind) else 1.0
+    powers = {"output": -0.5} if init == "fan_in" else {"hidden": -0.5, "output": -1.0}
+    return float(one.r_in ** powers.get(one.kind, 0.0))
 
 
 def _rate(one: Widths, optimizer: str) -> float:
