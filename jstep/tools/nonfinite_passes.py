@@ -40,16 +40,14 @@ def probe(value: Any) -> Any:
     """Return a float32 scalar that is finite if and only if all numbers of a value are, at the cost of a sum."""
     # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
     with on_mesh_of(value):
-        first, *rest = [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)]
-        found = first + rest[0] if rest else first
+        found = functools.reduce(jnp.add, [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)])
     return on_current_mesh(found)
 
 
 def has_nan(value: Any) -> Any:
     """Whether a value has a NaN."""
     with on_mesh_of(value):
-        first, *rest = [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)]
-        found = first | rest[0] if rest else first
+        found = functools.reduce(jnp.logical_or, [jnp.isnan(jnp.sum(lax.sign(part))) for part in _real(value)])
     return on_current_mesh(found)
 
 
@@ -256,12 +254,13 @@ class Pass:
         params = operation.eqn.params
         first, second = itertools.accumulate(programs.counts_of(params))
         split, count = ins[second:], second - first
+        iteration = self._iteration_of(operation, ins, level)
 
         def step(state: Any, xs: Any) -> Any:
             i, values, marks, record = state
             parts = [self._part(x, one.mark) for x, one in zip(xs, split, strict=True)]
             given = [*values, *xs], [*marks, *parts]
-            new, values, marks = self._iteration(operation, operation.bodies[0], ins, ins[:first], i, given, level)
+            new, values, marks = iteration(operation.bodies[0], ins[:first], i, given)
             return (i + 1, values[:count], marks[:count], self._earlier(record, new)), (values[count:], marks[count:])
 
         start = (jnp.int32(0), *_columns(ins[first:second]), self._record_at(Level(axes=level.axes)))
@@ -272,16 +271,17 @@ class Pass:
 
     def _while(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         condition, body = operation.bodies
+        iteration = self._iteration_of(operation, ins, level)
         counts = (operation.eqn.params[name] for name in ("cond_nconsts", "body_nconsts"))
         first, second = itertools.accumulate(counts)
 
         def test(i: Any, values: Any, marks: Any, record: Any) -> Any:
-            new, (again,), _ = self._iteration(operation, condition, ins, ins[:first], i, (values, marks), level)
+            new, (again,), _ = iteration(condition, ins[:first], i, (values, marks))
             return again, (i, values, marks, self._earlier(record, new))
 
         def step(tested: Any) -> Any:
             _, (i, *given, record) = tested
-            new, values, marks = self._iteration(operation, body, ins, ins[first:second], i, given, level)
+            new, values, marks = iteration(body, ins[first:second], i, given)
             return test(i + 1, values, marks, self._earlier(record, new))
 
         start = test(jnp.int32(0), *_columns(ins[second:]), self._record_at(Level(axes=level.axes)))
@@ -289,20 +289,16 @@ class Pass:
         level.parts.append(record)
         return values, marks
 
-    def _iteration(
-        self,
-        operation: Operation,
-        body: Subprogram,
-        ins: list[Value],
-        consts: list[Value],
-        i: Any,
-        given: Sequence[Any],
-        level: Level,
-    ) -> tuple[Any, list[Any], list[Any]]:
-        # The carry is passed on, so every value depends on all others.
-        values, marks = (most + more for most, more in zip(_columns(consts), given, strict=True))
-        at = Level((*level.iterations, operation.number, i), level.axes)
-        return self._inside(body, _values(values, marks, _depends(ins)), at)
+    def _iteration_of(self, operation: Operation, ins: list[Value], level: Level) -> Callable[..., Any]:
+        """Return a function that evaluates an iteration of a loop, given values and marks besides the constants."""
+
+        def iteration(body: Subprogram, consts: list[Value], i: Any, given: Sequence[Any]) -> Any:
+            values, marks = (most + more for most, more in zip(_columns(consts), given, strict=True))
+            at = Level((*level.iterations, operation.number, i), level.axes)
+            # The carry is passed on, so every value depends on all others.
+            return self._inside(body, _values(values, marks, _depends(ins)), at)
+
+        return iteration
 
     def _shard_map(self, operation: Operation, ins: list[Value], level: Level) -> tuple[list[Any], list[Any]]:
         params, axes = operation.eqn.params, tuple(programs.shard_counts(operation))
@@ -408,10 +404,9 @@ def _first_number(notes: list[tuple[int, list[Any], list[Any], bool]]) -> Any:
     nan = jnp.stack([has_nan(one) for one in values.values()] + [jnp.bool_(False)])
 
     def any_of(groups: Sequence[list[Any]]) -> Callable[[Any], Any]:
-        length = max(map(len, groups))
-        indices = np.array(
-            [[*(rows[id(one)] for one in group), *[-1] * (length - len(group))] for group in groups], int
-        )
+        indices = np.full((len(groups), max(map(len, groups))), -1)
+        for row, group in zip(indices, groups, strict=True):
+            row[: len(group)] = [rows[id(one)] for one in group]
         return lambda flags: jnp.any(flags[indices], axis=1)
 
     before, after = any_of(ins), any_of(outs)

@@ -6,7 +6,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -81,12 +81,10 @@ _ROWS = 11
 
 def plan_text(plan: Any) -> str:
     """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
-    changing, rows = _changing(plan), _rows_shown(plan.steps)
     lines = [f"steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"]
-    for names in _column_groups(list(changing), max(4, *(len(checks.count(plan.steps[row])) for row in rows))):
+    for names in _column_groups(_changing(plan), max(4, len(checks.count(plan.steps[-1])))):
         heads = [f"{'step':>4}", *(f"{checks.cut_path(name):>12}" for name in names)]
-        cells = [[checks.count(plan.steps[row]), *(number(changing[name][row]) for name in names)] for row in rows]
-        lines += ["", *checks.columns([heads, *cells], left=0)]
+        lines += ["", *checks.columns([heads, *_rows_shown(plan, names)], left=0)]
     constant = _constants(plan, longest=36)
     if constant:
         lines += ["", *checks.wrapped("constant", constant)]
@@ -106,12 +104,9 @@ def plan_html(plan: Any) -> str:
         *_schedule(plan),
         *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
     ]
-    cells = [
-        (checks.count(plan.steps[row]), *(number(column[row]) for column in changing.values()))
-        for row in (_rows_shown(plan.steps) if changing else [])
-    ]
     title = f"Plan of the steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"
-    return checks.html_table(title, cells, ("step", *changing) if changing else (), notes)
+    table = (_rows_shown(plan, changing), ("step", *changing)) if changing else ([], ())
+    return checks.html_table(title, *table, notes)
 
 
 def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -128,8 +123,11 @@ def _constants(plan: Any, longest: int | None = None) -> list[str]:
     return found
 
 
-def _rows_shown(steps: np.ndarray[Any, Any]) -> Any:
-    return np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))
+def _rows_shown(plan: Any, names: Iterable[str]) -> list[list[str]]:
+    """Return the cells of the table: steps between the first and the last, and some values at these."""
+    last = len(plan.steps) - 1
+    rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
+    return [[checks.count(plan.steps[row]), *(number(plan.hyperparameters[n][row]) for n in names)] for row in rows]
 
 
 def _schedule(plan: Any) -> list[str]:
@@ -167,8 +165,7 @@ def due_text(due: Any) -> str:
 
 def number(value: Any) -> str:
     """Format a number with at most six digits."""
-    value = np.asarray(value)
-    return f"{value.item():.6g}" if value.ndim == 0 else f"{value.dtype}{list(value.shape)}"
+    return f"{np.asarray(value).item():.6g}"
 
 
 def _listed(due: Any) -> str:
@@ -177,7 +174,7 @@ def _listed(due: Any) -> str:
     return f"{checks.count(due[0])}, {checks.count(due[1])}, …, {checks.count(due[-1])}"
 
 
-def _column_groups(names: list[str], step_width: int) -> list[list[str]]:
+def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
     """Group names so that the columns of each group fit the width."""
     groups: list[list[str]] = []
     left = 0
@@ -200,10 +197,7 @@ _MARKS = 400
 
 def draw_plan(plan: Any, file: Any, **options: Any) -> None:
     """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
-    columns = {name: column for name, column in plan.hyperparameters.items() if column.ndim == 1}
-    changing = {name: column for name, column in columns.items() if len(np.unique(column)) > 1}
-    constant = {name: column[0] for name, column in columns.items() if name not in changing}
-    due = named_due(plan)
+    changing, due = _changing(plan), named_due(plan)
     panels: list[Callable[..., None]] = [
         functools.partial(_panel, name=name, column=column) for name, column in changing.items()
     ]
@@ -224,9 +218,11 @@ def draw_plan(plan: Any, file: Any, **options: Any) -> None:
             _stage_figures(_axes(fig, grid[down, :], plan), plan)
         if due:
             _marks(_axes(fig, grid[len(heights) - 1, :], plan), due)
+    others = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
+    constant = [f"{name} = {number(column[0])}" for name, column in others.items() if column.ndim == 1]
     if constant:
-        words = ",  ".join(f"{name} = {number(value)}" for name, value in constant.items())
-        fig.supxlabel(f"constant:  {words}", fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
+        words = f"constant:  {',  '.join(constant)}"
+        fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
     fig.savefig(file, dpi=200, **options)
 
 
