@@ -54,24 +54,25 @@ def device_peak(memory_analysis: Any) -> int | None:
         >>> device_peak(compiled.memory_analysis())
         2048
     """
-    device, host = (_figures(memory_analysis, f"{prefix}{{}}_size_in_bytes") for prefix in ("", "host_"))
+    device, host = (_figures(memory_analysis, prefix) for prefix in ("", "host_"))
     if device is None:
         return None
-    bounds = [device["argument"] + device["output"] - device["alias"] + device["temp"]]
+    arguments, results, aliased, temporaries = device
+    bounds = [arguments + results - aliased + temporaries]
     allocated = getattr(memory_analysis, "total_allocation_bytes", 0)
     live = getattr(memory_analysis, "peak_memory_in_bytes", 0)
     if allocated > 0:
         bounds.append(allocated)
     elif live > 0 and host is not None:
         # Host temporaries may be freed before the peak; host arguments and results exist from start to end.
-        bounds.append(live - (host["argument"] + host["output"] - host["alias"]))
+        bounds.append(live - (host[0] + host[1] - host[2]))
     return min(bounds)
 
 
-def _figures(memory_analysis: Any, name: str) -> dict[str, int] | None:
-    found = {part: getattr(memory_analysis, name.format(part), None) for part in PARTS}
-    known = {part: value for part, value in found.items() if isinstance(value, int)}
-    return known if len(known) == len(PARTS) else None
+def _figures(memory_analysis: Any, prefix: str) -> list[int] | None:
+    """Return the bytes of arguments, results, aliased results and temporaries; None if they are not reported."""
+    found = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
+    return None if None in found else found
 
 
 def bytes_of(tree: Any, *, on_host: bool | None = None) -> int:
@@ -372,8 +373,6 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
     analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
-    if isinstance(analysis, list | tuple):  # of older versions of JAX
-        analysis = analysis[0]
     traffic = analysis.get("bytes accessed")
     return {
         **known,
@@ -408,9 +407,10 @@ def _needed(error: Exception) -> tuple[int, int] | None:
 def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, platform: str) -> dict[str, int | None]:
     """Return the memory figures of each device, without arrays on the host."""
     memory = compiled.memory_analysis()
-    if memory is None:
+    figures = _figures(memory, "")
+    if figures is None:
         return dict.fromkeys(_SIZES)
-    arguments, outputs, alias, temporary = (int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in PARTS)
+    arguments, outputs, alias, temporary = figures
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
         host_results = bytes_of(compiled.out_info, on_host=True)
@@ -419,10 +419,9 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
         donated = bytes_of([leaf for leaf, info in pairs if info.donated], on_host=True)
         arguments, outputs = arguments - host, outputs - host_results
         alias -= min(donated, host_results, alias)
-    peak = arguments + outputs - alias + temporary
     # XLA's CPU compiler does not report the share of the host.
-    known_peak = peak if platform == "cpu" else device_peak(memory)
-    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, known_peak), strict=True))
+    peak = arguments + outputs - alias + temporary if platform == "cpu" else device_peak(memory)
+    return dict(zip(_SIZES, (arguments, outputs, alias, temporary, peak), strict=True))
 
 
 def _scaled(measured: float | None, once: float, total: float, devices: int) -> float:
@@ -557,10 +556,7 @@ def _rows(cost: Cost) -> list[tuple[str, str]]:
     moved = None if cost.collectives is None else cost.collectives.items()
     verdict = ""
     if cost.memory_bytes is not None:
-        fits = cost.fits
-        if fits is None and cost.peak_bytes is not None:
-            fits = cost.peak_bytes <= cost.memory_bytes
-        problem = ": it does not fit" if fits is False else ", recomputes to fit" if cost.recomputes else ""
+        problem = ": it does not fit" if cost.fits is False else ", recomputes to fit" if cost.recomputes else ""
         verdict = f" of {size(cost.memory_bytes, digits=4)}{problem}"
     rows = [
         ("operations", _UNKNOWN if cost.flops is None else scaled(cost.flops, "FLOP") + unknown),

@@ -110,7 +110,7 @@ def test_cost_on_a_mesh(single_device):
 
 
 def test_report_says_that_it_does_not_fit(single_device):
-    text = str(jstep.Cost(**{**vars(single_device), "memory_bytes": 1000, "devices": 4}))
+    text = str(jstep.Cost(**{**vars(single_device), "memory_bytes": 1000, "fits": False, "devices": 4}))
     assert "of 1000 B: it does not fit" in text
     assert text.startswith("a step on each of 4 devices")
 
