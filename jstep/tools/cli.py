@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,7 @@ from jstep.stores.objects import is_url, location
 from jstep.summary.read import DataLossError
 from jstep.tools import cli_common as common
 from jstep.tools.cli_common import OK, TROUBLE, Checkpoint, Command
-from jstep.weights.files import INDEX, SUFFIX, Weights, find_weights, folder_of, name_of
+from jstep.weights.files import INDEX, SUFFIX, find_weights, folder_of, name_of
 
 # `cost`: an estimate of the cost of a training step, without running it.
 
@@ -127,12 +127,24 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     if arguments.verify:
         raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
     weights = find_weights(path)
-    about = _about_tensors(weights.path, "safetensors", weights.tensors.values(), weights.metadata)
-    about["files"] = [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files]
-    several = len(weights.files) > 1
-    where = f"in {len(weights.files)} file{'s' * several}"
-    _print(about, _rows(weights), where, ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several, arguments)
-    return OK
+    folder = os.path.dirname(weights.path) or "."
+    rows = [
+        {
+            "name": tensor.name,
+            "dtype": name_of(tensor.code) or tensor.code,
+            "stored_as": tensor.code,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+            "file": os.path.relpath(tensor.file, folder),
+        }
+        for tensor in weights.tensors.values()
+    ]
+    files = [{"path": one.file, "tensors": len(one.tensors)} for one in weights.files]
+    several = len(files) > 1
+    columns = ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several
+    where = f"in {len(files)} file{'s' * several}"
+    about = {"metadata": dict(weights.metadata), "files": files}
+    return _print_tensors(arguments, weights.path, "safetensors", rows, where, columns, about)
 
 
 def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
@@ -146,52 +158,37 @@ def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
     found, _ = orbax_checkpoint.opened(folder)
-    arrays = found.values()
-    about = _about_tensors(folder, "orbax", arrays, {})
     rows = [
         {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
-        for array in sorted(arrays, key=lambda array: array.name)
+        for array in found.values()
     ]
-    _print(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
-    return OK
+    where, columns = "in a checkpoint of Orbax", ["dtype", "shape", "bytes"]
+    return _print_tensors(arguments, folder, "orbax", rows, where, columns, {"metadata": {}})
 
 
-def _about_tensors(path: str, form: str, tensors: Collection[Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    count, parameters = sum(one.nbytes for one in tensors), sum(math.prod(one.shape) for one in tensors)
-    return {"path": path, "format": form, "bytes": count, "parameters": parameters, "metadata": dict(metadata)}
-
-
-def _print(
-    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
-) -> None:
+def _print_tensors(
+    arguments: argparse.Namespace,
+    path: str,
+    form: str,
+    rows: list[dict[str, Any]],
+    where: str,
+    columns: list[str],
+    about: dict[str, Any],
+) -> int:
+    count, parameters = sum(row["bytes"] for row in rows), sum(math.prod(row["shape"]) for row in rows)
+    rows = sorted(rows, key=lambda row: row["name"])
     if arguments.json:
-        print(common.as_json({**about, "tensors": rows}))
-        return
-    print(common.printable(about["path"]))
-    print(
-        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, {size(about['bytes'])}, {where}"
-    )
+        figures = {"path": path, "format": form, "bytes": count, "parameters": parameters}
+        print(common.as_json({**figures, **about, "tensors": rows}))
+        return OK
+    print(common.printable(path))
+    print(f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {parameters} parameters, {size(count)}, {where}")
     if about["metadata"]:
         print(f"metadata {common.printable(common.as_json(about['metadata']))}")
     print()
-    heads = ["tensor", *(column.replace("_", " ") for column in columns)]
-    common.table(
-        heads, [[common.cell(row[column]) for column in ("name", *columns)] for row in rows], left=heads.index("bytes")
-    )
-
-
-def _rows(weights: Weights) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": tensor.name,
-            "dtype": name_of(tensor.code) or tensor.code,
-            "stored_as": tensor.code,
-            "shape": list(tensor.shape),
-            "bytes": tensor.nbytes,
-            "file": os.path.relpath(tensor.file, os.path.dirname(weights.path) or "."),
-        }
-        for tensor in sorted(weights.tensors.values(), key=lambda tensor: tensor.name)
-    ]
+    keys = {"tensor": "name"} | {column.replace("_", " "): column for column in columns}
+    common.table(keys, rows, left=list(keys).index("bytes"))
+    return OK
 
 
 # `inspect`: the contents of a checkpoint or of safetensors files, or the checkpoints in a directory.
@@ -208,8 +205,7 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     if are_at(path):
         return show(path, arguments)
     folder, problem = None, None
-    is_folder = not is_url(path) and os.path.isdir(path)
-    if is_folder and not os.path.lexists(os.path.join(path, MANIFEST)):
+    if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
         try:
             folder = folder_of(path)
         except ValueError as error:  # this may be a directory of checkpoints of jstep
@@ -226,22 +222,20 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     problems = one.problems(every=True) if arguments.verify else []
-    for problem in problems:
-        common.complain("inspect", f"{one.path} is corrupted: {problem}")
     if problems:
-        return TROUBLE
+        return common.complain("inspect", *(f"{one.path} is corrupted: {problem}" for problem in problems))
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
         for name, (leaf, array) in zip(common.names_of(one), one.leaves(), strict=True)
     ]
     about = _about(one)
+    absent = [leaf.to_json() for leaf in one.manifest.left_out]
     if arguments.json:
         verified = {"verified": True} if arguments.verify else {}
-        absent = [leaf.to_json() for leaf in one.manifest.left_out]
         left_out = {"left_out": absent} if absent else {}
         print(common.as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
         return OK
-    print(common.printable(f"{one.path}"))
+    print(common.printable(one.path))
     print(
         f"step {one.step}, saved {about['time']}, by jstep {common.printable(one.manifest.jstep)}, "
         f"{len(rows)} leaves, "
@@ -250,15 +244,12 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
     if one.manifest.extra is not None:
         print(f"extra {common.printable(common.as_json(one.manifest.extra))}")
     print()
-    heads = ("leaf", "dtype", "shape", "bytes", "min", "max", "mean", "non-finite")
-    columns = ("path", "dtype", "shape", "bytes", "min", "max", "mean", "nonfinite")
-    common.table(heads, [[common.cell(row.get(column)) for column in columns] for row in rows], left=3)
-    if one.manifest.left_out:
+    kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
+    figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
+    common.table(kinds | figures, rows, left=3)
+    if absent:
         print("\nleft out by Saver(leave_out=…); restore takes them from the target\n")
-        rest = [
-            [common.cell(x.path), x.dtype, common.cell(list(x.shape)), x.fingerprint] for x in one.manifest.left_out
-        ]
-        common.table(("leaf", "dtype", "shape", "fingerprint"), rest, left=4)
+        common.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
     return OK
 
 
@@ -298,17 +289,13 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
     if arguments.json:
         print(common.as_json({"path": path, "checkpoints": rows, "problems": problems}))
     elif rows:
-        heads = ["checkpoint", "saved", "step", "leaves", "size"] + ["every byte"] * arguments.verify
+        keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
+        if arguments.verify:
+            keys["every byte"] = "verified"
         verdict = {True: "as written", False: "CORRUPTED", None: ""}
-        cells = [
-            [common.printable(row["name"]), row["time"], str(row["step"]), str(row["leaves"]), size(row["bytes"])]
-            + [verdict[row.get("verified")]] * arguments.verify
-            for row in rows
-        ]
-        common.table(heads, cells, left=2)
-    for problem in problems:
-        common.complain("inspect", problem)
-    return TROUBLE if problems else OK
+        shown = [{**row, "bytes": size(row["bytes"]), "verified": verdict[row.get("verified")]} for row in rows]
+        common.table(keys, shown, left=2)
+    return common.complain("inspect", *problems)
 
 
 def _about(one: Checkpoint) -> dict[str, Any]:
@@ -372,8 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
-        common.complain(arguments.command, error)
-        return TROUBLE
+        return common.complain(arguments.command, error)
     except Exception:  # such as in the program of `cost`; Python's exit code would be that of a difference
         traceback.print_exc()
         return TROUBLE

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -52,9 +52,11 @@ def as_json(value: Any) -> str:
     return json.dumps(_plain(value), allow_nan=False)
 
 
-def complain(command: str, what: object) -> None:
-    """Print an error to stderr."""
-    print(f"jstep {command}: {printable(what)}", file=sys.stderr)
+def complain(command: str, *problems: object) -> int:
+    """Print the problems to stderr, if any, and return the exit code."""
+    for problem in problems:
+        print(f"jstep {command}: {printable(problem)}", file=sys.stderr)
+    return TROUBLE if problems else OK
 
 
 def cell(value: Any) -> str:
@@ -76,9 +78,16 @@ def time_text(seconds: float, separator: str, precision: str) -> str:
         return f"{seconds:g} s"
 
 
-def table(heads: Any, rows: list[list[str]], left: int) -> None:
-    """Print a table whose first `left` columns are left-aligned and whose others are right-aligned."""
-    print("\n".join(columns([heads, *rows], left)))
+def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> None:
+    """Print a table.
+
+    Args:
+        keys: The head of each column → the key of its values.
+        rows: The rows; a missing value is a dash.
+        left: The number of columns that are left-aligned; the others are right-aligned.
+    """
+    cells = [[cell(row.get(key)) for key in keys.values()] for row in rows]
+    print("\n".join(columns([list(keys), *cells], left)))
 
 
 def _plain(x: Any) -> Any:
@@ -207,22 +216,18 @@ def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
     directory = absolute(directory) if is_url(directory) else os.path.abspath(directory)
     store = open_store(directory)
-    found: dict[str, str] = {}
+    paths: list[str] = []
     problems: list[str] = []
     names = [split(path)[1] for _, path in store.newest_first(None)]
     if not is_url(directory) and is_directory(directory):
         names += names_in(directory)
     for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
-        for _, path in store.newest_first(prefix):
-            found[path] = prefix
+        paths += [path for _, path in store.newest_first(prefix)]
         problems += [f"{path}: {problem}" for path, problem in store.broken(prefix, -1)]
     checkpoints = []
-    for path in found:
+    for path in paths:
         try:
-            one = at(path)
+            checkpoints.append(at(path))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
-            continue
-        if one is not None:
-            checkpoints.append(one)
-    return sorted(checkpoints, key=lambda one: (one.prefix, one.step)), problems
+    return sorted(filter(None, checkpoints), key=lambda one: (one.prefix, one.step)), problems

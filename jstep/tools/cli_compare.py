@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jstep.hooks.timeline import fields_with
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
 from jstep.tools import cli_common
-from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE, Checkpoint, Command
+from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
@@ -120,8 +120,6 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 # Reading and comparing the run cards that are stored next to checkpoints or logs.
 
-_MOST = 40
-
 
 def last_cards(where: str) -> dict[str, dict[str, Any]]:
     """Return the card of the last start of each run in a directory or below a URL, by checkpoint prefix.
@@ -143,19 +141,17 @@ def last_cards(where: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list[str] | None:
+def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
     """Return descriptions of the differences between the cards of two runs' last starts; None if a card is missing.
 
     Args:
-        a: The directory of the first run.
-        b: The directory of the second run.
-        prefixes: The prefixes of the two checkpoints, if two checkpoints are compared.
+        places: The directory of each run, with the prefix of its checkpoint, if two checkpoints are compared.
     """
     both = []
-    for where, prefix in zip((a, b), prefixes, strict=True):
+    for where, prefix in places:
         cards = last_cards(where)
         # The card of the prefix only; all cards if no run has it, such as that of the best checkpoints.
-        both.append({prefix: cards[prefix]} if prefix is not None and prefix in cards else cards)
+        both.append({prefix: cards[prefix]} if prefix in cards else cards)
     of_a, of_b = both
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
@@ -171,14 +167,22 @@ def differences(a: str, b: str, prefixes: tuple[str | None, str | None]) -> list
     ]
 
 
+_SHOWN = 40
+
+
 def text(found: list[str] | None) -> list[str]:
     """Return the lines to print; empty if a card is missing."""
     if found is None:
         return []
     if not found:
         return ["the cards of the last starts do not differ"]
-    more = [f"  and {len(found) - _MOST} more (--json lists all)"] if len(found) > _MOST else []
-    return ["the cards of the last starts differ:", *(f"  {line}" for line in found[:_MOST]), *more]
+    return ["the cards of the last starts differ:", *_first(found[:_SHOWN], len(found))]
+
+
+def _first(lines: Sequence[str], number: int) -> list[str]:
+    """Indent the first lines of so many, and count the others."""
+    more = [f"and {number - len(lines)} more (--json lists all)"] if number > len(lines) else []
+    return [f"  {line}" for line in (*lines, *more)]
 
 
 # `diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints.
@@ -216,9 +220,6 @@ def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     return {name: started_slots([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
 
 
-_SHOWN = 40
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or a logdir that contains one)"
     parser.add_argument("a", metavar="A", help=what)
@@ -250,7 +251,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # The directories in which the runs keep their cards, and the prefixes of single checkpoints.
     folders = [x.path if x.kind == "a directory of checkpoints" else split(x.path)[0] or "." for x in (a, b)]
     prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
-    of_cards = differences(folders[0], folders[1], (prefixes[0], prefixes[1]))
+    of_cards = differences(zip(folders, prefixes, strict=True))
     if not arguments.json:
         for line in text(of_cards):
             print(cli_common.printable(line))
@@ -265,10 +266,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(cli_common.as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
         print("\n".join(_text(result)))
-    problems = [*a.problems, *b.problems]
-    for problem in problems:
-        cli_common.complain("diff", problem)
-    return TROUBLE if problems else OK if result["same"] else DIFFERENT
+    return cli_common.complain("diff", *a.problems, *b.problems) or (OK if result["same"] else DIFFERENT)
 
 
 def _side(path: str) -> _Side:
@@ -405,10 +403,7 @@ def _text(result: dict[str, Any]) -> list[str]:
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
     shown = [(cli_common.printable(one["path"]), cli_common.printable(one["detail"])) for one in leaves[:_SHOWN]]
-    lines += [f"  {line}" for line in columns(shown, left=2)]
-    if len(leaves) > _SHOWN:
-        lines.append(f"  and {len(leaves) - _SHOWN} more (--json lists all)")
-    return lines
+    return lines + _first(columns(shown, left=2), len(leaves))
 
 
 def _place_among(before: int, common: int) -> str:

@@ -14,61 +14,50 @@ from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
 from jstep.summary import read
 from jstep.summary.read import DataLossError, Point
-from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE, Command, as_json, complain, printable, table, time_text
+from jstep.tools.cli_common import DIFFERENT, OK, Command, as_json, complain, printable, table, time_text
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
 
-def plot_scalars(
-    logdirs: Sequence[str],
-    output: str,
-    *,
-    tags: Sequence[str] = ("*",),
-    x_axis: str = "step",
-    smoothing: float = 0.0,
-    log_y: bool = False,
-    on_corrupted: Callable[[DataLossError], None] | None = None,
-) -> list[str]:
+def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("logdir", nargs="+", help="a directory; every directory below it with event files is a run")
+    parser.add_argument("-o", "--output", required=True, help="the image file: loss.png, loss.svg or loss.pdf")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to plot (repeatable)")
+    parser.add_argument("-x", choices=("step", "time"), default="step", help="the horizontal axis")
+    parser.add_argument("-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1")
+    parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axes")
+
+
+def _run_plot(arguments: argparse.Namespace) -> int:
     """Plot the scalars of one or several runs, with a panel for each tag and a line for each run.
 
-    Args:
-        logdirs: Directories; each directory at or below them that contains event files is a run.
-        output: The path of the image; its suffix (`.png`, `.svg`, `.pdf`) determines the format.
-        tags: Globs of the tags to plot.
-        x_axis: "step", or "time" (hours since the first point of the run).
-        smoothing: The decay, 0 ≤ decay < 1, of a moving average (debiased, as in TensorBoard). The original values
-            are drawn faintly behind it.
-        log_y: Whether the vertical axes are logarithmic.
-        on_corrupted: A callback for corrupted files. The events before the corruption, and all other files, are
-            plotted.
-
-    Returns:
-        The tags that were plotted.
+    Of a corrupted file, the events before the corruption are plotted; the exit code is `TROUBLE`.
 
     Raises:
         FileNotFoundError: A directory does not exist or contains no event files.
         ValueError: No tag of a scalar matches, or smoothing is out of range.
-        DataLossError: A file is corrupted, and `on_corrupted` is None.
         ImportError: matplotlib is not installed.
     """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing must be at least 0 and less than 1, not {smoothing}")
-    runs = _read(logdirs, on_corrupted)
+    if not 0 <= arguments.smoothing < 1:
+        raise ValueError(f"smoothing must be at least 0 and less than 1, not {arguments.smoothing}")
+    logdirs, tags = [location(logdir, "logdir") for logdir in arguments.logdir], arguments.tags or ["*"]
+    corrupted: list[DataLossError] = []
+    runs = _read(logdirs, corrupted.append)
+    code = complain("plot", *(f"{error}; the data after it is not drawn" for error in corrupted))
     there = list(dict.fromkeys(tag for series in runs.values() for tag in series))
     chosen = [tag for tag in there if any(fnmatch.fnmatchcase(tag, pattern) for pattern in tags)]
+    if not there:
+        raise ValueError(f"no scalars in {', '.join(logdirs)}")
     if not chosen:
-        if not there:
-            raise ValueError(f"no scalars in {', '.join(logdirs)}")
         from jstep.core.trees import nearest  # imported here because it imports JAX, which plotting does not need
 
         raise ValueError(f"no scalar's tag matches {', '.join(tags)}{nearest(tags[0], there)}")
-    _draw(runs, chosen, output, x_axis, smoothing, log_y)
-    return chosen
+    _draw(runs, chosen, arguments)
+    print(printable(f"{arguments.output}: {', '.join(chosen)}"))
+    return code
 
 
-def _read(
-    logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None] | None
-) -> dict[str, dict[str, list[Point]]]:
+def _read(logdirs: Sequence[str], on_corrupted: Callable[[DataLossError], None]) -> dict[str, dict[str, list[Point]]]:
     """Return run → tag → points; a run is named by its path below the common prefix of all runs."""
     paths: list[str] = []
     for logdir in logdirs:
@@ -90,14 +79,12 @@ def _names(paths: Sequence[str]) -> list[str]:
     return ["/".join(part[shared:]) or "." for part in parts]
 
 
-def _draw(
-    runs: dict[str, dict[str, list[Point]]],
-    tags: Sequence[str],
-    output: str,
-    x_axis: str,
-    smoothing: float,
-    log_y: bool,
-) -> None:
+def _draw(runs: dict[str, dict[str, list[Point]]], tags: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Draw the curves: over steps, or over the hours since the first point of the run.
+
+    The suffix of the output (`.png`, `.svg`, `.pdf`) determines the format. Behind a moving average, the original
+    values are drawn faintly.
+    """
     fig = figure()
     columns = min(len(tags), 3)
     rows = math.ceil(len(tags) / columns)
@@ -110,28 +97,28 @@ def _draw(
             points = series.get(tag, [])
             if not points:
                 continue
-            xs = [p.step if x_axis == "step" else (p.wall_time - points[0].wall_time) / 3600 for p in points]
+            xs = [p.step if arguments.x == "step" else (p.wall_time - points[0].wall_time) / 3600 for p in points]
             values = [p.value for p in points]
             marker = "o" if len(points) == 1 else None
-            if smoothing:
+            if arguments.smoothing:
                 axes.plot(xs, values, color=f"C{i}", alpha=0.25, linewidth=1)
-                values = _smooth(values, smoothing)
+                values = _smooth(values, arguments.smoothing)
             axes.plot(xs, values, color=f"C{i}", label=printable(run), marker=marker, linewidth=1.5)
         axes.set_title(printable(tag), fontsize=10, parse_math=False)
-        axes.set_xlabel("global step" if x_axis == "step" else "hours", fontsize=9)
+        axes.set_xlabel("global step" if arguments.x == "step" else "hours", fontsize=9)
         axes.tick_params(which="both", labelsize=8)  # including minor ticks of logarithmic axes
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        if log_y:
+        if arguments.log_y:
             axes.set_yscale("log", nonpositive="mask")
         if len(runs) > 1 and axes.lines:
             for text in axes.legend(fontsize=8, frameon=False).get_texts():
                 text.set_parse_math(False)
-    fig.savefig(os.path.expanduser(output), dpi=150)
+    fig.savefig(os.path.expanduser(arguments.output), dpi=150)
 
 
 def _smooth(values: Sequence[float], decay: float) -> list[float]:
-    """Return a moving average, debiased by 1 − decayⁿ; non-finite values are skipped."""
+    """Return a moving average, debiased by 1 − decayⁿ as in TensorBoard; non-finite values are skipped."""
     smoothed, average, weight = [], 0.0, 1.0
     for value in values:
         if math.isfinite(value):
@@ -141,57 +128,30 @@ def _smooth(values: Sequence[float], decay: float) -> list[float]:
     return smoothed
 
 
-def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logdir", nargs="+", help="a directory; every directory below it with event files is a run")
-    parser.add_argument("-o", "--output", required=True, help="the image file: loss.png, loss.svg or loss.pdf")
-    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to plot (repeatable)")
-    parser.add_argument("-x", choices=("step", "time"), default="step", help="the horizontal axis")
-    parser.add_argument("-s", "--smoothing", type=float, default=0.0, metavar="DECAY", help="0 (none) to below 1")
-    parser.add_argument("--log-y", action="store_true", help="logarithmic vertical axes")
-
-
-def _run_plot(arguments: argparse.Namespace) -> int:
-    code = OK
-
-    def on_corrupted(error: DataLossError) -> None:
-        nonlocal code
-        code = TROUBLE
-        complain("plot", f"{error}; the data after it is not drawn")
-
-    tags = plot_scalars(
-        [location(logdir, "logdir") for logdir in arguments.logdir],
-        arguments.output,
-        tags=arguments.tags or ("*",),
-        x_axis=arguments.x,
-        smoothing=arguments.smoothing,
-        log_y=arguments.log_y,
-        on_corrupted=on_corrupted,
-    )
-    print(printable(f"{arguments.output}: {', '.join(tags)}"))
-    return code
-
-
 PLOT = Command(_add_plot_arguments, _run_plot)
 
 
 # `events`: the events of a file as text or JSON, one per line.
 
 
-def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",)) -> int:
+def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="an event file, or a directory of event files")
+    parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
+
+
+def _run_events(arguments: argparse.Namespace) -> int:
     """Print the events of a file, or of all event files in a directory in order, one per line.
 
-    Args:
-        path: An event file or a directory.
-        json: Whether to print each line as a JSON object; non-finite numbers become the strings "NaN", "Infinity"
-            and "-Infinity", as in protobuf.
-        tags: Globs; values with other tags are omitted, and so are events that have no values left.
-
-    Returns:
-        The exit code. If a file is corrupted, the events before the corruption and the other files are printed.
+    In JSON, non-finite numbers become the strings "NaN", "Infinity" and "-Infinity", as in protobuf. Values with other
+    tags are omitted, and so are events that have no values left. If a file is corrupted, the events before the
+    corruption and the other files are printed.
 
     Raises:
         FileNotFoundError: The file does not exist, or the directory contains no event files.
     """
+    path, tags = location(arguments.file, "file"), arguments.tags or ["*"]
     files = read.event_files(path)
     if not files:
         raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
@@ -203,10 +163,10 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
                 found = True
                 entry = _entry(event, tags)
                 if entry is not None:
-                    print(as_json(entry) if json else printable(_line(entry)))
+                    print(as_json(entry) if arguments.format == "json" else printable(_line(entry)))
         except DataLossError as error:
-            complain("events", error if found else f"{error}; it is not an event file, or its beginning is corrupted")
-            code = TROUBLE
+            why = "" if found else "; it is not an event file, or its beginning is corrupted"
+            code = complain("events", f"{error}{why}")
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
             is_event_file = found or file != path
@@ -214,9 +174,11 @@ def print_events(path: str, *, json: bool = False, tags: Sequence[str] = ("*",))
                 with opened(file) as data:
                     is_event_file = not data.read(1)
             if not is_event_file:
-                complain("events", f"{file}: is not an event file, or ends inside its first event")
-                code = TROUBLE
+                code = complain("events", f"{file}: is not an event file, or ends inside its first event")
     return code
+
+
+EVENTS = Command(_add_events_arguments, _run_events)
 
 
 def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
@@ -227,7 +189,7 @@ def _entry(event: Any, tags: Sequence[str]) -> dict[str, Any] | None:
         if not values:
             return None
         entry["values"] = [_value(value) for value in values]
-    elif list(tags) != ["*"]:
+    elif tags != ["*"]:
         return None
     elif what == "graph_def":
         entry["graph_def"] = _graph(event.graph_def)
@@ -300,19 +262,6 @@ def _short(x: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="an event file, or a directory of event files")
-    parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
-    parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
-
-
-EVENTS = Command(
-    _add_events_arguments,
-    lambda given: print_events(location(given.file, "file"), json=given.format == "json", tags=given.tags or ("*",)),
-)
-
-
 # `stalls`: the processes of a run that hang, and what each of them waits for.
 
 
@@ -326,8 +275,7 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     if not is_directory(where):
         raise FileNotFoundError(f"{where}: no such directory")
     found, problems = read_stalls(where)
-    for problem in problems:
-        complain("stalls", problem)
+    complain("stalls", *problems)
     hangs = any(one["stall"] for one in found)
     found = found if hangs else []
     missing = silent(found, max((one["processes"] for one in found), default=0))
@@ -335,10 +283,10 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(as_json({"stalls": found, "silent": missing}))
     elif hangs:
-        names = ["process", "host", "pid", "for", "what", "line"]
+        names = ["", "process", "host", "pid", "for", "what", "line"]
         shown = [{**one, "for": f"{now - one['since']:.0f} s", "": "*" if one in odd else ""} for one in found]
         shown += [{"process": process, "what": "nothing is heard of it", "": "*"} for process in missing]
-        table(["", *names], [[printable(one.get(name, "–")) for name in ["", *names]] for one in shown], left=7)
+        table(dict(zip(names, names, strict=True)), shown, left=7)
     else:
         print("no process hangs")
     return DIFFERENT if hangs else OK
