@@ -91,18 +91,17 @@ def _size(atom: Any) -> int:
 # Collectives of a compiled program: each exchange between devices, and their sums by kind.
 
 BETWEEN_SLICES = "between slices"
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    BETWEEN_SLICES,
-)
-_DATA = {"collective-permute": 0, "ragged-all-to-all": 1, "collective-broadcast": 1}
-"""Number of operands that hold data, if others are buffers or sizes; 0 if a device sends as much as it receives."""
+KINDS = {
+    "all-reduce": None,
+    "all-gather": None,
+    "reduce-scatter": None,
+    "all-to-all": None,
+    "ragged-all-to-all": 1,
+    "collective-permute": 0,
+    "collective-broadcast": 1,
+    BETWEEN_SLICES: None,
+}
+"""Kind → number of operands that hold data, if others are buffers or sizes; 0 if a device sends what it receives."""
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "convert", "reshape", "transpose", "tuple"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
@@ -140,7 +139,7 @@ class Exchange:
     def parts(self) -> list[tuple[str, int]]:
         """Return each operand and its share of the bytes; compilers combine several exchanges into one."""
         known = self.frame.computation.instructions
-        operands = [known[name] for name in self.instruction.operands if name in known][: _DATA.get(self.kind) or None]
+        operands = [known[name] for name in self.instruction.operands if name in known][: KINDS[self.kind] or None]
         total = sum(compiled.size_of(operand.shape) for operand in operands)
         return [(one.name, self.bytes * compiled.size_of(one.shape) // max(total, 1)) for one in operands]
 
@@ -175,14 +174,11 @@ def exchanges_of(program: Program) -> list[Exchange]:
     In loops, they count as often as the loops run (once if that depends on values). Of a conditional, the branch that
     moves the most bytes counts. An asynchronous exchange counts once, although it has several instructions.
     """
-    entry = program.computations.get(program.entry)
-    if entry is None:
-        return []
     reached = compiled.containing(
         program, lambda one: one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS
     )
     started = {chain for one in program.computations.values() for chain in _starts(one)}
-    return list(_exchanges(Frame(program, entry), 1, reached, started))
+    return list(_exchanges(Frame(program, program.entry), 1, reached, started))
 
 
 def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -> Iterator[Exchange]:
@@ -234,8 +230,7 @@ def _moved(computation: Computation, one: Instruction, kind: str) -> int:
         same = [other for other in both if other is one or (name and _rendezvous(other) == name)]
         return max(_payload(other.shape) for other in same)
     taken = _taken(computation, one)
-    data = _DATA.get(kind, len(one.operands))
-    operands = [computation.instructions.get(name) for name in one.operands[:data]]
+    operands = [computation.instructions.get(name) for name in one.operands[: KINDS[kind]]]
     return max(taken, sum(compiled.size_of(operand.shape) for operand in operands if operand is not None))
 
 

@@ -121,12 +121,12 @@ class Program:
 
     Attributes:
         computations: Name → computation.
-        entry: The name of the entry computation.
+        entry: The entry computation; an empty one if the program has none.
         header: The first line, with the attributes of the program.
     """
 
     computations: Mapping[str, Computation]
-    entry: str
+    entry: Computation
     header: str
 
 
@@ -147,7 +147,7 @@ def parse_program(text: str) -> Program:
         elif line.startswith("}") and name:
             computations[name] = Computation(name, instructions, root or next(reversed(instructions), ""))
             name = ""
-    return Program(computations, entry, text.partition("\n")[0])
+    return Program(computations, computations.get(entry, Computation("", {}, "")), text.partition("\n")[0])
 
 
 def recomputes(program: Program) -> bool:
@@ -454,18 +454,13 @@ def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[s
 
 def instructions_of(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[tuple[Frame, Instruction]]:
     """Iterate over the wanted instructions, once for each call of their computation."""
-    entry = program.computations.get(program.entry)
-    if entry is not None:
-        yield from _instructions(Frame(program, entry), wanted, containing(program, wanted))
+    reached = containing(program, wanted)
 
+    def within(frame: Frame) -> Iterator[tuple[Frame, Instruction]]:
+        for one in frame.computation.instructions.values() if frame.computation.name in reached else ():
+            if wanted(one):
+                yield frame, one
+            for inner in frame.inner(one):
+                yield from within(inner)
 
-def _instructions(
-    frame: Frame, wanted: Callable[[Instruction], bool], reached: set[str]
-) -> Iterator[tuple[Frame, Instruction]]:
-    if frame.computation.name not in reached:
-        return
-    for one in frame.computation.instructions.values():
-        if wanted(one):
-            yield frame, one
-        for inner in frame.inner(one):
-            yield from _instructions(inner, wanted, reached)
+    return within(Frame(program, program.entry))

@@ -160,8 +160,7 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
     """Return argument number → path and leaf of the state, from the paths in the metadata of the parameters."""
     paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
     found: dict[int, tuple[str, Any]] = {}
-    entry = program.computations.get(program.entry)
-    for one in entry.instructions.values() if entry else ():
+    for one in program.entry.instructions.values():
         named = re.fullmatch(r"\w+(\W.*)", one.op_name) if one.opcode == "parameter" else None
         if named and named[1] in paths and one.argument.isdigit():
             found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])

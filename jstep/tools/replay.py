@@ -138,7 +138,6 @@ def replay(
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
     """Return the step to start from, the state, and the position of the batches if it was saved."""
-    there: list[int] = []
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         own = not isinstance(checkpoint_dir, Saver)

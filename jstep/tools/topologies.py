@@ -1,5 +1,6 @@
 """XLA's TPU and GPU compilers on a machine without these devices."""
 
+import contextlib
 import glob
 import importlib
 import importlib.metadata
@@ -104,33 +105,28 @@ def _gpus(name: Name) -> Sequence[Any]:
 
 def prepare() -> None:
     """Set the environment variables that the compilers read when loaded, unless already set or the devices exist."""
-    settings: dict[str, str] = {}
-    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
-        settings |= _WITHOUT_TPUS
-    if not glob.glob("/dev/nvidia[0-9]*"):
-        settings |= _WITHOUT_GPUS
-    for variable, value in settings.items():
-        os.environ.setdefault(variable, value)
+    tpus = [*glob.glob("/dev/accel*"), *glob.glob("/dev/vfio/[0-9]*")]
+    for devices, settings in ((tpus, _WITHOUT_TPUS), (glob.glob("/dev/nvidia[0-9]*"), _WITHOUT_GPUS)):
+        for variable, value in settings.items() if not devices else ():
+            os.environ.setdefault(variable, value)
 
 
 def _plugins() -> list[str]:
     """Return the installed CUDA plugins of JAX, the newest first."""
-    return [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _is_installed(found)]
+    return [found for found in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(found)]
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
+def _spec_of(module: str) -> Any:
+    """Return the specification of a module; None if it is not installed."""
+    with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
+        return importlib.util.find_spec(module)
+    return None
 
 
 def _has_cuda_compiler() -> bool:
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
-        if _is_installed(package):
-            spec = importlib.util.find_spec(package)
-            roots += list(spec.submodule_search_locations or ()) if spec is not None else []
+        roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
     ptxas = shutil.which("ptxas")
     roots += [str(pathlib.Path(ptxas).parent.parent)] if ptxas else []
     return any(
@@ -148,10 +144,8 @@ def versions(kind: str) -> Mapping[str, str]:
     wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
     found = {}
     for package in wanted:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -294,9 +288,8 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
         return state, args
 
     def here(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and mesh_of(leaf) is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return leaf
+        is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_elsewhere else leaf
 
     return jax.tree.map(here, state), jax.tree.map(here, args)
 
