@@ -121,7 +121,12 @@ class BoundedQueue:
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
         self._capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
-        self._min_after = min_after_dequeue
+        self._min_after = as_int(min_after_dequeue, "min_after_dequeue", 0)
+        if self._min_after >= self._capacity:
+            raise ValueError(
+                f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}, or a dequeue would "
+                "wait forever. A capacity of min_after_dequeue plus a few batches is usual"
+            )
         self._items: deque[Any] = deque()
         self._held = 0
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
@@ -139,7 +144,7 @@ class BoundedQueue:
         self._failure: BaseException | None = None
         # The fast paths compare only with these two.
         self._limit = self._room  # new enqueues wait from this size on; 0 if closed or `_adding`
-        self._needed = 1 + min_after_dequeue  # dequeues wait below this size
+        self._needed = 1 + self._min_after  # dequeues wait below this size
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -530,14 +535,7 @@ class RandomShuffleQueue(BoundedQueue):
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int, seed: int | None = None) -> None:
-        capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
-        minimum = as_int(min_after_dequeue, "min_after_dequeue", 0)
-        if minimum >= capacity:
-            raise ValueError(
-                f"min_after_dequeue={minimum}: must be less than capacity={capacity}, or a dequeue would wait "
-                "forever. A capacity of min_after_dequeue plus a few batches is usual"
-            )
-        super().__init__(capacity, minimum)
+        super().__init__(capacity, min_after_dequeue)
         self._pool: list[Any] = []
         self._random = random.Random(seed if seed is None else as_int(seed, "seed"))
 
