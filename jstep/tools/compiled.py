@@ -54,6 +54,7 @@ class Instruction:
         type_text: The type of its result, as printed.
         argument: The contents of its parentheses: operands, the value of a constant, the number of a parameter.
         attributes: The rest of the line after the parentheses.
+        is_root: Whether it returns the result of its computation.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Instruction:
     type_text: str
     argument: str
     attributes: str
+    is_root: bool
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -133,19 +135,19 @@ class Program:
 def parse_program(text: str) -> Program:
     """Parse a printed program. Lines that cannot be parsed are skipped."""
     computations: dict[str, Computation] = {}
-    entry = name = root = ""
+    entry = name = ""
     instructions: dict[str, Instruction] = {}
     for line in text.splitlines():
         if line.startswith((" ", "\t")):
-            instruction, is_root = _instruction(line)
+            instruction = _instruction(line)
             if instruction is not None:
                 instructions[instruction.name] = instruction
-                root = instruction.name if is_root else root
         elif not line.startswith("HloModule") and (head := _HEAD.match(line)):
-            name, root, instructions = head[2], "", {}
+            name, instructions = head[2], {}
             entry = name if head[1] else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, instructions, root or next(reversed(instructions), ""))
+            root = next((one.name for one in instructions.values() if one.is_root), "")
+            computations[name] = Computation(name, instructions, root)
             name = ""
     return Program(computations, computations.get(entry, Computation("", {}, "")), text.partition("\n")[0])
 
@@ -173,18 +175,18 @@ def quoted(attributes: str, key: str) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
-def _instruction(line: str) -> tuple[Instruction | None, bool]:
+def _instruction(line: str) -> Instruction | None:
     start = _ASSIGNED.match(line)
     if start is None:
-        return None, False
+        return None
     at = start.end()
     after = _closing(line, at) if line.startswith("(", at) else line.find(" ", at)
     opcode = _OPCODE.match(line, after) if after > 0 else None
     if opcode is None:
-        return None, False
+        return None
     end = _closing(line, opcode.end() - 1)
-    instruction = Instruction(start[2], opcode[1], line[at:after], line[opcode.end() : end - 1], line[end:])
-    return instruction, bool(start[1])
+    argument = line[opcode.end() : end - 1]
+    return Instruction(start[2], opcode[1], line[at:after], argument, line[end:], bool(start[1]))
 
 
 _PARENTHESIS = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
@@ -313,17 +315,10 @@ def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] =
                 return None
             frame, name = inner[0], inner[0].computation.root
         elif one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode in _CALLS:
-            operands, number = frame.call.operands, _number(one)
-            if number is None or number >= len(operands):
-                return None
-            frame, name = frame.caller, operands[number]
+            frame, name = frame.caller, frame.call.operands[int(one.argument)]
         else:
             return _Place(frame, one, index)
     return None
-
-
-def _number(parameter: Instruction) -> int | None:
-    return int(parameter.argument) if parameter.argument.isdigit() else None
 
 
 def _element(definition: _Place) -> _Place | None:
@@ -349,7 +344,7 @@ def argument_of(frame: Frame, name: str, index: int | None = None) -> int | None
         unchanged = _step(element) == 0
         return argument_of(element.frame, element.instruction.operands[0], element.place) if unchanged else None
     is_argument = found.instruction.opcode == "parameter" and found.frame.caller is None and found.place is None
-    return _number(found.instruction) if is_argument else None
+    return int(found.instruction.argument) if is_argument else None
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
@@ -438,18 +433,14 @@ def _constant(value: _Value | None) -> int | None:
 
 def containing(program: Program, wanted: Callable[[Instruction], bool]) -> set[str]:
     """Return the computations that contain a wanted instruction, directly or through calls."""
-    called = {
-        name: {inner for one in computation.instructions.values() for _, inner in one.called}
-        for name, computation in program.computations.items()
-    }
-    reached = {
-        name
-        for name, computation in program.computations.items()
-        if any(map(wanted, computation.instructions.values()))
-    }
-    while more := {name for name, inner in called.items() if name not in reached and inner & reached}:
-        reached |= more
-    return reached
+
+    @functools.cache
+    def contains(name: str) -> bool:
+        computation = program.computations.get(name)
+        instructions = computation.instructions.values() if computation is not None else ()
+        return any(wanted(one) or any(contains(inner) for _, inner in one.called) for one in instructions)
+
+    return set(filter(contains, program.computations))
 
 
 def instructions_of(program: Program, wanted: Callable[[Instruction], bool]) -> Iterator[tuple[Frame, Instruction]]:

@@ -162,7 +162,7 @@ def _leaves(program: Program, state: Any) -> dict[int, tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     for one in program.entry.instructions.values():
         named = re.fullmatch(r"\w+(\W.*)", one.op_name) if one.opcode == "parameter" else None
-        if named and named[1] in paths and one.argument.isdigit():
+        if named and named[1] in paths:
             found[int(one.argument)] = (named[1].removeprefix("."), paths[named[1]])
     return found
 
