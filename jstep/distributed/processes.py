@@ -331,19 +331,16 @@ def initialize(
     only on this address; JAX's default is all interfaces. Under SLURM JAX assigns to each task the GPU of its
     `SLURM_LOCALID`; to assign others, set `JAX_LOCAL_DEVICE_IDS` or all three `JAX_*` variables.
     """
-    for name, value in (
-        ("num_processes", num_processes),
-        ("process_id", process_id),
-        ("initialization_timeout_secs", initialization_timeout_secs),
-        ("heartbeat_timeout_secs", heartbeat_timeout_secs),
-        ("shutdown_timeout_secs", shutdown_timeout_secs),
-    ):
-        if value is not None or name not in (COUNT, INDEX):
-            as_int(value, name, None if name in (COUNT, INDEX) else 1)
-    if coordinator_address is not None and not isinstance(coordinator_address, str):
-        raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     given = {ADDRESS: coordinator_address, COUNT: num_processes, INDEX: process_id}
     arguments = {name: Setting(value, name) for name, value in given.items() if value is not None}
+    for name in (COUNT, INDEX):
+        if name in arguments:
+            as_int(given[name], name)
+    as_int(initialization_timeout_secs, "initialization_timeout_secs", 1)
+    as_int(heartbeat_timeout_secs, "heartbeat_timeout_secs", 1)
+    as_int(shutdown_timeout_secs, "shutdown_timeout_secs", 1)
+    if coordinator_address is not None and not isinstance(coordinator_address, str):
+        raise TypeError(f"coordinator_address={coordinator_address!r}: must be 'host:port'")
     check_range(arguments)
     if jax.distributed.is_initialized():
         for name, wanted, ask in ((COUNT, num_processes, jax.process_count), (INDEX, process_id, jax.process_index)):

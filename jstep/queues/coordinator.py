@@ -576,10 +576,8 @@ def start_queue_runners(
         runners = list(_open_runners(collection))
     if not runners:
         _log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
-    threads: list[threading.Thread] = []
-    for qr in runners:
-        if not qr.is_running():
-            threads += qr.create_threads(coord, daemon=daemon)
+    idle = [qr for qr in runners if not qr.is_running()]
+    threads = [thread for qr in idle for thread in qr.create_threads(coord, daemon=daemon)]
     if start:
         for thread in threads:
             thread.start()

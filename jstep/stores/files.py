@@ -70,7 +70,7 @@ def names_in(path: str) -> list[str]:
         OSError: It cannot be listed.
     """
     names = Directory(path).listing() if is_url(path) else os.listdir(path)
-    return sorted(name for name in names if "/" not in name) if is_url(path) else sorted(names)
+    return sorted(name for name in names if "/" not in name)
 
 
 def walked(path: str) -> list[tuple[str, list[str]]]:

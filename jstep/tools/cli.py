@@ -143,8 +143,8 @@ def show(path: str, arguments: argparse.Namespace) -> int:
     several = len(files) > 1
     columns = ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several
     where = f"in {len(files)} file{'s' * several}"
-    about = {"metadata": dict(weights.metadata), "files": files}
-    return _print_tensors(arguments, weights.path, "safetensors", rows, where, columns, about)
+    about = {"format": "safetensors", **_sums(rows), "metadata": dict(weights.metadata), "files": files}
+    return _print_tensors({"path": weights.path, **about}, rows, where, columns, json=arguments.json)
 
 
 def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
@@ -162,27 +162,24 @@ def show_orbax(folder: str, arguments: argparse.Namespace) -> int:
         {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
         for array in found.values()
     ]
-    where, columns = "in a checkpoint of Orbax", ["dtype", "shape", "bytes"]
-    return _print_tensors(arguments, folder, "orbax", rows, where, columns, {"metadata": {}})
+    about = {"path": folder, "format": "orbax", **_sums(rows), "metadata": {}}
+    return _print_tensors(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], json=arguments.json)
+
+
+def _sums(rows: list[dict[str, Any]]) -> dict[str, int]:
+    return {"bytes": sum(row["bytes"] for row in rows), "parameters": sum(math.prod(row["shape"]) for row in rows)}
 
 
 def _print_tensors(
-    arguments: argparse.Namespace,
-    path: str,
-    form: str,
-    rows: list[dict[str, Any]],
-    where: str,
-    columns: list[str],
-    about: dict[str, Any],
+    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], *, json: bool
 ) -> int:
-    count, parameters = sum(row["bytes"] for row in rows), sum(math.prod(row["shape"]) for row in rows)
     rows = sorted(rows, key=lambda row: row["name"])
-    if arguments.json:
-        figures = {"path": path, "format": form, "bytes": count, "parameters": parameters}
-        print(common.as_json({**figures, **about, "tensors": rows}))
+    if json:
+        print(common.as_json({**about, "tensors": rows}))
         return OK
-    print(common.printable(path))
-    print(f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {parameters} parameters, {size(count)}, {where}")
+    print(common.printable(about["path"]))
+    number = f"{len(rows)} tensor{'s' * (len(rows) != 1)}"
+    print(f"{number}, {about['parameters']} parameters, {size(about['bytes'])}, {where}")
     if about["metadata"]:
         print(f"metadata {common.printable(common.as_json(about['metadata']))}")
     print()
@@ -226,7 +223,7 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
         return common.complain("inspect", *(f"{one.path} is corrupted: {problem}" for problem in problems))
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
-        for name, (leaf, array) in zip(common.names_of(one), one.leaves(), strict=True)
+        for name, leaf, array in one.leaves()
     ]
     about = _about(one)
     absent = [leaf.to_json() for leaf in one.manifest.left_out]

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -128,49 +129,47 @@ class Checkpoint:
         """`prefix-step`."""
         return f"{self.prefix}-{self.step}"
 
-    def leaves(self) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
-        """Iterate over all leaves with their values, in order; PRNG keys are returned as their data.
+    @functools.cached_property
+    def named(self) -> dict[str, Leaf]:
+        """Name → leaf, in order: the name is its path, followed by a number if several leaves share the path."""
+        from jstep.checkpoint.slots import unique
+
+        return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
+
+    def leaves(self) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        """Iterate over all leaves with their names and values, in order; PRNG keys are returned as their data.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
         """
-        together: list[Leaf] = []
-        for leaf in self.manifest.leaves:
-            if together and sum(one.nbytes for one in together) + leaf.nbytes > _AT_ONCE:
+        together: dict[str, Leaf] = {}
+        for name, leaf in self.named.items():
+            if together and sum(one.nbytes for one in together.values()) + leaf.nbytes > _AT_ONCE:
                 yield from self._read(together)
-                together = []
-            together.append(leaf)
+                together = {}
+            together[name] = leaf
         yield from self._read(together)
 
-    def _read(self, leaves: list[Leaf]) -> Iterator[tuple[Leaf, np.ndarray[Any, Any]]]:
+    def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         # Imported here so that a directory is listed without JAX.
         from jstep.checkpoint.slots import from_stored, zeros_of
 
-        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves if leaf.array is not None}
+        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
             arrays = self.store.restore(self.path, self.manifest, wanted) if wanted else {}
         except (CheckpointError, OSError):
             raise
         except Exception as error:
             raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
-        for leaf in leaves:
-            if leaf.array is None:
-                yield leaf, zeros_of(leaf)
-            else:
-                array = np.asarray(arrays[leaf.array])
-                yield leaf, array if leaf.key_impl is not None else np.asarray(from_stored(leaf, array))
+        for name, leaf in leaves.items():
+            array = zeros_of(leaf) if leaf.array is None else np.asarray(arrays[leaf.array])
+            is_stored = leaf.array is not None and leaf.key_impl is None
+            yield name, leaf, np.asarray(from_stored(leaf, array)) if is_stored else array
 
     def problems(self, *, every: bool = False) -> list[str]:
         """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""
         found: list[str] = self.store.find_corruption(self.path, self.manifest, every=every)
         return found
-
-
-def names_of(checkpoint: Checkpoint) -> list[str]:
-    """Return a name for each leaf: its path, followed by a number if several leaves share the path."""
-    from jstep.checkpoint.slots import unique
-
-    return unique(leaf.path for leaf in checkpoint.manifest.leaves)
 
 
 def at(path: str) -> Checkpoint | None:
@@ -187,9 +186,9 @@ def at(path: str) -> Checkpoint | None:
     store, step = open_store(above), int(match[2])
     found = store.at(match[1], step)
     if found is None:
-        for broken, problem in store.broken(match[1], step - 1):
-            if broken == path:
-                raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
+        problem = dict(store.broken(match[1], step - 1)).get(path)
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
         return None
     try:
         manifest = store.manifest(found)

@@ -212,12 +212,11 @@ def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifferenc
 
 def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
     """Return the records that saved leaves would have if they had been left out."""
-    if not paths & set(cli_common.names_of(one)):
+    if not paths & one.named.keys():
         return {}
     from jstep.checkpoint.slots import started_slots  # imports JAX, which is not needed above
 
-    pairs = zip(cli_common.names_of(one), one.leaves(), strict=True)
-    return {name: started_slots([(leaf, array)])()[0] for name, (leaf, array) in pairs if name in paths}
+    return {name: started_slots([(leaf, array)])()[0] for name, leaf, array in one.leaves() if name in paths}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(cli_common.printable(line))
     if a.kind == "a checkpoint":
         (one,), (other,) = a.steps.values(), b.steps.values()
-        every = {name for x in (one, other) for name in (*absent_from(x), *cli_common.names_of(x))}
+        every = {name for x in (one, other) for name in (*absent_from(x), *x.named)}
         steps = {"a": one.step, "b": other.step}
         result = _result(a, b, list(_leaves(one, other)), steps=steps, compared=len(every))
     else:
@@ -343,36 +342,35 @@ def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] 
 
 
 def _leaves(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    names_a, names_b = cli_common.names_of(a), cli_common.names_of(b)
-    in_a, in_b = set(names_a), set(names_b)
     absent = {*absent_from(a), *absent_from(b)}
     for one in (a, b):
         if problems := one.problems():
             raise ValueError(f"{one.path} is corrupted: {'; '.join(problems[:3])}")
-    kinds_b = {name: (leaf.dtype, leaf.key_impl) for name, leaf in zip(names_b, b.manifest.leaves, strict=True)}
     # Read leaf by leaf in the order of A, because two checkpoints may not fit into memory.
-    later = _by_name(b, names_b)
-    for name, (leaf, array) in zip(names_a, a.leaves(), strict=True):
+    later = _by_name(b)
+    for name, leaf, array in a.leaves():
+        other = b.named.get(name)
         if name in absent:
             continue
-        if name not in in_b:
+        if other is None:
             yield LeafDifference(name, "only in A", "only in A")
-        elif kinds_b[name] != (leaf.dtype, leaf.key_impl):
-            yield LeafDifference(name, "dtype", f"{leaf.dtype} in A, {kinds_b[name][0]} in B")
+        elif (leaf.dtype, leaf.key_impl) != (other.dtype, other.key_impl):
+            yield LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
         elif (found := difference(name, array, later(name))) is not None:
             yield found
-    yield from (LeafDifference(name, "only in B", "only in B") for name in names_b if name not in in_a | absent)
+    others = [name for name in b.named if name not in a.named and name not in absent]
+    yield from (LeafDifference(name, "only in B", "only in B") for name in others)
     yield from differences_left_out(a, b)
 
 
-def _by_name(one: Checkpoint, names: list[str]) -> Callable[[str], Any]:
+def _by_name(one: Checkpoint) -> Callable[[str], Any]:
     """Return a function that reads until it reaches a leaf, and keeps the leaves before it for later."""
-    rest = zip(names, one.leaves(), strict=True)
+    rest = one.leaves()
     kept: dict[str, Any] = {}
 
     def get(name: str) -> Any:
         while name not in kept:
-            at_name, (_, array) = next(rest)
+            at_name, _, array = next(rest)
             kept[at_name] = array
         return kept.pop(name)
 

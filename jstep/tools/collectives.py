@@ -177,30 +177,29 @@ def exchanges_of(program: Program) -> list[Exchange]:
     reached = compiled.containing(
         program, lambda one: one.opcode == "send" or one.opcode.removesuffix("-start") in KINDS
     )
-    started = {chain for one in program.computations.values() for chain in _starts(one)}
-    return list(_exchanges(Frame(program, program.entry), 1, reached, started))
+    computations = program.computations.values()
+    # On a TPU several copies of an instruction may belong to one exchange, and one of them starts it.
+    started = {_chain(one) for each in computations for one in each.instructions.values() if _is_started(each, one)}
 
+    def within(frame: Frame, times: int) -> Iterator[Exchange]:
+        for one in frame.computation.instructions.values() if frame.computation.name in reached else ():
+            kind, chain = _kind(frame, one), _chain(one)
+            is_continued = chain and chain in started and not _is_started(frame.computation, one)
+            if kind is not None and not is_continued:
+                yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
+            elif one.opcode == "while":
+                count = compiled.trip_count(frame, one)
+                for role, often in (("body", count), ("condition", None if count is None else count + 1)):
+                    for inner in frame.inner(one, role):
+                        yield from within(inner, times * (1 if often is None else often))
+            elif one.opcode == "conditional":
+                branches = [list(within(inner, times)) for inner in frame.inner(one, *_BRANCHES)]
+                yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
+            else:
+                for inner in frame.inner(one):
+                    yield from within(inner, times)
 
-def _exchanges(frame: Frame, times: int, reached: set[str], started: set[str]) -> Iterator[Exchange]:
-    if frame.computation.name not in reached:
-        return
-    for one in frame.computation.instructions.values():
-        kind = _kind(frame, one)
-        # On a TPU another copy of the instruction may have started the exchange.
-        is_continued = _chain(one) in started and not _is_started(frame.computation, one)
-        if kind is not None and not is_continued:
-            yield Exchange(kind, _moved(frame.computation, one, kind), times, frame, one)
-        elif one.opcode == "while":
-            count = compiled.trip_count(frame, one)
-            for role, often in (("body", count), ("condition", None if count is None else count + 1)):
-                for inner in frame.inner(one, role):
-                    yield from _exchanges(inner, times * (1 if often is None else often), reached, started)
-        elif one.opcode == "conditional":
-            branches = [list(_exchanges(inner, times, reached, started)) for inner in frame.inner(one, *_BRANCHES)]
-            yield from max(branches, key=lambda found: sum(each.bytes * each.times for each in found), default=[])
-        else:
-            for inner in frame.inner(one):
-                yield from _exchanges(inner, times, reached, started)
+    return list(within(Frame(program, program.entry), 1))
 
 
 def _kind(frame: Frame, one: Instruction) -> str | None:
@@ -268,13 +267,7 @@ def _chain(one: Instruction) -> str:
     return compiled.quoted(one.attributes, "chain_id")
 
 
-def _starts(computation: Computation) -> Iterator[str]:
-    """Iterate over the asynchronous exchanges that a computation starts on a TPU."""
-    for one in computation.instructions.values():
-        if _chain(one) and _is_started(computation, one):
-            yield _chain(one)
-
-
 def _is_started(computation: Computation, one: Instruction) -> bool:
+    """Whether an instruction starts an asynchronous exchange on a TPU."""
     users = computation.users.get(one.name, ())
     return any(compiled.quoted(user.attributes, "custom_call_target") == "AsyncCollectiveStart" for user in users)

@@ -123,7 +123,7 @@ def warnings_of(program: Program, state: Any, args: Sequence[Any], traced: Any, 
     moved = exchanges_of(program)
     found = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
     found += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, lambda: _uses(state, args, traced))]
-    return [sentence for sentence in (*found, _split_blocks(state)) if sentence]
+    return list(filter(None, [*found, _split_blocks(state)]))
 
 
 def warnings_without_a_program(state: Any, args: Sequence[Any], traced: Any) -> list[str]:
@@ -216,11 +216,7 @@ def _remedy(axis: Any) -> str:
 
 def _batch_axis(args: Sequence[Any]) -> Any:
     """Return the mesh axes that the rows of a batch are split over: the first in the specs of its leaves."""
-    for leaf in jax.tree.leaves(args):
-        for axis in _spec(leaf):
-            if axis is not None:
-                return axis
-    return None
+    return next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
 
 
 def _is_split(leaf: Any, axis: Any) -> bool:

@@ -26,7 +26,7 @@ from jstep.training.step import TrainStep
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = str(_ROOT) + os.sep
 _MACHINERY = tuple(str(_ROOT / name) + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
-_JAX = tuple(str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax,))
+_JAX = str(Path(jax.__file__).resolve().parent) + os.sep
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")}
 )
@@ -245,11 +245,10 @@ def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
     bad = []
     for i, arg in enumerate(args):
         for path, leaf in trees.leaves_with_paths(arg):
-            if trees.is_array(leaf) or isinstance(leaf, float | complex):
-                found = range_of(leaf) if is_inexact(leaf) else None
-                if found and not found.is_finite:
-                    name = names[i] if i < len(names) else f"args[{i}]"
-                    bad.append(f"{name}{': ' if path else ''}{path} ({found})")
+            found = range_of(leaf) if trees.is_array_or_number(leaf) and is_inexact(leaf) else None
+            if found is not None and not found.is_finite:
+                name = names[i] if i < len(names) else f"args[{i}]"
+                bad.append(f"{name}{': ' if path else ''}{path} ({found})")
     if bad:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         # The argument of `replay` for the update that made the state.

@@ -188,22 +188,19 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     """
     known = parsed(name)
     number = known.device_count()
-    if not (axes is None or isinstance(axes, Mapping)):
-        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
-    if axes is not None and not axes:
-        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
     given = {"data": number} if axes is None else axes
+    if not isinstance(given, Mapping):
+        raise TypeError(f"axes={shown(axes)}: expected a dict such as {{'data': 64, 'model': 4}}, got {kind(axes)}")
+    if not given:
+        raise ValueError("axes={}: expected at least one axis, such as {'data': 8}")
     sizes = {as_text(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in given.items()}
-    if axis_types is not None:
-        if not isinstance(axis_types, Sequence) or not all(isinstance(one, AxisType) for one in axis_types):
-            raise TypeError(
-                f"axis_types={shown(axis_types)}: expected one jax.sharding.AxisType for each axis, such as "
-                "(AxisType.Explicit,)"
-            )
-        if len(axis_types) != len(sizes):
-            raise ValueError(
-                f"axis_types={shown(axis_types)}: expected one for each axis of {shown(axes or ('data',))}"
-            )
+    types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
+    if not isinstance(types, Sequence) or not all(isinstance(one, AxisType) for one in types):
+        raise TypeError(
+            f"axis_types={shown(types)}: expected one jax.sharding.AxisType for each axis, such as (AxisType.Explicit,)"
+        )
+    if len(types) != len(sizes):
+        raise ValueError(f"axis_types={shown(types)}: expected one for each axis of {shown(axes or ('data',))}")
     product = math.prod(sizes.values())
     if product != number:
         raise ValueError(f"axes={shown(axes)}: multiply to {product} devices, but {known} has {number}")
@@ -213,14 +210,13 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         raise ValueError(
             f"axes={sizes}: one axis must be a multiple of the {known.slices} slices of {known}, which it spans"
         )
-    types = tuple(axis_types or [AxisType.Auto] * len(sizes))
     devices, shape = devices_of(known), tuple(sizes.values())
     if known.slices == 1:
-        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=types)
+        return Mesh(_within_a_slice(shape, devices), tuple(sizes), axis_types=tuple(types))
     inner = tuple(size // known.slices if dim == across else size for dim, size in enumerate(shape))
     by_slice = ([device for device in devices if device.slice_index == i] for i in range(known.slices))
     arranged = np.concatenate([_within_a_slice(inner, some) for some in by_slice], axis=across)
-    return Mesh(arranged, tuple(sizes), axis_types=types)
+    return Mesh(arranged, tuple(sizes), axis_types=tuple(types))
 
 
 def _within_a_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray[Any, Any]:
