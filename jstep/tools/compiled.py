@@ -250,14 +250,8 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 _SAME = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
 """Opcodes whose result has the value of the operand."""
 _PARTS = _SAME | {"transpose", "slice", "dynamic-slice"}
-_CALLS = {
-    "fusion": "calls",
-    "call": "to_apply",
-    "async-start": "calls",
-    "call-start": "to_apply",
-    "fusion-start": "calls",
-}
-"""Opcodes that run one computation once → the attribute that names it."""
+_CALLS = {"fusion", "call", "async-start", "call-start", "fusion-start"}
+"""Opcodes that call only one computation, which runs once."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,7 +304,7 @@ def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] =
         elif one.opcode in same and one.operands:
             name = one.operands[0]
         elif one.opcode in _CALLS:
-            inner = frame.inner(one, _CALLS[one.opcode])
+            inner = frame.inner(one)
             if not inner:
                 return None
             frame, name = inner[0], inner[0].computation.root

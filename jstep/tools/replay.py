@@ -127,11 +127,12 @@ def replay(
     if step > start:
         ends = StageBoundaries(stages, source.next_change).ends(start, step)
         run_steps(loop, programs, _up_to(step - start, programs.calls(items, start, ends, batch_sharding)), step)
-        if loop.step < step:
-            raise _too_few(loop.step, step)
     last = next(make_calls(items, step, batch_sharding, on_device=programs.on_device), None)
-    if last is None:
-        raise _too_few(step, step)
+    if loop.step < step or last is None:
+        raise ValueError(
+            f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs (the last is batch "
+            f"{step}); give the batches of that run, or an earlier step"
+        )
     check_step(step, loop.state, start if step > start else None)
     return Replay(loop.state, last.args)
 
@@ -175,13 +176,6 @@ def _up_to(steps: int, made: Iterator[Call]) -> Iterator[Call]:
         steps -= call.steps
         if steps <= 0:
             return
-
-
-def _too_few(reached: int, step: int) -> ValueError:
-    return ValueError(
-        f"step={step}: the batches end after {reached} of the {step + 1} that it needs (the last is batch {step}); "
-        "give the batches of that run, or an earlier step"
-    )
 
 
 # Verification that a run resumes bit for bit from a checkpoint.
