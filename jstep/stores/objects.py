@@ -63,35 +63,27 @@ def location(where: Any, name: str) -> str:
         if not rest.startswith("/"):
             raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
         return rest
-    if scheme not in SCHEMES:
-        raise ValueError(
-            f"{name}={_shown(scheme, rest)!r}: must be a path, gs://bucket/… or s3://bucket/…, got the scheme "
-            f"{scheme!r}; mount other stores as a file system and pass the path"
-        )
-    return _url(scheme, rest, name)
-
-
-def _url(scheme: str, rest: str, name: str) -> str:
     bucket, *parts = rest.split("/")
-    if "@" in bucket:
-        raise ValueError(
-            f"{name}={scheme}://…: must be a bucket, got a URL with credentials; they are read from where the "
-            "cloud's own tools keep them, never from a URL"
+    if scheme not in SCHEMES:
+        problem = (
+            f"must be a path, gs://bucket/… or s3://bucket/…, got the scheme {scheme!r}; mount other stores as a file "
+            "system and pass the path"
         )
-    if not bucket:
-        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, as in {scheme}://bucket/run")
-    if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"{name}={scheme + '://' + rest!r}: must name a bucket, but {bucket!r} is not a valid name")
-    parts = [part for part in parts if part]
-    if {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
-        raise ValueError(
-            f"{name}={scheme + '://' + rest!r}: must not contain '.', '..' or line breaks: keys are not paths"
+    elif "@" in bucket:
+        problem = (
+            "must be a bucket, got a URL with credentials; they are read from where the cloud's own tools keep them, "
+            "never from a URL"
         )
-    return "/".join([f"{scheme}://{bucket}", *parts])
-
-
-def _shown(scheme: str, rest: str) -> str:
-    return f"{scheme}://…" if "@" in rest else f"{scheme}://{rest}"
+    elif not bucket:
+        problem = f"must name a bucket, as in {scheme}://bucket/run"
+    elif not _BUCKET.fullmatch(bucket):
+        problem = f"must name a bucket, but {bucket!r} is not a valid name"
+    elif {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
+        problem = "must not contain '.', '..' or line breaks: keys are not paths"
+    else:
+        return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
+    # What precedes an @ may be a password.
+    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in rest else rest)!r}: {problem}")
 
 
 def parts_of_url(url: str) -> tuple[str, str, str]:
