@@ -7,6 +7,7 @@ import re
 import textwrap
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -251,10 +252,9 @@ def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, A
 
     Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
     """
-    sizes: dict[str, int] = {}
-    for one, path, name, _ in _gathers(moved, leaves):
-        if path.startswith("slots"):
-            sizes[path] = sizes.get(path, 0) + one.times * dict(one.parts())[name]
+    sizes: Counter[str] = Counter()
+    for path, _, one, _, count in _gathers(moved, leaves, "slots"):
+        sizes[path] += one.times * count
     if not sizes:
         return ""
     return (
@@ -273,9 +273,9 @@ def _gathered_parameters(
     all layers to use one.
     """
     often: dict[str, float] = {}
-    for one, path, name, leaf in _gathers(moved, leaves):
+    for path, leaf, one, name, _ in _gathers(moved, leaves, "params"):
         shape = one.frame.computation.instructions[name].shape
-        if path.startswith("params") and isinstance(shape, Array):
+        if isinstance(shape, Array):
             share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
             often[path] = often.get(path, 0.0) + one.times * share
     used = uses() if max(often.values(), default=0) > 1 else {}
@@ -307,18 +307,19 @@ def _split_blocks(state: Any) -> str:
 
 
 def _gathers(
-    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]
-) -> Iterator[tuple[Exchange, str, str, Any]]:
-    """Iterate over the all-gathers of leaves: the exchange, the path of the leaf, the operand, and the leaf.
+    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], field: str
+) -> Iterator[tuple[str, Any, Exchange, str, int]]:
+    """Iterate over the all-gathers of leaves of a field: the path, the leaf, the exchange, the operand, its bytes.
 
     Those that a `shard_map` requests are left out.
     """
     for one in moved:
         is_found = one.kind == "all-gather" and not _BY_HAND.search(one.instruction.op_name)
-        for name, _ in one.parts() if is_found else ():
-            found = leaves.get(number) if (number := argument_of(one.frame, name)) is not None else None
-            if found is not None and getattr(found[1], "sharding", None) is not None:
-                yield one, found[0], name, found[1]
+        for name, count in one.parts() if is_found else ():
+            number = argument_of(one.frame, name)
+            path, leaf = ("", None) if number is None else leaves.get(number, ("", None))
+            if path.startswith(field) and getattr(leaf, "sharding", None) is not None:
+                yield path, leaf, one, name, count
 
 
 # Compiling a step and collecting XLA's figures, including for a step that does not fit.

@@ -59,15 +59,14 @@ def steps_of(hook: Any, start: int, last_step: int) -> Any:
 
 
 def _spaced(next_due: Any, start: int, last_step: int) -> Any:
-    first = next_due(start)
-    if first is None or first > last_step:
-        return range(start + 1, start + 1)
-    found = [first]
-    while len(found) < _MAX_LISTED and (due := next_due(found[-1])) is not None and due <= last_step:
+    found: list[int] = []
+    due = next_due(start)
+    while due is not None and due <= last_step and len(found) < _MAX_LISTED:
         found.append(due)
-    if len(found) == 1:
-        return range(first, first + 1)
-    evenly = range(first, last_step + 1, found[1] - first)
+        due = next_due(due)
+    if len(found) < 2:
+        return range(found[0], found[0] + 1) if found else range(start + 1, start + 1)
+    evenly = range(found[0], last_step + 1, found[1] - found[0])
     # Checked at both ends only: the first steps and the last interval.
     if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
@@ -263,32 +262,28 @@ def _titled(axes: Any, name: str) -> None:
 
 def _stage_figures(axes: Any, plan: Any) -> None:
     firsts = [max(first, int(plan.steps[0])) for first in plan.stages]
-    stops = [*firsts[1:], plan.last_step]
-    for row, (first, stop, name) in enumerate(zip(firsts, stops, plan.stages.values(), strict=True)):
+    stops, names = [*firsts[1:], plan.last_step], plan.stages.values()
+    for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
-        _labelled(axes, row, f"{name}:  from {checks.count(first)}")
     axes.set_title("stages", fontsize=9, loc="left")
-    _as_lines(axes, len(plan.stages))
+    _as_lines(axes, [f"{name}:  from {checks.count(first)}" for first, name in zip(firsts, names, strict=True)])
 
 
 def _marks(axes: Any, due: Sequence[tuple[str, Any]]) -> None:
-    for row, (name, when) in enumerate(due):
+    for row, (_, when) in enumerate(due):
         if len(when) > _MARKS:
             axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
         elif len(when):
             axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
-        _labelled(axes, row, f"{name}:  {due_text(when)}")
-    _as_lines(axes, len(due))
+    _as_lines(axes, [f"{name}:  {due_text(when)}" for name, when in due])
 
 
-def _labelled(axes: Any, row: int, text: str) -> None:
-    """Label a line inside the axes, so that they align with the panels."""
-    axes.text(0.012, row - 0.27, text, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
-
-
-def _as_lines(axes: Any, count: int) -> None:
+def _as_lines(axes: Any, labels: Sequence[str]) -> None:
+    """Label lines inside the axes, so that they align with the panels."""
+    for row, label in enumerate(labels):
+        axes.text(0.012, row - 0.27, label, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
     axes.set_yticks([])
-    axes.set_ylim(count - 0.55, -1)
+    axes.set_ylim(len(labels) - 0.55, -1)
     axes.spines["left"].set_visible(False)
 
 
