@@ -309,7 +309,7 @@ def _resolve(frame: Frame, name: str, index: int | None = None, same: Set[str] =
                 return None
             frame, name = inner[0], inner[0].computation.root
         elif one.opcode == "parameter" and frame.caller and frame.call and frame.call.opcode in _CALLS:
-            frame, name = frame.caller, frame.call.operands[int(one.argument)]
+            name, frame = frame.call.operands[int(one.argument)], frame.caller
         else:
             return _Place(frame, one, index)
     return None

@@ -72,7 +72,7 @@ def device_peak(memory_analysis: Any) -> int | None:
 
 def _figures(memory_analysis: Any, prefix: str) -> list[int] | None:
     """Return the bytes of arguments, results, aliased results and temporaries; None if they are not reported."""
-    found = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
+    found: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
     return None if None in found else found
 
 

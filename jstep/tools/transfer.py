@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -78,7 +78,7 @@ def widths_of(base: Any, target: Any, delta: Any, axes: WidthAxes | None) -> dic
             raise ValueError(f"target: several leaves share the path {path!r}; rename a key that holds a slash")
         shapes = [_shape(one, path, what) for one, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
         if trees.is_trainable(leaf):
-            found[path] = _widths(path, leaf, *shapes, axes)
+            found[path] = _widths(path, leaf, shapes, axes)
     return found
 
 
@@ -110,15 +110,14 @@ def _shape(leaf: Any, path: str, what: str) -> tuple[int, ...]:
     return tuple(leaf.shape)
 
 
-def _widths(
-    path: str, leaf: Any, base: tuple[int, ...], target: tuple[int, ...], delta: tuple[int, ...], axes: WidthAxes | None
-) -> Widths:
-    """Return the width ratios of a leaf.
+def _widths(path: str, leaf: Any, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
+    """Return the width ratios of a leaf, given its shapes in base, target and delta.
 
     Raises:
         ValueError: The numbers of axes differ, an axis shrinks, an axis differs although it is equal in base and delta,
             or a width is neither an input nor an output.
     """
+    base, target, delta = shapes
     where = f"the leaf at {trees.quoted(path)}"
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
