@@ -236,8 +236,7 @@ def check_range(found: Known) -> None:
 
 def missing(found: Known) -> str:
     """List the unknown fields and the variables that would set them, for an error."""
-    absent = [field for field in FIELDS if field not in found]
-    text = ", ".join(f"{field} ({_JAX[field]})" for field in absent)
+    text = ", ".join(f"{field} ({_JAX[field]})" for field in FIELDS if field not in found)
     step = [name for name in _SLURM_STEP if not os.environ.get(name)]
     if 0 < len(step) < len(_SLURM_STEP):
         text += f"; of what srun sets: {', '.join(step)}"
@@ -266,14 +265,12 @@ def _of_skypilot() -> dict[str, Setting]:
     """
     found = _numbers(_SKYPILOT)
     check_range(found)
-    if COUNT in found and found[COUNT].value == 1 and ADDRESS not in found:
+    if not found or (COUNT in found and found[COUNT].value == 1 and ADDRESS not in found):
         return found
     absent = [name for field, name in _SKYPILOT.items() if field not in found]
-    if absent and found:
+    if absent:
         names = ", ".join(map(str, found.values()))
         raise ValueError(f"{names}: {', '.join(absent)} must be set as well, as SkyPilot sets all of them")
-    if not found:
-        return {}
     nodes = found[ADDRESS].value.split()
     if len(nodes) != found[COUNT].value:
         raise ValueError(f"{found[COUNT]}: must be the number of addresses in {found[ADDRESS]}, which is {len(nodes)}")

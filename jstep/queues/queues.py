@@ -296,7 +296,7 @@ class BoundedQueue:
             if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
                 n = self._await_batch(n, at_least)
             elements = [self._take() for _ in range(n)]
-            for _ in range(min(self._pending, max(self._room - self.size(), 0))):
+            for _ in range(min(self._pending, self._room - self.size())):
                 self._wake_producer()
         try:
             with internal_transfers():
@@ -434,11 +434,9 @@ class BoundedQueue:
 
     def _check_enough(self, n: int, size: int) -> None:
         if self._has_ended():
-            raise OutOfRangeError(
-                f"{type(self).__name__} is closed and has insufficient elements "
-                f"(requested {n}, current size {size})"
-                + (f"; its input failed: {self._failure!r}" if self._failure else "")
-            ) from self._failure
+            what = f"{type(self).__name__} is closed and has insufficient elements"
+            why = f"; its input failed: {self._failure!r}" if self._failure else ""
+            raise OutOfRangeError(f"{what} (requested {n}, current size {size}){why}") from self._failure
 
     def _wake_consumer(self) -> None:
         size = len(self._items) + self._held

@@ -148,8 +148,7 @@ def sync_files(paths: Iterable[str], threads: int = 8) -> None:
         OSError: The system could not write one of them.
     """
     with concurrent.futures.ThreadPoolExecutor(threads, "jstep-sync") as pool:
-        for _ in pool.map(_sync_path, paths):
-            pass
+        list(pool.map(_sync_path, paths))
 
 
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
@@ -242,16 +241,13 @@ class ObjectAppender:
         with self._lock:
             if instead_of:
                 del self._data[-instead_of:]
-            self._add(data)
-
-    def _add(self, data: bytes) -> None:
-        if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
-            raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
-        self._data += data
-        self._changed = True
-        if self._segment is not None and len(self._data) >= self._segment:
-            self._full.append((self._key, bytes(self._data)))
-            self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
+            if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MOST:
+                raise StoreError(f"{self.path}: {MOST} bytes are buffered in memory, since uploads fail")
+            self._data += data
+            self._changed = True
+            if self._segment is not None and len(self._data) >= self._segment:
+                self._full.append((self._key, bytes(self._data)))
+                self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
 
     def due(self) -> float:
         """Return the time of the next upload by the monotonic clock; infinity if there is nothing to upload."""
@@ -362,10 +358,8 @@ class LocalLines:
     def close(self) -> None:
         """Flush the lines and close the file."""
         if not self._file.closed:
-            try:
+            with self._file:
                 self.sync(to_disk=True)
-            finally:
-                self._file.close()
 
 
 class ObjectLines:

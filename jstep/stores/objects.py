@@ -172,9 +172,8 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, OSError, UnicodeDecodeError):
             continue
-        for section in sections:
-            if parser.has_section(section):
-                settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
+        for section in filter(parser.has_section, sections):
+            settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
     return settings
 
 

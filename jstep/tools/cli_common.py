@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.listing import has_data, misnamed, missing
+from jstep.checkpoint.listing import Store, has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
@@ -122,7 +122,7 @@ class Checkpoint:
     prefix: str
     step: int
     manifest: Manifest
-    store: Any
+    store: Store
 
     @property
     def name(self) -> str:
@@ -168,8 +168,7 @@ class Checkpoint:
 
     def problems(self, *, every: bool = False) -> list[str]:
         """Return descriptions of the problems of its files; with `every`, also of those that nothing reads."""
-        found: list[str] = self.store.find_corruption(self.path, self.manifest, every=every)
-        return found
+        return self.store.find_corruption(self.path, self.manifest, every=every)
 
 
 def at(path: str) -> Checkpoint | None:
@@ -178,7 +177,7 @@ def at(path: str) -> Checkpoint | None:
     Raises:
         CheckpointError: The checkpoint is corrupted.
     """
-    path = absolute(path) if is_url(path) else os.path.abspath(path)
+    path = absolute(path)
     above, last = split(path.rstrip("/"))
     match = _NAME.fullmatch(last)
     if match is None:
@@ -213,7 +212,7 @@ def _renamed(path: str) -> Checkpoint | None:
 
 def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints in a directory, by prefix and step, and descriptions of the problems of others."""
-    directory = absolute(directory) if is_url(directory) else os.path.abspath(directory)
+    directory = absolute(directory)
     store = open_store(directory)
     paths: list[str] = []
     problems: list[str] = []

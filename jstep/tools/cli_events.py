@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jstep.core.checks import figure
+from jstep.core.checks import cut, figure
 from jstep.hooks.timeline import read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
@@ -258,8 +258,7 @@ def _value_text(value: dict[str, Any]) -> str:
 
 def _short(x: Any) -> str:
     text = " ".join(f"{key} {n}" for key, n in x.items()) if isinstance(x, dict) else str(x)
-    text = " ".join(text.split())
-    return text if len(text) <= 80 else text[:79] + "…"
+    return cut(" ".join(text.split()), 80)
 
 
 # `stalls`: the processes of a run that hang, and what each of them waits for.

@@ -219,16 +219,11 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     chain = path_to(body, number_of(position))
     operation = chain[-1][1]
     eqns = [one.eqn for _, one in reversed(chain)]
-    return NonFinite(
-        operation.eqn.primitive.name,
-        line_of(eqns, operation.jaxpr.eqns),
-        ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain)),
-        inputs,
-        outputs,
-        reaches,
-        constant,
-        any(map(is_differentiated, eqns)),
-    )
+    source = line_of(eqns, operation.jaxpr.eqns)
+    where = ", ".join(_entered(one, inner, position) for (_, one), (inner, _) in itertools.pairwise(chain))
+    differentiated = any(map(is_differentiated, eqns))
+    name = operation.eqn.primitive.name
+    return NonFinite(name, source, where, inputs, outputs, reaches, constant, differentiated)
 
 
 def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:

@@ -319,8 +319,7 @@ class Due(Mapping[Any, Any]):
 
     def __getitem__(self, hook: Any) -> Any:
         found = [steps for one, steps in self._pairs if one is hook]
-        if not found and isinstance(hook, str):
-            found = [steps for one, steps in self._pairs if name_of(one) == hook]
+        found = found or [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
             names = ", ".join(name_of(one) for one, _ in self._pairs)
             raise KeyError(f"{len(found)} hooks match {checks.shown(hook)}; the hooks are: {names or 'none'}")
