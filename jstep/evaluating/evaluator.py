@@ -126,8 +126,7 @@ class EvaluationHook(RunHook):
         clock: Clock = time.monotonic,
     ) -> None:
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
-        self._writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
-        self._takes_writer = summary_writer is None
+        self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
         self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
         if callbacks is None:
             self._callbacks = Callbacks(then, "then")
@@ -160,15 +159,13 @@ class EvaluationHook(RunHook):
         return self._callbacks.stopped_by
 
     def use_run(self, run: RunInfo) -> None:
-        """Use the writer of `train` by default, and pass the run to callbacks; refuse two hooks with one prefix."""
+        """Pass the run to callbacks; refuse two hooks with one prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
                 f"hooks: EvaluationHook(prefix={self.prefix!r}): must be the prefix of one hook, got it twice: their "
                 "results would be logged and written under the same names; give each hook a different prefix"
             )
         super().use_run(run)
-        if self._takes_writer:
-            self._writer = run.writer
         if not isinstance(run, OwnRun):
             self._callbacks.each("use_run", run)
 

@@ -5,19 +5,18 @@ import functools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jstep.core.checks import as_bool, as_int, note, one_of, shown
+from jstep.core.checks import as_bool, as_int, note, one_of
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook, every
-from jstep.hooks.hook import Metrics, RunInfo
+from jstep.hooks.hook import Metrics
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
 from jstep.state.train_state import TrainState
@@ -29,19 +28,24 @@ from jstep.stores.objects import join, location
 _logger = logging.getLogger("jstep")
 
 
-class DivergenceError(RuntimeError):
+class _OtherBitsError(RuntimeError):
+    prevents_saving = True
+
+    def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
+        super().__init__(message)
+        self.step, self.leaves = step, leaves
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.step, self.leaves)
+
+
+class DivergenceError(_OtherBitsError):
     """A repeated step produced different bits than before.
 
     Attributes:
         step: The step.
         leaves: The paths of the leaves that differ; None if not known.
     """
-
-    prevents_saving = True
-
-    def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
-        super().__init__(message)
-        self.step, self.leaves = step, leaves
 
 
 class _Pending(NamedTuple):
@@ -106,23 +110,14 @@ class FingerprintHook(RunHook):
         on_divergence: str = "log",
     ) -> None:
         self.cadence = every("every_n_steps", every_n_steps)
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"path={shown(path)}: must be the path of a log, got {type(path).__name__}")
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")
         self._raises = one_of(on_divergence, "on_divergence", ("log", "raise")) == "raise"
-        self._logdir: str | None = None
         self._path = ""
         self._file: LocalLines | ObjectLines | None = None
         self._before: dict[int, _log.Entry] = {}
         self._pending: deque[_Pending] = deque()
-
-    def use_run(self, run: RunInfo) -> None:
-        """Use the logdir of `train` if the hook has no path."""
-        super().use_run(run)
-        logdir = getattr(run.writer, "logdir", None)
-        self._logdir = None if logdir is None else os.fspath(logdir)
 
     def begin(self, state: TrainState) -> None:
         """Read the lines of earlier runs, and open the log.
@@ -131,9 +126,9 @@ class FingerprintHook(RunHook):
             ValueError: There is neither path nor logdir.
         """
         super().begin(state)
-        if self._given is None and self._logdir is None:
+        self._path = self._given or os.fspath(getattr(self.run.writer, "logdir", ""))
+        if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
-        self._path = self._given or self._logdir or ""
         if self._given is None or self._is_directory or is_directory(self._given):
             self._path = join(self._path, _log.NAME)
         self._pending.clear()
@@ -192,18 +187,16 @@ class FingerprintHook(RunHook):
         """Write pending lines, also after an error, and close the log."""
         super().close()
         file, self._file = self._file, None
+        pending, self._pending = self._pending, deque()
         if file is None:
-            self._pending.clear()
             return
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             with contextlib.closing(file):
-                while self._pending:
-                    file.write(self._entry(self._pending.popleft()).line().encode())
+                for one in pending:
+                    file.write(self._entry(one).line().encode())
         except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
-        finally:
-            self._pending.clear()
 
     def _finish_all(self) -> None:
         try:
@@ -255,22 +248,6 @@ def _broadcast(entries: dict[int, _log.Entry]) -> dict[int, _log.Entry]:
 # Compute some updates twice, and compare the results bitwise.
 
 
-class _Call(Protocol):
-    """A call of one or several steps."""
-
-    args: tuple[Any, ...]
-    steps: int
-    first: int
-
-
-RunCall = Callable[[Any, Any], Any]
-"""Runs the steps of a call: `run_call(state, call) -> (state, metrics)`."""
-StepOf = Callable[[Any], Callable[..., Any]]
-"""Maps a call to its training step."""
-TimedSection = Callable[[], contextlib.AbstractContextManager[Any]]
-"""A context manager that measures the time of an audit: `with timed(): …`."""
-
-
 class AuditHook(RunHook):
     """A hook that detects silent data corruption by computing some updates twice, from the same state and batch.
 
@@ -318,7 +295,7 @@ class AuditHook(RunHook):
         """
         named_leaves(state)
 
-    def around_calls(self, run_call: RunCall, again: StepOf, timed: TimedSection) -> RunCall:
+    def around_calls(self, run_call: Any, again: Any, timed: Any) -> Any:
         """Audit the calls that are due."""
         return functools.partial(self.audit_call, run_call, again, timed)
 
@@ -326,8 +303,15 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, step_of: StepOf, timed: TimedSection, state: Any, call: _Call) -> Any:
+    def audit_call(self, run_call: Any, step_of: Any, timed: Any, state: Any, call: Any) -> Any:
         """Run the steps of a call, and repeat them if they are due for an audit.
+
+        Args:
+            run_call: As in `around_calls`, like `timed`.
+            step_of: Maps the call to its training step.
+            timed: Counts the time of the audit.
+            state: The state.
+            call: The batches of the call, and its steps.
 
         Raises:
             AuditError: The results differ.
@@ -386,22 +370,13 @@ _SHOWN = 8
 _SAME, _DIFFERS = 1, 2
 
 
-class AuditError(RuntimeError):
+class AuditError(_OtherBitsError):
     """An update was computed twice with different results.
 
     Attributes:
         step: The step N of an update N → N + 1, or the first step of the call, if a call takes several.
         leaves: The paths of the state's leaves that differ.
     """
-
-    prevents_saving = True
-
-    def __init__(self, message: str, step: int, leaves: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.step, self.leaves = step, leaves
-
-    def __reduce__(self) -> Any:
-        return type(self), (*self.args, self.step, self.leaves)
 
 
 class Mismatch(NamedTuple):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.distributed import processes
@@ -175,13 +176,14 @@ def positive(name: str, value: Any) -> Any:
     return None if value is None else as_int(value, name, 1, "a number of steps")
 
 
-def _positive_secs(name: str, value: Any) -> Any:
+def positive_secs(name: str, value: Any) -> Any:
+    """Check a number of seconds, or None."""
     return None if value is None else as_number(value, name, low=0, above=True, expected="a number of seconds")
 
 
-def every(name: str, value: Any) -> Cadence:
+def every(name: str, value: Any, **more: bool) -> Cadence:
     """A cadence in steps, whose error names the caller's argument."""
-    return Cadence(as_int(value, name, 1, "a number of steps"))
+    return Cadence(as_int(value, name, 1, "a number of steps"), **more)
 
 
 def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, **more: bool) -> Cadence:
@@ -206,7 +208,7 @@ def cadence_or_never(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Cl
     name, number = steps
     if number is UNSET:
         number = None if secs[1] is not None else int(UNSET)
-    return Cadence(positive(name, number), _positive_secs(*secs), clock, **more)
+    return Cadence(positive(name, number), positive_secs(*secs), clock, **more)
 
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.
@@ -226,14 +228,20 @@ class RunHook(Hook):
     cadence: Cadence | None = None
     part: str = HOOKS
     _run: RunInfo | None = None
+    _given_writer: Any = None
 
     @property
     def run(self) -> RunInfo:
         """The run: that of `train`, or one of the hook's own."""
         if self._run is None:
-            self.use_run(OwnRun())
+            self.use_run(OwnRun(self))
         assert self._run is not None
         return self._run
+
+    @property
+    def _writer(self) -> Any:
+        """The writer of event files that the hook was given, or that of the run; None if there is neither."""
+        return self.run.writer if self._given_writer is None else self._given_writer
 
     def use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""
@@ -242,9 +250,7 @@ class RunHook(Hook):
     def begin(self, state: TrainState) -> bool | None:
         """Begin a run; a subclass that overrides it calls it first."""
         if self._run is None or isinstance(self._run, OwnRun):
-            run = OwnRun()
-            self.use_run(run)
-            run.begin(self)
+            self.use_run(OwnRun(self))
         return None
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
@@ -288,21 +294,18 @@ class RunHook(Hook):
 
 
 class OwnRun(RunInfo):
-    """The run of one hook that other code than `train` calls, after every update."""
+    """The run of one hook that other code than `train` calls, after every update; it counts seconds from now on.
 
-    def __init__(self) -> None:
+    Args:
+        hook: The hook.
+    """
+
+    def __init__(self, hook: RunHook) -> None:
         super().__init__(last_step=None, sums=MetricSums(), transfers=TransferQueue())
-        self._due: Due | None = None
-
-    def begin(self, hook: RunHook) -> None:
-        """Start to count seconds."""
         self._due = Due(hook, 0, by_cadence=True)
 
     def after_step(self, hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Add up the metrics, and call the hook when it is due."""
-        if self._due is None:
-            self.begin(hook)
-        assert self._due is not None
         if self.metrics is None or step <= self.step:  # the first step, or that of another loop
             self.first = step - 1
             self._due.follow(step - 1)
@@ -346,10 +349,9 @@ class ReportingHook(RunHook):
         self._hold(step, metrics)
         self.run.transfers.deliver_ready()
 
-    def end(self, step: int, state: TrainState) -> "TrainState | None":
+    def end(self, step: int, state: TrainState) -> None:
         """Deliver all pending rows."""
         self.run.transfers.deliver_all()
-        return None
 
     def _hold(self, step: int, metrics: Metrics) -> None:
         self.run.transfers.add(step, self._numbers(metrics), self._deliver, self)
@@ -361,42 +363,22 @@ class ReportingHook(RunHook):
         return PendingMeans(self.run.sums.take(self._number), leave_out)
 
 
-# Create summaries of metrics and states; `jstep.summary` is imported on first use.
+# Create summaries of metrics and states.
 
 Selection = str | Sequence[str]
 
 
 def scalar(tag: str, value: Any) -> Any:
     """A scalar summary that is not added to any collection."""
-    from jstep import summary
-
     return summary.scalar(tag, value, collections=())
 
 
-def scalars_summary(values: Mapping[str, Any]) -> Any:
-    """One summary of several scalars."""
-    from jstep import summary
-
-    return summary.merge([scalar(name, value) for name, value in values.items()], collections=())
-
-
-def of_metrics(metrics: Metrics, leave_out: Collection[str]) -> list[Any]:
-    """One summary, in a list, of the scalar metrics and the summaries among the metrics; empty without any."""
-    from jstep import summary
-
-    values = scalars(metrics, leave_out)
+def merged_summary(values: Mapping[str, Any], metrics: Metrics) -> Any:
+    """One summary of some numbers, and of the summaries among the metrics; None without any."""
     if is_ready(values):  # numbers of the host are the quickest to write
         values = read(values)
-    parts = [scalar(name, value) for name, value in values.items()] + made_in(metrics)
-    return [summary.merge(parts, collections=())] if parts else []
-
-
-def made_in(metrics: Metrics) -> list[Any]:
-    """The summaries among the metrics, merged into one, in a list; empty without any."""
-    from jstep import summary
-
-    made = summary.summaries_in(dict(metrics))
-    return [] if made is None else [made]
+    merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics))])
+    return merged if merged.parts else None
 
 
 def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
@@ -407,8 +389,6 @@ def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
     Raises:
         ValueError: A glob matches nothing.
     """
-    from jstep import summary
-
     leaves = [
         (path, leaf)
         for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})
@@ -423,9 +403,7 @@ def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
                 "are 'params/…', slots 'slots/name/…'"
             )
         chosen |= found
-    return summary.merge(
-        [summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()], collections=()
-    )
+    return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
 
 
 def check_writer(summary_writer: Any) -> Any:

@@ -171,6 +171,12 @@ def name_of(hook: Any) -> str:
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
+def step_of(state: TrainState) -> int:
+    """The step of a state, whatever transfers the user has forbidden; waits for the device."""
+    with internal_transfers():
+        return global_step(state)
+
+
 def check_step(step: int, state: TrainState, first: int | None = None) -> None:
     """Refuse a state whose step differs from the loop's; waits for the device.
 
@@ -179,8 +185,7 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
         state: The state.
         first: The step before the call that returned the state; None if other calls may have failed to advance it.
     """
-    with internal_transfers():
-        found = global_step(state)
+    found = step_of(state)
     if found != step:
         error: Any = ValueError(
             f"the state's global_step is {found} after the update that makes step {step}: train_step must advance it "

@@ -9,14 +9,13 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int
+from jstep.core.checks import as_bool
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import compute_on, is_on_cpus, on_devices, placements_of
-from jstep.hooks.base import Cadence, RunHook
-from jstep.hooks.hook import Metrics, RunInfo, name_of
+from jstep.hooks.base import RunHook, every, positive
+from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS, host
-from jstep.state.global_step import global_step
 from jstep.state.train_state import MODEL_STATE, TrainState
 
 # Find NaN and infinity in a state.
@@ -218,11 +217,9 @@ class NanLossHook(RunHook):
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
         # The sums of a call are the same wherever it ends, so no call must end for this hook.
-        self.cadence = Cadence(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), ends_calls=False)
+        self.cadence = every("every_n_steps", every_n_steps, ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
-        if max_skipped_steps is not None:
-            max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
-        self.max_skipped_steps = max_skipped_steps
+        self.max_skipped_steps: int | None = positive("max_skipped_steps", max_skipped_steps)
         self._reset(None)
 
     def _reset(self, state: TrainState | None) -> None:
@@ -242,8 +239,7 @@ class NanLossHook(RunHook):
         """Reset the hook for a new run."""
         super().begin(state)
         self._reset(state)
-        with internal_transfers():
-            self._began = self._checked = global_step(state)
+        self._began = self._checked = step_of(state)
         self.run.pending.append((self, self._look_for_loss))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import jax
 from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
 from jstep.hooks import base
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import UNSET, Cadence, ReportingHook, Selection
+from jstep.hooks.base import UNSET, ReportingHook, Selection
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
 from jstep.hooks.stock import StepCounterHook, shown_share
@@ -109,15 +109,13 @@ class LoggingHook(ReportingHook):
         )
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
-        self._given_counter, self._counter = counter, counter
+        self._given_counter = counter
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self._level = as_level(level)
-        self._results = NewResults()
 
     def use_run(self, run: RunInfo) -> None:
-        """Use the counter of the run by default, and its evaluations."""
+        """Use the evaluations of the run."""
         super().use_run(run)
-        self._counter = self._given_counter or run.counter
         self._results = NewResults(run.evaluations)
 
     def _hold(self, step: int, metrics: Metrics) -> None:
@@ -130,18 +128,16 @@ class LoggingHook(ReportingHook):
             _logger.log(self._level, "step %d  %s%s", step, "  ".join(filter(None, words)), self._speed(step))
 
     def _speed(self, step: int) -> str:
-        counter, share = self._counter, None
+        counter, share = self._given_counter or self.run.counter, None
         if isinstance(counter, StepCounterHook):
             counter.look()
-            (steps, examples), share = counter.rates_at(step), counter.utilization_at(step)
+            _, steps, examples, share = counter.figure_at(step)
         else:
             steps, examples = getattr(counter, "steps_per_sec", None), getattr(counter, "examples_per_sec", None)
         if steps is None:
             return ""
-        figures = (
-            [f"{steps:.4g} steps/s"] if examples is None else [f"{examples:.4g} examples/s", f"{steps:.4g} steps/s"]
-        )
-        return f"  ({', '.join([*figures, *shown_share(share)])})"
+        figures = [] if examples is None else [f"{examples:.4g} examples/s"]
+        return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *shown_share(share)])})"
 
 
 def _of_step(at: int, results: dict[str, Any], step: int) -> str:
@@ -201,9 +197,7 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
-        super().__init__(
-            Cadence(as_int(every_n_steps, "every_n_steps", 1, "a number of steps"), at_last=True), mean, self._give
-        )
+        super().__init__(base.every("every_n_steps", every_n_steps, at_last=True), mean, self._give)
 
     def begin(self, state: TrainState) -> bool | None:
         """Reset the hook for a new run."""
@@ -320,27 +314,21 @@ class SummarySaverHook(ReportingHook):
             # The state is sharded over all processes, so all of them compute histograms.
             base.cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
             mean,
-            self._write_means,
+            self._write,
         )
-        self._writer, self._constants = base.check_writer(summary_writer), sums.nothing
+        self._given_writer = base.check_writer(summary_writer)
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
 
-    def use_run(self, run: RunInfo) -> None:
-        """Use the writer of `train` by default."""
-        super().use_run(run)
-        if self.takes_writer:
-            self._writer, self._constants = run.writer, run.constant_metrics
-
-    def begin(self, state: TrainState) -> bool | None:
+    def begin(self, state: TrainState) -> None:
         """Start to count seconds.
 
         Raises:
             ValueError: There is no writer.
         """
+        super().begin(state)
         self._check_writer()
-        return super().begin(state)
 
     def _check_writer(self) -> None:
         if self._writer is None:
@@ -349,18 +337,17 @@ class SummarySaverHook(ReportingHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Pass the values to the writer, which waits for them."""
         self._check_writer()  # the caller may not have called `begin`
-        leave_out = {*self._leave_out(), *self._constants()}
+        leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        for summary in base.made_in(metrics) if self._mean else base.of_metrics(metrics, leave_out):
-            self._writer.add_summary(summary, step)
+        self._write(step, {} if self._mean else sums.scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(base.histograms_of(state, self._histograms), step)
         self.run.transfers.deliver_ready()
 
-    def _write_means(self, step: int, values: dict[str, Any]) -> None:
-        if values:
-            self._writer.add_summary(base.scalars_summary(values), step)
+    def _write(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
+        if (summary := base.merged_summary(values, metrics or {})) is not None:
+            self._writer.add_summary(summary, step)
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:

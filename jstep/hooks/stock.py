@@ -17,9 +17,9 @@ from jstep.core.checks import as_function, as_int, as_number, kind, setting, sho
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
 from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive, scalar
-from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, RunInfo, StopWith
+from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith, step_of
 from jstep.hooks.timeline import SAVING
-from jstep.state.global_step import get_global_step, global_step
+from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location
 
@@ -48,8 +48,8 @@ class _Unfinished(NamedTuple):
 
 class _Figure(NamedTuple):
     step: int
-    rate: float
-    examples: float | None
+    steps_per_sec: float | None
+    examples_per_sec: float | None
     utilization: Any
 
 
@@ -120,8 +120,7 @@ class StepCounterHook(RunHook):
         clock: Clock = time.perf_counter,
     ) -> None:
         self.cadence = cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
-        self._writer, self._clock = check_writer(summary_writer), clock
-        self._takes_writer = summary_writer is None
+        self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
         self._meter: Any = None
@@ -132,14 +131,9 @@ class StepCounterHook(RunHook):
         self._unfinished: deque[_Unfinished] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
-        self._examples_per_sec: float | None = None
         self.steps_per_sec: float | None = None
+        self.examples_per_sec: float | None = None
         self.utilization: Any = None
-
-    @property
-    def examples_per_sec(self) -> float | None:
-        """The latest rate in examples per second; None if the size of a batch is not known."""
-        return self._examples_per_sec
 
     @property
     def mfu(self) -> float | None:
@@ -154,26 +148,12 @@ class StepCounterHook(RunHook):
     def _share(self, name: str) -> float | None:
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
 
-    def rates_at(self, step: int) -> tuple[float | None, float | None]:
-        """The rates in steps and examples per second at a step; the latest ones if it has no earlier measurement."""
-        figure = self._figure_at(step)
-        return (self.steps_per_sec, self._examples_per_sec) if figure is None else (figure.rate, figure.examples)
+    def figure_at(self, step: int) -> _Figure:
+        """The rates and the utilization at a step; the latest ones if it has no earlier measurement."""
+        latest = _Figure(step, self.steps_per_sec, self.examples_per_sec, self.utilization)
+        return next((figure for figure in reversed(self._figures) if figure.step <= step), latest)
 
-    def utilization_at(self, step: int) -> Any:
-        """The utilization at a step; the latest one if it has no earlier measurement."""
-        figure = self._figure_at(step)
-        return self.utilization if figure is None else figure.utilization
-
-    def _figure_at(self, step: int) -> _Figure | None:
-        return next((figure for figure in reversed(self._figures) if figure.step <= step), None)
-
-    def use_run(self, run: RunInfo) -> None:
-        """Use the writer of `train` by default."""
-        super().use_run(run)
-        if self._takes_writer:
-            self._writer = run.writer
-
-    def begin(self, state: TrainState) -> bool | None:
+    def begin(self, state: TrainState) -> None:
         """Reset the hook; refuse a state without a global step.
 
         Raises:
@@ -185,7 +165,6 @@ class StepCounterHook(RunHook):
         self._reset()
         self._meter = None if self.run.meter is None else self.run.meter(state, self._peak, self._flops)
         self.run.pending.append((self, self._begin_interval))
-        return None
 
     def _begin_interval(self, *, wait: bool = False) -> bool:
         """Begin the first interval after the first call, which compiles."""
@@ -228,7 +207,7 @@ class StepCounterHook(RunHook):
         seconds = max(now - since.since, 1e-9)
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         known, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
-        self._examples_per_sec = examples = known / seconds if known and not unknown else None
+        self.examples_per_sec = examples = known / seconds if known and not unknown else None
         share = None
         if since.dispatched is not None and last.dispatched is not None:
             share = self._meter.between(since.dispatched, last.dispatched, seconds)
@@ -304,7 +283,7 @@ class CheckpointSaverHook(RunHook):
             steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
         )
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
-        self._before_save = _functions(before_save)
+        self._before_save = _functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
         self._saver: Saver | None = saver if isinstance(saver, Saver) else Saver(saver)
         self.prefix = self._saver.prefix
@@ -378,10 +357,19 @@ def _weakly(state: Any) -> Callable[[], Any]:
         return lambda: state
 
 
-def _functions(before_save: Any) -> tuple[Any, ...]:
-    if callable(before_save) or not isinstance(before_save, tuple | list):
-        raise TypeError(f"before_save: must be a tuple of functions of the step, got {kind(before_save)}")
-    return tuple(as_function(check, f"before_save[{i}]", "of the step") for i, check in enumerate(before_save))
+def _functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
+    """Return functions as a tuple; refuse anything but a sequence of them."""
+    try:
+        if callable(functions):
+            raise TypeError
+        given = tuple(functions)
+    except TypeError:
+        what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
+        raise TypeError(f"{what}; give a list: {argument}=[…]") from None
+    for i, function in enumerate(given):
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
+    return given
 
 
 # Profile some steps.
@@ -415,10 +403,7 @@ class ProfilerHook(RunHook):
     def begin(self, state: TrainState) -> None:
         """Start the trace at once if the run begins within the steps."""
         self._running = False
-        with internal_transfers():
-            begins_within = self._start <= global_step(state) < self._stop
-        if begins_within:
-            self._begin_trace()
+        self.after_step(step_of(state), state, {})
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start or end the trace."""
@@ -473,8 +458,7 @@ class StopAtStepHook(Hook):
 
     def begin(self, state: TrainState) -> bool:
         """Count num_steps from here; return True if the state is already at last_step."""
-        with internal_transfers():
-            step = global_step(state)
+        step = step_of(state)
         if self._num_steps is not None:
             self._last_step = step + self._num_steps
         return step >= (self._last_step or 0)
@@ -589,7 +573,7 @@ class Callbacks:
     """
 
     def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
-        self._functions = _checked(functions, argument)
+        self._functions = _functions(functions, argument, "(step, state, results)")
         self._argument, self._where = argument, f"EvaluationHook({argument}=…)"
         self.stopped_by: str | None = None
 
@@ -638,26 +622,10 @@ class Callbacks:
             if stop_now and self.stopped_by is None:
                 self.stopped_by = hook.key_of(function)
             stop = stop or stop_now
-        if stop and given is not state:
-            return StopWith(given)
-        if given is not state:
-            return given
-        return True if stop else None
+        if given is state:
+            return stop or None
+        return StopWith(given) if stop else given
 
     def each(self, method: str, *args: Any) -> list[bool]:
         """Call a method of all callbacks that have it."""
         return [bool(getattr(one, method)(*args)) for one in self._functions if hasattr(one, method)]
-
-
-def _checked(functions: Any, argument: str) -> tuple[Any, ...]:
-    what = f"{argument}: must be a sequence of functions (step, state, results)"
-    if callable(functions):
-        raise TypeError(f"{what}, got {kind(functions)}; give a list: {argument}=[…]")
-    try:
-        given = tuple(functions)
-    except TypeError:
-        raise TypeError(f"{what}, got {kind(functions)}") from None
-    for i, function in enumerate(given):
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function (step, state, results)")
-    return given

@@ -10,15 +10,13 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as sums
 from jstep.hooks.base import Cadence, RunHook
-from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.metric_sums_program import NewResults
 from jstep.hooks.stock import shown_share
 from jstep.loop.run_record import Run
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
 
@@ -59,25 +57,16 @@ class ProgressHook(RunHook):
             secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
         )
         self._bar: Any = None
-        self._held: dict[str, Any] = {}
-        self._names: frozenset[str] = frozenset({"loss"})
-        self._results, self._counter = NewResults(), None
-
-    def use_run(self, run: RunInfo) -> None:
-        """Use the counter and the evaluations of the run."""
-        super().use_run(run)
-        self._results, self._counter = NewResults(run.evaluations), run.counter
 
     def begin(self, state: TrainState) -> None:
         """Draw the line at the first step of the run."""
         super().begin(state)
-        self._held = {}
+        self._results = NewResults(self.run.evaluations)
+        self._held: dict[str, Any] = {}
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
-        with internal_transfers():
-            start = global_step(state)
-        self._bar = self._tqdm(total=self._last_step, initial=start, unit="step", file=self._file, **size)
+        self._bar = self._tqdm(total=self._last_step, initial=step_of(state), unit="step", file=self._file, **size)
 
         self.run.pending.append((self, self._restart_clock))
 
@@ -89,13 +78,13 @@ class ProgressHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
         if self.run.is_over:
-            return self._draw_last(step)
+            self._draw_last(step)
+            return
         if self._held and sums.is_ready(self._held):
             self._show(self._held)
         self._held = self._numbers()
         sums.start_transfer(self._held)
         self._bar.update(step - self._bar.n)
-        return None
 
     def end(self, step: int, state: TrainState) -> None:
         """Draw the last line."""
@@ -111,9 +100,10 @@ class ProgressHook(RunHook):
 
     def _show(self, numbers: dict[str, Any]) -> None:
         words = sums.text({**numbers, **self._results.all()})
-        examples = getattr(self._counter, "examples_per_sec", None)
+        counter = self.run.counter
+        examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
-        share = shown_share(getattr(self._counter, "utilization", None))
+        share = shown_share(getattr(counter, "utilization", None))
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
-from jstep.hooks.base import cadence_or_never
+from jstep.hooks.base import positive, positive_secs
 from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
@@ -80,7 +79,7 @@ class Options:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for name in _CADENCES:
-            check_cadence(name, getattr(self, name))
+            (positive_secs if name.endswith("_secs") else positive)(name, getattr(self, name))
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
         cache_directory(self.compile_cache, self.checkpoint_dir)
 
@@ -101,12 +100,6 @@ def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
             "each step; use steps_per_call=1"
         )
     return steps
-
-
-def check_cadence(name: str, value: Any) -> None:
-    """Refuse anything but None or a number of steps, or of seconds if the name ends in `_secs`."""
-    steps, secs = (("", None), (name, value)) if name.endswith("_secs") else ((name, value), ("", None))
-    cadence_or_never(steps=steps, secs=secs, clock=time.monotonic)
 
 
 def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:

@@ -21,7 +21,7 @@ from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
-from jstep.hooks.hook import check_owners, get_states, name_of, set_states
+from jstep.hooks.hook import check_owners, get_states, name_of, set_states, step_of
 from jstep.hooks.metric_sums_program import read
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
@@ -32,7 +32,6 @@ from jstep.loop.hook_runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSa
 from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
 # Restore the newest checkpoint, or start from the given state.
@@ -54,7 +53,7 @@ def open_checkpoints(run: Run) -> None:
     if options.checkpoint_dir is None:
         may_write()
         _check_concrete(state, "and no checkpoint_dir to restore from")
-        run.begin_at(_step_of(state))
+        run.begin_at(step_of(state))
         return
     saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
     run.closing.push(functools.partial(_leave, run, saver))
@@ -94,9 +93,9 @@ def restore(run: Run) -> None:
             run.state = saver.restore(run.state)
     except FileNotFoundError:
         _check_concrete(run.state, "and there is no checkpoint to restore")
-        run.begin_at(_step_of(run.state))
+        run.begin_at(step_of(run.state))
         return
-    restored = _step_of(run.state)
+    restored = step_of(run.state)
     if restored != run.start:
         run.extra = _extra(saver, restored)
     run.restored = restored
@@ -128,7 +127,7 @@ def _step_if_known(state: TrainState) -> int | None:
     step = state.global_step
     if not trees.is_array(step) or trees.donated_leaf(state) is not None:
         return None
-    return _step_of(state)
+    return step_of(state)
 
 
 def _held(state: TrainState) -> dict[str, float]:
@@ -157,11 +156,6 @@ def _warn_if_different(given: int | None, held: dict[str, float], restored: int,
                 before[hyperparameter],
                 name,
             )
-
-
-def _step_of(state: TrainState) -> int:
-    with internal_transfers():
-        return global_step(state)
 
 
 def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -200,13 +194,11 @@ def build_hooks(run: Run) -> None:
     if run.reporter is not None:
         run.hooks.append(run.reporter())
     elif options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
-        steps, constants = options.log_steps, run.constant_metrics
-        run.hooks.append(LoggingHook(every_n_steps=steps, counter=run.counter, leave_out=constants))
+        run.hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=run.constant_metrics))
         run.logs_lines = True
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if run.writer is not None and options.save_summaries_steps is not None and not summed:
-        steps, constants = options.save_summaries_steps, run.constant_metrics
-        run.hooks.append(SummarySaverHook(run.writer, save_steps=steps, leave_out=constants))
+        run.hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if (run.saver is not None or _first(own, CheckpointSaverHook)) and not _first(own, NanLossHook):
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:

@@ -148,7 +148,11 @@ def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
 
 
 MORE_BAD = [
-    (lambda: jstep.CheckpointSaverHook("d", before_save=print), TypeError, "before_save: must be a tuple of functions"),
+    (
+        lambda: jstep.CheckpointSaverHook("d", before_save=print),
+        TypeError,
+        "before_save: must be a sequence",
+    ),
     (lambda: jstep.CheckpointSaverHook("d", before_save=(3,)), TypeError, "before_save[0]=3: must be a function"),
     (lambda: jstep.CheckpointSaverHook("d", extra=3), TypeError, "extra=3: must be a function () -> values or None"),
     (

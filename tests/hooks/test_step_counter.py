@@ -79,7 +79,7 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)
     assert rates[3] == pytest.approx(0.5)  # step 30 finished at an unknown time in these 20 s: a lower bound
-    assert [hook.rates_at(step)[0] for step in (15, 40)] == pytest.approx([1.0, 0.5])
+    assert [hook.figure_at(step).steps_per_sec for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
 def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished(hook_clock_and_writer):

@@ -209,7 +209,7 @@ def test_outside_of_train_there_is_no_utilization():
         hook.after_step(step, state_at(step), {})
     assert hook.steps_per_sec is not None
     assert hook.mfu is None
-    assert stock.shown_share(hook.utilization_at(8)) == []
+    assert stock.shown_share(hook.figure_at(8).utilization) == []
 
 
 @pytest.mark.parametrize("name", ["peak_flops", "flops_per_step"])
