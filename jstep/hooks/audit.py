@@ -322,8 +322,6 @@ class AuditHook(RunHook):
         with timed():
             again, args = _preserved(step, state, call.args)
         result = run_call(state, call)
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            return result  # the loop raises for it
         del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
         with timed():

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -13,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
+from jstep.core.checks import cut
 from jstep.core.meshes import in_background, mesh_of
 from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash, sharding_text, without_addresses
 from jstep.data.batches import definition_of, rows_hash
@@ -30,10 +32,9 @@ from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
 from jstep.loop.compiler import shapes_of
 from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.programs import Dispatched
+from jstep.loop.programs import Dispatched, type_text
 from jstep.loop.run_record import Options, Run
 from jstep.optimizers.leafwise import RULE
-from jstep.state.train_state import TrainState
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
 
@@ -94,10 +95,7 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[s
         constants: Metrics that no step computes: the hyperparameters that are plain numbers, by name.
         args: The batch of a call.
     """
-    batch = [
-        f"{path or 'batch'}: {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
-        for path, leaf in trees.leaves_with_paths(args)
-    ]
+    batch = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     found: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
     if traced is None:
         return {"hash": None, **found}
@@ -360,8 +358,7 @@ def differences(name: str, a: Any, b: Any, runs: tuple[str, str] = ("in A", "in 
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "absent"
-    text = value if isinstance(value, str) and value else json.dumps(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return cut(value if isinstance(value, str) and value else json.dumps(value), _LONGEST_VALUE)
 
 
 def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
@@ -440,28 +437,15 @@ def past_of(batches: Any, step: int, optimizers: Mapping[str, str], lanes: int |
     return found
 
 
-class RestoredPast(NamedTuple):
-    """The past of a restored checkpoint.
-
-    Attributes:
-        step: The step of the checkpoint.
-        name: Its name.
-        kept: The value of `past_of` when it was saved.
-    """
-
-    step: int
-    name: str
-    kept: Mapping[str, Any]
-
-
-def warn_if_past_changed(then: RestoredPast, now: Mapping[str, Any]) -> None:
+def warn_if_past_changed(step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Log a warning if the batches before a checkpoint, the optimizer or the lanes differ from those of its run.
 
     Args:
-        then: The past of the checkpoint.
+        step: The step of the checkpoint.
+        name: Its name.
+        kept: The value of `past_of` when it was saved.
         now: The value of `past_of` for the batches of this run and the optimizer of its first program.
     """
-    step, name, kept = then
     for stage, optimizer in now["optimizers"].items():
         if kept["optimizers"].get(stage, optimizer) != optimizer:
             _logger.warning(
@@ -516,24 +500,23 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
         run.pasts.append(self.past)
         self._batches: Any = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
-        self._restored: RestoredPast | None = None  # until it was compared
-        self._latest: Future[None] | None = None
+        self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
+        self._latest: list[Future[None]] = []
 
     def begun(self, batches: Any) -> None:
         """Write the card, and wait for the programs."""
         run, self._batches = self.run, batches
         if run.write_line is None:
             return
+        self._write = functools.partial(run.write_line, "card")
         run.programs.after_first.append(self._add_program)
-        if run.saver is not None and run.restored and isinstance(kept := run.extra.get(PAST), dict):
-            self._restored = RestoredPast(run.restored, checkpoint_name(run.saver.prefix, run.restored), kept)
+        if run.restored and isinstance(kept := run.extra.get(PAST), dict):
+            self._kept = kept
         given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
         self._begin(lambda: self._write(**card(*given), programs=[]))
 
     def _add_program(self, done: Dispatched) -> None:
         """Record a program that was called for the first time."""
-        if not isinstance(done.state, TrainState):
-            return  # `train` raises for it
         with _logging_errors():
             about, traced = {"stage": done.stage.first, "steps": done.call.most}, done.trace()
             constants, args = done.constants.arrays, done.args
@@ -555,32 +538,26 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
 
     def _settle(self) -> None:
         """Wait for pending lines."""
-        if self._latest is not None:
-            wait([self._latest])
-
-    def _write(self, **fields: Any) -> None:
-        if self.run.write_line is not None:
-            self.run.write_line("card", **fields)
+        wait(self._latest)
 
     def _begin(self, task: Callable[[], None]) -> None:
         """Run a task in a thread, after the earlier tasks."""
         before = self._latest
 
         def run() -> None:
-            if before is not None:
-                wait([before])
+            wait(before)
             with _logging_errors():
                 task()
 
-        self._latest = in_background(run, name="jstep-card")
+        self._latest = [in_background(run, name="jstep-card")]
 
     def _record(self, program: dict[str, Any]) -> None:
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
         self._write(programs=[program])
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            warn_if_past_changed(restored, self._past(restored.step))
+        kept, self._kept = self._kept, None
+        if kept is not None and (step := self.run.restored) is not None:
+            warn_if_past_changed(step, checkpoint_name(self.run.saver.prefix, step), kept, self._past(step))
 
     def _past(self, step: int) -> dict[str, Any]:
         return past_of(self._batches, step, self._optimizers, lanes_of(self.run.stages.at(max(step - 1, 0))))

@@ -302,22 +302,17 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
             _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
         elif directory != _users[0]:
             _logger.warning("compile_cache=%s: another run of this process uses %s; both use it", directory, _users[0])
-    if not is_first:
-        try:
-            yield
-        finally:
-            with _lock:
-                _users.remove(directory)
-        return
-    there = _entries(directory)
+    there = _entries(directory) if is_first else set()
     _remove_incomplete(there)
     try:
         yield
     finally:
         with _lock:
             _users.remove(directory)
-            _set(before)
-        _sync(directory, _entries(directory) - there)
+            if is_first:
+                _set(before)
+        if is_first:
+            _sync(directory, _entries(directory) - there)
 
 
 def _set(settings: dict[str, Any]) -> None:
@@ -422,16 +417,6 @@ class StartTimes:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + self.clock() - then
 
-    def first_of(self, items: CopiedBatches) -> CopiedBatches:
-        """Return the same batches, and time the first one, which is made when it is needed."""
-        return itertools.chain(self._first_of(items), items)
-
-    def _first_of(self, items: CopiedBatches) -> CopiedBatches:
-        with self.part("first batch"):
-            first = next(items, None)
-        if first is not None:
-            yield first
-
     @scoped
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
@@ -455,22 +440,29 @@ class StartTimes:
 
 
 class FirstBatch:
-    """Batches, the first of which is made in a thread, started at once.
+    """Batches, the first of which is timed, and made when it is needed or earlier, in a thread.
 
     Args:
         items: The batches.
         times: Measures the first batch.
-        again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
-            need what a hook sets up. None if a source that has failed cannot be read again.
     """
 
-    def __init__(
-        self, items: CopiedBatches, times: StartTimes, again: Callable[[], CopiedBatches] | None = None
-    ) -> None:
-        self._items, self._times, self._again = items, times, again
+    def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
+        self._items, self._times = items, times
+        self._again: Callable[[], CopiedBatches] | None = None
+        self._first: Future[Any] | None = None
+        self._to_peek: Future[Any] | None = None
+
+    def start(self, again: Callable[[], CopiedBatches] | None) -> None:
+        """Start the thread.
+
+        Args:
+            again: Makes the batches again if the thread failed: it starts before the hooks have begun, and a batch may
+                need what a hook sets up. None if a source that has failed cannot be read again.
+        """
+        self._again = again
         # A daemon: a reader of the user's may hang.
-        self._first: Future[Any] | None = in_background(self.make, name="jstep-first-batch", daemon=True)
-        self._to_peek: Future[Any] | None = self._first
+        self._first = self._to_peek = in_background(self.make, name="jstep-first-batch", daemon=True)
 
     def make(self) -> Any:
         """Make the first batch; all that the thread does."""
@@ -499,20 +491,16 @@ class FirstBatch:
 
     def _made(self) -> CopiedBatches:
         future, self._first = self._first, None
-        assert future is not None
-        is_done(future, lambda: False)
-        error = future.exception()
-        if error is None:
-            first = future.result()
-            del future
-            if first is None:
+        if future is not None:
+            is_done(future, lambda: False)
+            if self._again is not None and future.exception() is not None:
+                self._items = self._again()
                 return
+        first = self.make() if future is None else future.result()
+        del future
+        if first is not None:
             yield first
             del first
-        elif self._again is None:
-            raise error
-        else:
-            self._items = self._again()
 
 
 def interruptible(fn: Callable[[], Any], is_over: Callable[[], bool]) -> Any:

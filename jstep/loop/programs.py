@@ -29,7 +29,7 @@ from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, st
 from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, keep_roles, require_state
-from jstep.training.looped import LoopedStep, TracedStep, looped_step
+from jstep.training.looped import LoopedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 
 # Checks of the arguments of `train`, before anything is opened.
@@ -198,9 +198,6 @@ class AutoSteps:
             self._switch(most)
 
 
-_SLOW = "%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop"
-
-
 def is_compiled(step: Any) -> bool:
     """Whether a step is compiled, so that it receives JAX arrays whatever it is called with."""
     return isinstance(step, TrainStep) or hasattr(step, "lower")
@@ -211,13 +208,11 @@ class Looped(NamedTuple):
 
     Attributes:
         step: The program.
-        one: The trace of one step.
         args: The shapes of the arguments of one step.
         columns: What the program accumulates.
     """
 
     step: LoopedStep
-    one: TracedStep
     args: tuple[Any, ...]
     columns: Columns
 
@@ -233,7 +228,7 @@ class Stage:
         single: The step that runs calls of one step; a function that is not compiled is compiled if others are looped.
         plans: Shapes of a batch → how calls are made.
         is_begun: Whether a call of it was made.
-        is_slow_in_loops: Whether XLA runs it much slower in a loop than by itself.
+        is_slow_in_loops: Whether XLA runs it much slower in a loop than by itself, which is logged once.
         is_train_step: Whether `single` is a `TrainStep`, whose constant metrics are known.
     """
 
@@ -276,9 +271,9 @@ def warn_of_redundant_rows(done: Dispatched) -> None:
     """Log a warning if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
-    nothing itself. Any other layout may be intended, and gives no warning. Anything but a TrainState is ignored.
+    nothing itself. Any other layout may be intended, and gives no warning.
     """
-    params = jax.tree.leaves(getattr(done.state, "params", None))
+    params = jax.tree.leaves(done.state.params)
     mesh = mesh_without_batch(params, done.args)
     if mesh is None or jax.process_index() != 0:
         return
@@ -360,7 +355,8 @@ class Programs:
         self._last: Callable[[], Any] = lambda: None
         self._constants = Constants({}, skip_metric_of(stages.values[0]))
         self._compiled = compiled_here()  # by the thread that runs the loop
-        self._watch = watch
+        self._watch = Stopwatch() if watch is None else watch
+        self._as_starting = functools.partial(self._watch.part, STARTING)
 
     def stage_of(self, step: int) -> Stage:
         """The stage that contains a step."""
@@ -391,21 +387,20 @@ class Programs:
     def _new_plan(self, stage: Stage, args: Callable[[], tuple[Any, ...]]) -> Plan:
         try:
             return self._looped_plan(stage, self._most, args())
-        except _SlowInLoopsError:
-            if not stage.is_slow_in_loops:
-                _logger.info(_SLOW, stage.name)
-            stage.is_slow_in_loops = True
         except Exception as error:  # the step that needs it raises, where the error is described
             _logger.debug("%s cannot be looped: %s", stage.name, error)
-        return Plan()
+            return Plan()
 
     def _looped_plan(self, stage: Stage, most: int | None, args: tuple[Any, ...]) -> Plan:
         accumulate = Accumulate(self.sums.limits)
         step, args = looped_step(stage.step, most, accumulate), shapes_of(args)
         one = step.prepare(self.state_shapes, args)
-        if one.is_slow_in_loops:
-            raise _SlowInLoopsError
-        return Plan(most or 1, Looped(step, one, args, accumulate(one)), is_stacked=most is not None)
+        if not one.is_slow_in_loops:
+            return Plan(most or 1, Looped(step, args, accumulate(one)), is_stacked=most is not None)
+        if not stage.is_slow_in_loops:
+            stage.is_slow_in_loops = True
+            _logger.info("%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop", stage.name)
+        return Plan()
 
     def compile(self, step: int, args: tuple[Any, ...]) -> bool:
         """Compile the program for the batches from a step on, for shapes; return False if it was compiled before."""
@@ -494,7 +489,7 @@ class Programs:
         if is_first:
             check_result(result)
         if auto is not None:
-            auto.after(began, result[0] if isinstance(result, tuple) else result)
+            auto.after(began, result[0])
         if self._compiled.programs != before:
             self._compiled_again(stage, call, seconds, is_first=is_first)
         is_watched = bool(self.after_call) or self.ahead_compiler is not None
@@ -505,8 +500,7 @@ class Programs:
 
     def _compiled_again(self, stage: Stage, call: Call, seconds: float, *, is_first: bool = False) -> None:
         """Count the time of a compilation since `seconds` as start-up, and log one that is not the first."""
-        if self._watch is not None:
-            self._watch.reassign(STARTING, self._compiled.seconds - seconds)
+        self._watch.reassign(STARTING, self._compiled.seconds - seconds)
         if not is_first and (call.looped is not None or is_compiled(stage.single)):
             self._log_recompilation(stage, call)
 
@@ -557,10 +551,9 @@ class Programs:
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:
         """Tell those who look that a call was dispatched."""
-        if not isinstance(result, tuple) or len(result) != 2:
-            return  # the loop raises for it
+        new, _ = result
         args = call.args if call.looped is None else call.looped.args
-        done = Dispatched(stage, call, result[0], args, self._constants)
+        done = Dispatched(stage, call, new, args, self._constants)
         if self.ahead_compiler is not None:
             self.ahead_compiler.after(done.state, args)
         for look in self.after_call:
@@ -585,10 +578,6 @@ class Programs:
         again.donate = looped.step.donate  # type: ignore[attr-defined]
         return again
 
-    def _as_starting(self) -> contextlib.AbstractContextManager[None]:
-        """A context manager that counts the time of a compilation as start-up."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.part(STARTING)
-
     def _enter(self, step: int) -> None:
         """Switch to the stage that contains a step."""
         stop = self._firsts.edge_after(step)
@@ -604,10 +593,7 @@ class Programs:
         _logger.info("compiling %s for %s", stage.name, _steps(call))
 
     def _log_recompilation(self, stage: Stage, call: Call) -> None:
-        shapes = ", ".join(
-            f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
-            for leaf in jax.tree.leaves(call.args)[:5]
-        )
+        shapes = ", ".join(map(type_text, jax.tree.leaves(call.args)[:5]))
         _logger.info(
             "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or its "
             "state in placement",
@@ -615,6 +601,11 @@ class Programs:
             _steps(call),
             shapes,
         )
+
+
+def type_text(leaf: Any) -> str:
+    """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
 def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
@@ -634,10 +625,6 @@ def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
         return None
     with using_mesh(mesh_of((state, args))):
         return step.trace(state, *args)
-
-
-class _SlowInLoopsError(Exception):
-    """XLA runs a step much slower in a loop than by itself."""
 
 
 def _single(step: Any, several: bool) -> Any:

@@ -81,7 +81,6 @@ class Options:
         for name in _CADENCES:
             (positive_secs if name.endswith("_secs") else positive)(name, getattr(self, name))
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
-        cache_directory(self.compile_cache, self.checkpoint_dir)
 
 
 def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
@@ -174,7 +173,7 @@ class Run(RunInfo):
     stages: TrainSteps
     programs: Programs
     times: StartTimes
-    closing: contextlib.ExitStack
+    closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
@@ -223,12 +222,8 @@ class Run(RunInfo):
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""
         self.state = self.metrics = None
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
-        self.signals.on_first = _do_nothing
+        self.signals.on_first = lambda: None
         self.programs.release()
-
-
-def _do_nothing() -> None:
-    """The handler of the first signal of a run that has ended."""
 
 
 def new_run(options: Options, stages: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:
@@ -250,7 +245,6 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         stages=stages,
         programs=programs,
         times=times,
-        closing=contextlib.ExitStack(),
         signals=signals,
     )
     signals.on_first = run.on_signal

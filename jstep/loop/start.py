@@ -45,30 +45,26 @@ def open_checkpoints(run: Run) -> None:
     Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
     options, state = run.options, run.state
-
-    def may_write() -> None:
-        for look in run.at_opening:
-            look()
-
-    if options.checkpoint_dir is None:
-        may_write()
+    if options.checkpoint_dir is not None:
+        saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+        run.closing.push(functools.partial(_leave, run, saver))
+        run.saver, run.given = saver, _step_if_known(state)
+        run.held = _held(state) if run.given is not None else {}
+        if run.latest is None or run.latest < options.last_step:
+            saver.claim(state)  # fails now, not at the first save
+        else:
+            left_out_indices(state, saver.leave_out)
+    for look in run.at_opening:
+        look()
+    if run.saver is None:
         _check_concrete(state, "and no checkpoint_dir to restore from")
         run.begin_at(step_of(state))
         return
-    saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
-    run.closing.push(functools.partial(_leave, run, saver))
-    run.saver, run.given = saver, _step_if_known(state)
-    run.held = _held(state) if run.given is not None else {}
-    if run.latest is None or run.latest < options.last_step:
-        saver.claim(state)  # fails now, not at the first save
-    else:
-        left_out_indices(state, saver.leave_out)
-    may_write()
     run.start = run.given if run.latest is None else run.latest
     run.first = run.start or 0
     if run.latest is not None:
         try:
-            run.extra = _extra(saver, run.latest)
+            run.extra = _extra(run.saver, run.latest)
         except Exception:  # `restore` reports what is wrong
             run.start = None
 
@@ -342,8 +338,7 @@ def _shapes_of_batch(source: Source, step: int, batch_sharding: Any) -> tuple[An
 def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
     """The shapes and shardings of the arguments that a batch becomes."""
     placed = batch if batch_sharding is None else placement(as_shardings(batch_sharding))(batch)
-    args: tuple[Any, ...] = shapes_of(trees.arguments_of(placed))
-    return args
+    return shapes_of(trees.arguments_of(placed))
 
 
 def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
@@ -377,7 +372,7 @@ def first_difference(state: Any, new: Any) -> str | None:
     """Describe the first difference of two states in structure, shapes or dtypes; None if they agree."""
     before = dict(trees.leaves_with_paths(state))
     after = dict(trees.leaves_with_paths(new))
-    for path in [*before, *(path for path in after if path not in before)]:
+    for path in before | after:
         if path not in after:
             return f"this one returns a state without {path!r}"
         if path not in before:
@@ -431,7 +426,7 @@ def _remember(run: Run, runner: HookRunner) -> None:
     runner.resume()
 
 
-def _make_calls(run: Run, runner: HookRunner, source: Source, items: Any) -> None:
+def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
     boundaries = StageBoundaries(run.stages, source.next_change)
     compile_ahead(run, boundaries, source)
     ends = runner.ends(boundaries) if run.programs.is_looped else None
@@ -458,14 +453,15 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
     source = _source(run, batches)
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
     again = (lambda: copied_batches(_source(run, batches), run.fetched)) if source.by_step is not None else None
-    first = FirstBatch(copied_batches(source, run.fetched), run.times, again)
+    first = FirstBatch(copied_batches(source, run.fetched), run.times)
+    first.start(again)
     compile_first_program(run, first, None if own is None else functools.partial(own.shapes, start))
     return source, first
 
 
-def _open_batches(run: Run, batches: Any) -> tuple[Source, Any]:
+def _open_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch]:
     source = _source(run, batches)
-    return source, run.times.first_of(copied_batches(source, run.fetched))
+    return source, FirstBatch(copied_batches(source, run.fetched), run.times)
 
 
 def _source(run: Run, batches: Any) -> Source:

@@ -38,13 +38,12 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             self._directory, self._prefix = self._directory.directory, self._directory.prefix
         self._timeline: Timeline | None = None
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._over.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout=10)  # it may be blocked on an object store
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)  # it may be blocked on an object store
         if self._timeline is not None:
             self.times()
             self._timeline.close()
@@ -64,7 +63,6 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             return
         self.run.write_line = self._timeline.write
         self.times(START, version=VERSION)
-        self._thread = threading.Thread(target=self._tick, name="jstep-timeline", daemon=True)
         self._thread.start()
 
     def times(self, kind: str = TIMES, *, to_disk: bool = False, **fields: Any) -> None:

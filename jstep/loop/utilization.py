@@ -1,7 +1,9 @@
 """The observer of FLOP/s: the operations of the steps that were dispatched, as a share of the devices' peak."""
 
 import dataclasses
+import functools
 import logging
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -48,12 +50,13 @@ class DispatchedSteps:
 
     Attributes:
         is_traced: Whether a hook has requested the operations, too; before the first step.
+        work: The operations of one step of each program.
     """
 
     def __init__(self) -> None:
         self.is_traced = False
+        self.work: dict[Hashable, StepWork] = {}
         self._steps: dict[Hashable, int] = {}
-        self._work: dict[Hashable, StepWork] = {}
 
     def add(self, done: Dispatched) -> None:
         """Add the steps of a call."""
@@ -63,15 +66,11 @@ class DispatchedSteps:
         try:
             self._steps[key] += done.call.steps
         except KeyError:
-            self._work[key], self._steps[key] = self._of(done), done.call.steps
+            self.work[key], self._steps[key] = self._of(done), done.call.steps
 
     def steps(self) -> Steps:
         """The steps so far."""
         return dict(self._steps)
-
-    def work_of(self, program: Hashable) -> StepWork:
-        """The operations of one step of a program."""
-        return self._work[program]
 
     def _of(self, done: Dispatched) -> StepWork:
         tree = (done.state, done.args)
@@ -114,21 +113,19 @@ class UtilizationMeter:
     """
 
     def __init__(self, dispatched: DispatchedSteps, peak_flops: float | None, flops_per_step: float | None) -> None:
-        self._dispatched, self._peak, self._flops = dispatched, peak_flops, flops_per_step
+        self._work, self._peak, self._flops = dispatched.work, peak_flops, flops_per_step
         self.steps = dispatched.steps
-        self._warned: set[str] = set()
+        self._log_once = functools.cache(_log_unknown)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
         """The utilization of the steps between two counts; None if it is not known for all of them."""
         at_peak, is_twice = 0.0, False
-        for program, steps in after.items():
-            count = steps - before.get(program, 0)
-            if count:
-                work = self._dispatched.work_of(program)
-                secs = self._secs(work)
-                if secs is None:
-                    return None
-                at_peak, is_twice = at_peak + count * secs, is_twice or work.recomputes
+        for program, count in (Counter(after) - Counter(before)).items():
+            work = self._work[program]
+            secs = self._secs(work)
+            if secs is None:
+                return None
+            at_peak, is_twice = at_peak + count * secs, is_twice or work.recomputes
         return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
 
     def _secs(self, work: StepWork) -> float | None:
@@ -139,11 +136,6 @@ class UtilizationMeter:
             formats = ", ".join(sorted({f"{one.dtype} ({one.precision})" for one in work.products}))
             self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
         return None if flops is None or peak is None else flops / (peak * work.devices)
-
-    def _log_once(self, why: str) -> None:
-        if why not in self._warned:
-            self._warned.add(why)
-            _log_unknown(why)
 
 
 def _log_unknown(why: str) -> None:
