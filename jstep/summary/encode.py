@@ -85,8 +85,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
     with internal_transfers():
         part = Histogram((tag,), **_count(values))
-    make.register(part, collections)
-    return Summary((part,))
+    return make.summary_of(part, collections)
 
 
 def _eager(tag: str, values: Any) -> Any:
@@ -308,11 +307,7 @@ def _stacked(x: NumPyArray, rank: int, tag: str) -> NumPyArray:
 
 def _scalars(part: Scalars) -> Iterator[Values]:
     value = proto("Summary").Value
-    values = _on_host(part.values, part.tags[0])
-    if values.ndim == part.rank == 0:
-        yield [value(tag=part.tags[0], simple_value=float(values))]
-        return
-    rows = _stacked(values, part.rank, part.tags[0]).astype(np.float64)
+    rows = _stacked(_on_host(part.values, part.tags[0]), part.rank, part.tags[0]).astype(np.float64)
     for row in rows.reshape(len(rows), -1).tolist():
         yield [value(tag=tag, simple_value=x) for tag, x in zip(part.tags, row, strict=True)]
 

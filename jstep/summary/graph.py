@@ -16,7 +16,7 @@ from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evalu
 from jstep.core.trees import path_str
 from jstep.stores.files import replace_file
 from jstep.stores.objects import Objects, is_url, join, location, split
-from jstep.summary.read import decode_error, is_message, proto
+from jstep.summary.read import is_message, parsed, proto
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
 
@@ -242,8 +242,8 @@ def _loc(location: Any) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    parts = re.split(r"/(?![^(]*\))", path)
-    return parts[1:] if parts[0].startswith("jit(") else parts
+    parts = _split(path)
+    return parts[1:] if path.startswith("jit(") else parts
 
 
 def _path(written: str) -> str:
@@ -410,10 +410,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(graph, bytes | bytearray) or is_message(graph, "GraphDef"):
         _no_arguments(graph, args, kwargs)
         data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
-        try:
-            return proto("GraphDef").FromString(data)
-        except decode_error() as error:
-            raise TypeError(f"graph: {len(data)} bytes that are not a serialized GraphDef: {error}") from error
+        return parsed(data, "GraphDef", "graph")
     staged = _staged(graph, args, kwargs)
     return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
 

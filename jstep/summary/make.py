@@ -132,11 +132,7 @@ def check_tag(tag: Any, what: str) -> str:
         TypeError: The tag is not a string.
         ValueError: The tag is empty.
     """
-    if not isinstance(tag, str):
-        raise TypeError(f"{what}: the tag must be a str, not {type(tag).__name__} {tag!r}")
-    if not tag:
-        raise ValueError(f"{what}: the tag is empty; give the value a name, such as 'loss'")
-    return tag
+    return as_text(tag, f"{what}: tag", "give the value a name, such as 'loss'")
 
 
 _copy = jax.jit(jnp.copy)
@@ -210,12 +206,6 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
     collectors = _active.get()
     if not any(collector.key == SUMMARIES for collector in collectors):
         engine.note_lost_summary()
-    if not collectors:
-        names = _checked(collections)
-        if not has_tracers(part):
-            for key in names:
-                _keep_newest(key, part)
-        return
     traced = has_tracers(part)
     for key in _checked(collections):
         collector = next((c for c in reversed(collectors) if c.key == key), None)
@@ -226,6 +216,12 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
             collector.nested[part.tags] = _caller()
         else:
             collector.parts.append(part)
+
+
+def summary_of(part: Part, collections: Sequence[str] | None) -> Summary:
+    """Return a summary of one new part, and add it to its collections."""
+    register(part, collections)
+    return Summary((part,))
 
 
 def _keep_newest(key: str, part: Part) -> None:
@@ -299,13 +295,11 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
     """
     as_text(key, "key", "the name of a collection")
     collector = next((c for c in reversed(_active.get()) if c.key == key), None)
+    if _trace() != (_no_trace() if collector is None else collector.trace):
+        raise RuntimeError(_UNDER_TRACE.format(key=key))
     if collector is not None:
-        if _trace() != collector.trace:
-            raise RuntimeError(_UNDER_TRACE.format(key=key))
         merged, collector.parts = collector.parts, []
         return merge_parts(merged) if merged else None
-    if _trace() != _no_trace():
-        raise RuntimeError(_UNDER_TRACE.format(key=key))
     with _lock:
         parts = list(_eager.pop(key, {}).values())
     newest: list[Part] = []
@@ -495,10 +489,9 @@ def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
     if is_array(values):
         return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
     # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
-    is_list = isinstance(values, list | tuple)
-    entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple)) if is_list else []
-    if not is_list or _nesting(values) != names.shape or len(entries) != len(flat):
-        raise _shape_error(flat[0] if flat else "", names.shape, _nesting(values) if is_list else np.shape(values))
+    entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple))
+    if _nesting(values) != names.shape or len(entries) != len(flat):
+        raise _shape_error(flat[0] if flat else "", names.shape, _nesting(values))
     return tuple(_one(tag, x) for tag, x in zip(flat, entries, strict=True))
 
 
@@ -511,19 +504,14 @@ def _nesting(values: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
+    if isinstance(value, list | tuple) or np.shape(value) != shape:
+        raise _shape_error(tag, shape, np.shape(value))
+    is_real = isinstance(value, bool | int | float)
     if is_array(value):
         is_real = getattr(value.dtype, "kind", "V") in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)
-        if not is_real:
-            raise TypeError(f"scalar {tag!r}: values must be real numbers, not {value.dtype}")
-        given = value.shape
-    elif isinstance(value, bool | int | float):
-        given = ()
-    else:
-        if isinstance(value, list | tuple):
-            raise _shape_error(tag, shape, np.shape(value))
-        raise TypeError(f"scalar {tag!r}: values must be real numbers, not {type(value).__name__} {value!r}")
-    if given != shape:
-        raise _shape_error(tag, shape, given)
+    if not is_real:
+        what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
+        raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
     return keep(value)
 
 
@@ -556,17 +544,15 @@ def zero_fraction(value: Any) -> Array:
 
     Source: TensorFlow's `tf.nn.zero_fraction`. Zeros are counted as integers, so the count is exact.
     """
-    if not is_traced(value) and not isinstance(value, jax.Array):
-        try:
-            dtype = np.asarray(value).dtype
-        except ValueError as error:
-            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}: {error}") from None
-        if dtype.kind in "OSUMm":
-            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
+    why = ""
+    try:
+        dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+    except ValueError as error:
+        dtype, why = np.dtype(object), f": {error}"
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
+        raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}{why}")
     with internal_transfers():
         value = jnp.asarray(value)
-        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            raise TypeError(f"value={shown(value)}: must be an array of numbers, got {kind(value)}")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
         return zeros / jnp.float32(value.size)
 
@@ -603,9 +589,7 @@ def text(tag: str, text: Any, collections: Sequence[str] | None = DEFAULT) -> Su
             f"text {tag!r}: expected a str, or a list or table of them with rows of one length, "
             f"not {type(text).__name__} {text!r}"
         )
-    part = Text((tag,), strings.shape, flat)
-    register(part, collections)
-    return Summary((part,))
+    return summary_of(Text((tag,), strings.shape, flat), collections)
 
 
 CHANNELS = (1, 3, 4)
@@ -671,9 +655,7 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
     with internal_transfers():
         pixels = _pixels(tensor, count)
-    part = Images(tags[:count], pixels, np.int32(1))
-    register(part, collections)
-    return Summary((part,))
+    return summary_of(Images(tags[:count], pixels, np.int32(1)), collections)
 
 
 @functools.partial(jax.jit, static_argnums=1)

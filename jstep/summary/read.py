@@ -25,11 +25,9 @@ from jstep.stores.objects import is_url, join, location
 # which imports TensorFlow if it is installed.
 
 _HOME = {
-    "AttrValue": "attr_value_pb2",
     "Event": "event_pb2",
     "GraphDef": "graph_pb2",
     "HistogramProto": "summary_pb2",
-    "NodeDef": "node_def_pb2",
     "SessionLog": "event_pb2",
     "Summary": "summary_pb2",
     "SummaryMetadata": "summary_pb2",
@@ -58,8 +56,19 @@ def proto(name: str) -> Any:
 @functools.cache
 def decode_error() -> type[Exception]:
     """Return the exception that protobuf raises for bytes that are not a message."""
-    error: type[Exception] = _import("google.protobuf.message", "an event file").DecodeError
-    return error
+    return _import("google.protobuf.message", "an event file").DecodeError
+
+
+def parsed(data: bytes, name: str, what: str) -> Any:
+    """Return the message of this name that bytes hold.
+
+    Raises:
+        TypeError: They hold another one, or none; names `what`.
+    """
+    try:
+        return proto(name).FromString(data)
+    except decode_error() as error:
+        raise TypeError(f"{what}: {len(data)} bytes that are not a serialized {name}: {error}") from error
 
 
 @functools.cache
@@ -129,8 +138,8 @@ def frame(data: bytes) -> bytes:
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
-def read_records(file: BinaryIO, path: str) -> Iterator[bytes]:
-    """Iterate over the data of the records; an incomplete record at the end of the file ends the iteration.
+def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """Iterate over the offsets and the data of records; an incomplete record at the end of the file ends the iteration.
 
     Raises:
         DataLossError: A checksum does not match; the message has the offset of the record.
@@ -151,7 +160,7 @@ def read_records(file: BinaryIO, path: str) -> Iterator[bytes]:
             return
         if struct.unpack("<I", footer)[0] != masked_crc(data):
             raise DataLossError(path, offset, f"the checksum of its {length} bytes does not match")
-        yield data
+        yield offset, data
         offset += HEADER + length + FOOTER
 
 
@@ -253,15 +262,13 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     check_file(path)
 
     def events() -> Iterator[Any]:
-        offset = 0
         with opened(path) as file:
-            for data in read_records(file, path):
+            for offset, data in read_records(file, path):
                 try:
                     decoded = event.FromString(data)
                 except decode_error() as error:
                     raise DataLossError(path, offset, f"it is not an Event: {error}") from error
                 yield decoded
-                offset += HEADER + len(data) + FOOTER
 
     return events()
 

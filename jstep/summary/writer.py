@@ -24,7 +24,7 @@ from jstep.stores.objects import location
 from jstep.summary.encode import Sink, encode_job, open_event_file
 from jstep.summary.graph import graph_def
 from jstep.summary.make import Scalars, Summary, has_tracers, keep
-from jstep.summary.read import crc32c, decode_error, frame, hparams_protos, is_message, proto
+from jstep.summary.read import crc32c, frame, hparams_protos, is_message, parsed, proto
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -232,12 +232,9 @@ class Worker:
 def _close_all() -> None:
     """Close the open writers when the interpreter exits."""
     for worker in list(_running):
-        try:
-            worker.close()
-            if (error := worker.take_error()) is not None:
-                raise error
-        except Exception:
-            _logger.exception("%s: an event could not be written", worker.path)
+        worker.close()
+        if (error := worker.take_error()) is not None:
+            _logger.error("%s: an event could not be written", worker.path, exc_info=error)
 
 
 # `SummaryWriter`, which writes event files on a background thread.
@@ -332,13 +329,13 @@ class SummaryWriter:
             RuntimeError: The writer is closed.
             Exception: An earlier event could not be written.
         """
-        worker = self._ready()
+        self._check_ready()
         step = global_step if type(global_step) is int else as_step(global_step)
         if type(summary) is not Summary:
             if summary is None:
                 return
             data = as_serialized(summary, "Summary", "add_summary", "add_event")
-            self._put_event(worker, step, summary=proto("Summary").FromString(data))
+            self._put({"summary": proto("Summary").FromString(data)}, step)
             return
         size = 0
         for part in summary.parts:
@@ -353,8 +350,7 @@ class SummaryWriter:
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
-        if worker is not None:
-            worker.put(summary, step, size)
+        self._put(summary, step, size)
 
     def add_event(self, event: Any) -> None:
         """Write an event unchanged.
@@ -366,10 +362,8 @@ class SummaryWriter:
             TypeError: `event` is neither.
             RuntimeError: The writer is closed.
         """
-        worker = self._ready()
-        data = as_serialized(event, "Event", "add_event", "add_summary")
-        if worker is not None:
-            worker.put(data, None)
+        self._check_ready()
+        self._put(as_serialized(event, "Event", "add_event", "add_summary"))
 
     def add_graph(self, graph: Any, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
@@ -394,10 +388,10 @@ class SummaryWriter:
             >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
             ...     writer.add_graph(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))
         """
-        worker = self._ready()
+        self._check_ready()
         step = as_step(global_step)
-        if worker is not None:
-            self._put_event(worker, step, graph_def=graph_def(graph, *args, **kwargs).SerializeToString())
+        if self._worker is not None:
+            self._put({"graph_def": graph_def(graph, *args, **kwargs).SerializeToString()}, step)
 
     def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
         """Write the start or stop of a session, or a checkpoint at a step.
@@ -416,7 +410,7 @@ class SummaryWriter:
             ValueError: `session_log` is another string.
             RuntimeError: The writer is closed.
         """
-        worker = self._ready()
+        self._check_ready()
         step = as_step(global_step)
         kind = proto("SessionLog")
         if isinstance(session_log, str):
@@ -425,7 +419,7 @@ class SummaryWriter:
             session_log = kind(status=session_log)
         elif not is_message(session_log, "SessionLog"):
             raise TypeError(f"add_session_log: expected a SessionLog or its status, not {type(session_log).__name__}")
-        self._put_event(worker, step, session_log=kind.FromString(session_log.SerializeToString()))
+        self._put({"session_log": kind.FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
@@ -444,9 +438,8 @@ class SummaryWriter:
             >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
             ...     writer.add_hparams({"learning_rate": 0.1, "optimizer": "adam"}, {"accuracy": 0.98})
         """
-        worker = self._ready()
-        values = hparams_values(hparams, metrics, time.time())
-        self._put_event(worker, None, summary=proto("Summary")(value=values))
+        self._check_ready()
+        self._put({"summary": proto("Summary")(value=hparams_values(hparams, metrics, time.time()))})
 
     def flush(self) -> None:
         """Wait until everything added is on the disk, including the arrays that are not ready.
@@ -507,17 +500,17 @@ class SummaryWriter:
     def __repr__(self) -> str:
         return f"SummaryWriter({self.logdir!r}{', closed' if self._closed else ''})"
 
-    def _ready(self) -> Worker | None:
-        """Return the worker, or None in a process that does not write; raise pending errors."""
+    def _check_ready(self) -> None:
+        """Refuse what is added to a closed writer; raise pending errors."""
         if self._closed:
             raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
         if self._worker is not None and self._worker.has_error:
             self._worker.check()
-        return self._worker
 
-    def _put_event(self, worker: Worker | None, step: Any, **fields: Any) -> None:
-        if worker is not None:
-            worker.put(fields, step)
+    def _put(self, what: Any, step: Any = None, size: int = 0) -> None:
+        """Queue a job, in the process that writes."""
+        if self._worker is not None:
+            self._worker.put(what, step, size)
 
 
 def as_step(step: Any) -> Any:
@@ -532,9 +525,7 @@ def as_step(step: Any) -> Any:
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
             raise TypeError(f"global_step={shown(step, 40)}: must be an integer scalar, got {kind(step)}")
         return keep(step)
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"global_step={shown(step)}: must be an integer, got {kind(step)}")
-    return step
+    return as_int(step, "global_step")
 
 
 _HINTS: dict[type, str] = {
@@ -549,17 +540,13 @@ def as_serialized(x: Any, name: str, method: str, other: str) -> bytes:
     """Serialize a message of this name; both tensorboard's and TensorFlow's protos are accepted."""
     if isinstance(x, bytes | bytearray | memoryview):
         data = bytes(x)
-        try:
-            proto(name).FromString(data)
-        except decode_error() as error:
-            raise TypeError(f"{method}: {len(data)} bytes that are not a serialized {name}: {error}") from error
+        parsed(data, name, method)
         return data
     if not is_message(x, name):
         other_name = "Event" if name == "Summary" else "Summary"
         hint = f"; {other} takes it" if is_message(x, other_name) or type(x) is Summary else _HINTS.get(type(x), "")
         raise TypeError(f"{method}: expected {'an' if name == 'Event' else 'a'} {name}, not {type(x).__name__}{hint}")
-    serialized: bytes = x.SerializeToString()
-    return serialized
+    return x.SerializeToString()
 
 
 _PLUGIN = "hparams"

@@ -26,8 +26,9 @@ def offsets(path):
     """Return the offset of each record, and the size of the file."""
     offsets = [0]
     with open(path, "rb") as file:
-        for data in read.read_records(file, path):
-            offsets.append(offsets[-1] + len(data) + read.HEADER + read.FOOTER)
+        for begin, data in read.read_records(file, path):
+            assert begin == offsets[-1]
+            offsets.append(begin + len(data) + read.HEADER + read.FOOTER)
     return offsets
 
 

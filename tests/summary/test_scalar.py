@@ -91,13 +91,13 @@ def test_error_for_other_values_names_the_tag(value):
 
 
 def test_bad_tags():
-    with pytest.raises(ValueError, match="the tag is empty"):
+    with pytest.raises(ValueError, match="scalar: tag='': must not be empty; give the value a name"):
         summary.scalar("", 1.0)
     with pytest.raises(TypeError, match=r"scalar\(tags, values\): tags must be a str.* not float 0\.5"):
         summary.scalar(0.5, "loss")
     with pytest.raises(ValueError, match="scalar 'n': int too large"):
         summary.scalar("n", 10**400)
-    with pytest.raises(TypeError, match=r"must be a str, not int 3"):
+    with pytest.raises(TypeError, match=r"scalar: tag=3: must be a string, got an int"):
         summary.scalar(["a", 3], [1.0, 2.0])
     with pytest.raises(ValueError, match="duplicate tag 'a'"):
         summary.scalar(["a", "a"], [1.0, 2.0])
