@@ -181,7 +181,7 @@ def positive_secs(name: str, value: Any) -> Any:
     return None if value is None else as_number(value, name, low=0, above=True, expected="a number of seconds")
 
 
-def every(name: str, value: Any, **more: bool) -> Cadence:
+def every(name: str, value: Any, **more: Any) -> Cadence:
     """A cadence in steps, whose error names the caller's argument."""
     return Cadence(as_int(value, name, 1, "a number of steps"), **more)
 

@@ -239,9 +239,7 @@ def check_hook_result(result: Any, state: TrainState, step: int, by: str) -> tup
         TypeError: The value is not None, a bool or a state.
         ValueError: The returned state differs from the one that the hook received in step, structure, shape or dtype.
     """
-    if result is None:
-        return False, state
-    if isinstance(result, bool | np.bool_):
+    if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
         return False, check_returned_state(result, state, step, by)

@@ -270,8 +270,7 @@ class NanLossHook(RunHook):
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
-        self._look_at_all()
-        self._look_at_state(step, self.run.state)
+        self._look_at_all(step, self.run.state)
         return self._bad
 
     def end(self, step: int, state: TrainState) -> None:
@@ -280,13 +279,7 @@ class NanLossHook(RunHook):
         Raises:
             NanLossDuringTrainingError: One of them is not finite.
         """
-        self._look_at_all()
-        self._look_at_state(step, state)
-
-    def _look_at_all(self) -> None:
-        before, self._held = self._held, None
-        self._look_at(before)
-        self._look_at(self.run.sums.take(self._number))
+        self._look_at_all(step, state)
 
     def _look_at(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
@@ -321,8 +314,11 @@ class NanLossHook(RunHook):
                 prevents_saving=self._bad,
             )
 
-    def _look_at_state(self, step: int, state: TrainState | None) -> None:
-        """Check the state, if it is known; the losses up to it were checked."""
+    def _look_at_all(self, step: int, state: TrainState | None) -> None:
+        """Check the losses up to a step, and its state, if that is known."""
+        before, self._held = self._held, None
+        self._look_at(before)
+        self._look_at(self.run.sums.take(self._number))
         if state is None or self._at_start is None or self._bad or self._over or step == self._began:
             return
         nonfinite, infinite_slots = StateContents(state).worse_since(self._at_start)

@@ -387,8 +387,6 @@ class ProfilerHook(RunHook):
     """
 
     def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
-        if not isinstance(logdir, str | os.PathLike):
-            raise TypeError(f"logdir={shown(logdir)}: must be a string or a path, got {kind(logdir)}")
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
@@ -410,7 +408,8 @@ class ProfilerHook(RunHook):
         if self._running and step >= self._stop:
             self._end_trace(state)
         elif not self._running and self._start <= step < self._stop:
-            self._begin_trace()
+            jax.profiler.start_trace(self._logdir)
+            self._running = True
 
     def end(self, step: int, state: TrainState) -> None:
         """End a trace that is still running at the end of the run."""
@@ -423,10 +422,6 @@ class ProfilerHook(RunHook):
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-
-    def _begin_trace(self) -> None:
-        jax.profiler.start_trace(self._logdir)
-        self._running = True
 
     def _end_trace(self, state: TrainState) -> None:
         jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace

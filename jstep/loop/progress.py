@@ -78,7 +78,7 @@ class ProgressHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
         if self.run.is_over:
-            self._draw_last(step)
+            self.end(step, state)
             return
         if self._held and sums.is_ready(self._held):
             self._show(self._held)
@@ -88,9 +88,6 @@ class ProgressHook(RunHook):
 
     def end(self, step: int, state: TrainState) -> None:
         """Draw the last line."""
-        self._draw_last(step)
-
-    def _draw_last(self, step: int) -> None:
         self._show(self._numbers())
         self._bar.update(step - self._bar.n)
         self._bar.refresh()

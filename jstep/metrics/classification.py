@@ -254,8 +254,7 @@ def joined(first: Total, second: Total) -> Total:
         second = second.as_sum(first.value.dtype)
     elif isinstance(first, Count) and isinstance(second, Sum):
         first = first.as_sum(second.value.dtype)
-    both: Total = jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
-    return both
+    return cast(Total, jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second))
 
 
 def counted(number: Array) -> Count:
@@ -454,9 +453,7 @@ def confusion_matrix(predictions: Any, labels: Any, num_classes: int, *, weights
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
     given, truth = pair(indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels"))
-    weight = weights_of(weights, labels)
-    given, truth = whole(given), whole(truth)
-    weight = None if weight is None else whole(weight)
+    given, truth, weight = jax.tree.map(whole, (given, truth, weights_of(weights, labels)))
     known = is_class(given, size) & is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + given.astype(jnp.int32)
     cell = jnp.where(known, cell, jnp.full_like(cell, size * size))  # out of range: left out
@@ -650,10 +647,7 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200,
     number = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if number > _MOST:
         raise ValueError(f"num_thresholds={number}: must be at most {_MOST}")
-    given, truth = map(whole, scores_and_truth(scores, labels))
-    weight = weights_of(weights, labels)
-    if weight is not None:
-        weight = whole(weight)
+    given, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), weights_of(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
         # A wrong weight has the effect of a score that is NaN: bins cannot be compared by weights that are NaN.
         given = jnp.where(jnp.isnan(weight), jnp.full_like(given, jnp.nan), given)

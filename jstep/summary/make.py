@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -181,11 +182,8 @@ _lock = threading.Lock()
 @functools.cache
 def _no_trace() -> Any:
     """Return the token outside any trace, taken on a new thread because the current one may be tracing."""
-    seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(_trace()))
-    thread.start()
-    thread.join()
-    return seen[0]
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_trace).result()
 
 
 class _Collector:
@@ -356,9 +354,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
         collector = _Collector(key)
         with setting(_active, (*_active.get(), collector)):
             result = fn(*args, **kwargs)
-        parts = collector.parts
-        if collector.nested:
-            parts = parts + _returned(result, collector)
+        parts = [*collector.parts, *_returned(result, collector)]
         return result, merge_parts(parts) if parts else None
 
     return collected

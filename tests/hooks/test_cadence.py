@@ -179,7 +179,7 @@ MORE_BAD = [
         TypeError,
         "fail_on_nan_loss='no': must be True or False",
     ),
-    (lambda: jstep.ProfilerHook(3, start_step=1, stop_step=2), TypeError, "logdir=3: must be a string or a path"),
+    (lambda: jstep.ProfilerHook(3, start_step=1, stop_step=2), TypeError, "logdir=3: must be a path or a URL"),
     (lambda: jstep.EvaluationHook(print, every_n_steps=1, prefix=3), TypeError, "prefix=3: must be a string"),
 ]
 
