@@ -56,12 +56,12 @@ class _Pending(NamedTuple):
     def is_ready(self) -> bool:
         return all(part.is_ready() for _, part in self.parts if hasattr(part, "is_ready"))
 
-    def words(self) -> np.ndarray[Any, Any]:
-        found = np.zeros((len(self.paths), 2), np.uint32)
+    def entry(self, *, per_leaf: bool) -> _log.Entry:
+        words = np.zeros((len(self.paths), 2), np.uint32)
         with internal_transfers():
             for numbers, part in self.parts:
-                found[numbers] = np.asarray(part)
-        return found
+                words[numbers] = np.asarray(part)
+        return _log.as_entry(self.step, self.paths, words, per_leaf=per_leaf)
 
 
 class FingerprintHook(RunHook):
@@ -194,7 +194,7 @@ class FingerprintHook(RunHook):
         try:
             with contextlib.closing(file):
                 for one in pending:
-                    file.write(self._entry(one).line().encode())
+                    file.write(one.entry(per_leaf=self._per_leaf).line().encode())
         except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
 
@@ -206,13 +206,10 @@ class FingerprintHook(RunHook):
             if self._file is not None:
                 self._file.sync(to_disk=True)
 
-    def _entry(self, pending: _Pending) -> _log.Entry:
-        return _log.as_entry(pending.step, pending.paths, pending.words(), per_leaf=self._per_leaf)
-
     def _finish(self, pending: _Pending) -> None:
         if self._file is None and not self._raises:
             return  # only process 0 writes and warns
-        entry = self._entry(pending)
+        entry = pending.entry(per_leaf=self._per_leaf)
         if self._file is not None:
             self._file.write(entry.line().encode())
         before = self._before.pop(entry.step, None)

@@ -265,10 +265,8 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
     new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
     if trees.structure(given) != trees.structure(state):
         raise ValueError(f"{by} returned a state of another structure{_difference(new, old)}")
-    leaves: list[Any] = []
     with internal_transfers():
-        for (path, leaf), (_, was) in zip(new, old, strict=True):
-            leaves.append(_placed_like(leaf, was, path, by))
+        leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
             raise ValueError(
                 f"{by} returned a state at step {int(np.asarray(given.global_step))}: must be at step {step}; only the "

@@ -121,11 +121,8 @@ def _versions() -> dict[str, str | None]:
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables `XLA_FLAGS` and `JAX_*`, and no others; values that look like passwords are omitted."""
-    found = {}
-    for name in sorted(variables):
-        if name == "XLA_FLAGS" or name.startswith("JAX_"):
-            found[name] = "(not recorded)" if _SECRET.search(name) else _without_login(variables[name])
-    return found
+    names = [name for name in sorted(variables) if name == "XLA_FLAGS" or name.startswith("JAX_")]
+    return {name: "(not recorded)" if _SECRET.search(name) else _without_login(variables[name]) for name in names}
 
 
 def _without_login(text: str) -> str:

@@ -20,7 +20,7 @@ from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import Stopwatch
-from jstep.loop.compiler import StartTimes, cache_directory
+from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaiting, TrainSteps
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
 from jstep.state.train_state import TrainState
@@ -54,11 +54,6 @@ class Options:
     def end(self) -> int | None:
         """The step at which the run ends; None if the batches, a hook or a signal end it."""
         return None if self.last_step == LARGEST_STEP else int(self.last_step)
-
-    @property
-    def cache_directory(self) -> str | None:
-        """The directory of the compilation cache."""
-        return cache_directory(self.compile_cache, self.checkpoint_dir)
 
     def for_batches(self, batches: Any) -> "Options":
         """The options for these batches: those that are made with the state allow one step a call.

@@ -444,11 +444,9 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
     """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible."""
     start = run.start
     own = batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= run.options.last_step or (own is None and run.latest is None):
+    if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
         return None
-    if isinstance(batches, StateBatches):
-        return None
-    if own is not None and not own.is_endless and start >= len(own):
+    if run.latest is None if own is None else not own.is_endless and start >= len(own):
         return None
     source = _source(run, batches)
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.

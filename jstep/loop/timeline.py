@@ -29,8 +29,6 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
     def __init__(self, run: Run) -> None:
         self.run, options = run, run.options
         run.at_opening.append(self.opened)
-        run.before_saves.append(self.before_save)
-        run.flushes.append(self.flush)
         self._wall = timeline.CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
@@ -62,6 +60,8 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             self.run.watch.stop()
             return
         self.run.write_line = self._timeline.write
+        self.run.before_saves.append(self.before_save)
+        self.run.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
         self.times(START, version=VERSION)
         self._thread.start()
 
@@ -79,11 +79,6 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             step=None if first is None else [first, max(first, step)],
             seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
         )
-
-    def flush(self) -> None:
-        """Flush the lines to the disk: none is older than the newest checkpoint."""
-        if (timeline := self._timeline) is not None:
-            timeline.flush()
 
     def before_save(self) -> None:
         """Write the line that precedes each checkpoint."""

@@ -17,7 +17,7 @@ from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
-from jstep.loop.compiler import StartTimes, persistent_cache
+from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
 from jstep.loop.hook_runner import exit_on_signal, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
@@ -143,12 +143,13 @@ def train(
     check(state, options.last_step)
     check_batches(batches)
     options = options.for_batches(batches)
+    cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
     times = StartTimes()
     with times.part("devices"):
         jax.devices()
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
-    with overriding_mesh(mesh_of(state)), log, persistent_cache(options.cache_directory):
+    with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in):
         return _train(new_run(options, stages, state, times, new_watch()), batches)
 
 

@@ -248,13 +248,13 @@ def _split_sum(given: Sum, add: Any) -> Sum:
     return total + summed_part(left + given.rest)
 
 
-def joined(first: Total, second: Total) -> Total:
-    """Concatenate two vectors of totals."""
+def joined(first: Any, second: Any) -> Any:
+    """Concatenate two vectors, of numbers or of totals."""
     if isinstance(first, Sum) and isinstance(second, Count):
         second = second.as_sum(first.value.dtype)
     elif isinstance(first, Count) and isinstance(second, Sum):
         first = first.as_sum(second.value.dtype)
-    return cast(Total, jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second))
+    return jax.tree.map(lambda one, other: jnp.concatenate([one, other]), first, second)
 
 
 def counted(number: Array) -> Count:
@@ -658,8 +658,7 @@ def auc(scores: Any, labels: Any, curve: str = "ROC", num_thresholds: int = 200,
 
 def _both(first: Thresholds, second: Thresholds) -> Thresholds:
     """Concatenate the bins of both."""
-    low, high = (jnp.concatenate(ends) for ends in ((first.low, second.low), (first.high, second.high)))
-    return Thresholds(low, high, joined(first.positive, second.positive), joined(first.negative, second.negative))
+    return cast(Thresholds, jax.tree.map(joined, first, second, is_leaf=lambda part: isinstance(part, Total)))
 
 
 def _fewer(given: Thresholds, most: int) -> Thresholds:

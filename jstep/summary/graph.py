@@ -81,10 +81,8 @@ class GraphBuilder:
         node.input.extend(sorted(data, key=lambda ref: ref.startswith("^")))  # control inputs come last
         for key, text in (attrs or {}).items():
             if text:
-                short = text if len(text) <= _MAX_ATTR else text[: _MAX_ATTR - 1] + "…"
-                node.attr[key].s = short.encode()
-        known = [t for t in outputs if t.shape is not None]
-        if known and len(known) == len(outputs):
+                node.attr[key].s = checks.cut(text, _MAX_ATTR).encode()
+        if outputs and all(t.shape is not None for t in outputs):
             shape = proto("TensorShapeProto")
             shapes = [shape(dim=[{"size": n} for n in t.shape or ()]) for t in outputs]
             node.attr["_output_shapes"].list.shape.extend(shapes)
@@ -264,9 +262,9 @@ _HIDDEN_PARAMS = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler
 def from_traced(traced: Any) -> Any:
     """Return the GraphDef of a `jax.stages.Traced`; arguments and results are named by their paths."""
     body, walker = body_of(traced.jaxpr), _TracedWalker()
-    invars, add = body.jaxpr.invars, walker.builder.add
+    invars = body.jaxpr.invars
     names = _argument_names(traced, len(invars))
-    inputs = [add([], name, "Parameter", [], [_traced_tensor(var)])[0] for var, name in zip(invars, names, strict=True)]
+    inputs = [walker.node("", name, "Parameter", [], var) for var, name in zip(invars, names, strict=True)]
     constants = [
         walker.constant(value, var, "constants", f"const_{i}")
         for i, (var, value) in enumerate(zip(body.jaxpr.constvars, body.consts, strict=True))
@@ -274,7 +272,7 @@ def from_traced(traced: Any) -> Any:
     results = walker.operations(body, constants, inputs, "")
     names = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
     for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
-        add(["result"], path or "value", "Result", [walker.ref(value, var, "result")], [_traced_tensor(var)])
+        walker.node("result", path or "value", "Result", [walker.ref(value, var, "result")], var)
     return walker.builder.graph
 
 
@@ -305,10 +303,16 @@ class _TracedWalker:
     def __init__(self) -> None:
         self.builder = GraphBuilder()
 
+    def node(
+        self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: Any, attrs: dict[str, str] | None = None
+    ) -> Ref:
+        """Add a node with one output, of the type of a variable."""
+        return self.builder.add([scope], name, op, inputs, [_traced_tensor(var)], attrs)[0]
+
     def constant(self, value: Any, var: Any, scope: str, name: str = "const") -> Ref:
         """Add the node of a constant."""
         attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
-        return self.builder.add([scope], name, "Const", [], [_traced_tensor(var)], attrs)[0]
+        return self.node(scope, name, "Const", [], var, attrs)
 
     def ref(self, value: Any, atom: Any, scope: str) -> Ref:
         """Return the reference of a value; a constant becomes a node."""
@@ -352,34 +356,31 @@ class _TracedWalker:
         return build(operation, self._refs(values, eqn.invars, opened), opened)
 
     def _scan(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        (body,), params, add = operation.bodies, operation.eqn.params, self.builder.add
+        (body,), params = operation.bodies, operation.eqn.params
         consts, carried = counts_of(params)
         attrs = {"length": str(params["length"]), "reverse": str(params["reverse"])}
         for i in range(consts, len(inputs)):
             kind = "carry" if i < consts + carried else "slice"
-            (inputs[i],) = add(
-                [scope], kind, f"Scan{kind.title()}", [inputs[i]], [_traced_tensor(body.jaxpr.invars[i])], attrs
-            )
+            inputs[i] = self.node(scope, kind, f"Scan{kind.title()}", [inputs[i]], body.jaxpr.invars[i], attrs)
+        results = enumerate(zip(self._program(body, inputs, scope), operation.eqn.outvars, strict=True))
         return [
-            result if i < carried else add([scope], "stack", "ScanStack", [result], [_traced_tensor(var)], attrs)[0]
-            for i, (result, var) in enumerate(
-                zip(self._program(body, inputs, scope), operation.eqn.outvars, strict=True)
-            )
+            result if i < carried else self.node(scope, "stack", "ScanStack", [result], var, attrs)
+            for i, (result, var) in results
         ]
 
     def _while(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        (condition, body), eqn, add = operation.bodies, operation.eqn, self.builder.add
+        (condition, body), eqn = operation.bodies, operation.eqn
         first = eqn.params["cond_nconsts"]
         start = first + eqn.params["body_nconsts"]
         carries = [
-            add([scope], "carry", "WhileCarry", [ref], [_traced_tensor(var)])[0]
+            self.node(scope, "carry", "WhileCarry", [ref], var)
             for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
         ]
         (predicate,) = self._program(condition, inputs[:first] + carries, self.builder.scope(scope, "cond"))
         results = self._program(body, inputs[first:start] + carries, self.builder.scope(scope, "body"))
         control = f"^{predicate.partition(':')[0]}"
         return [
-            add([scope], "exit", "WhileExit", [ref, control], [_traced_tensor(var)])[0]
+            self.node(scope, "exit", "WhileExit", [ref, control], var)
             for ref, var in zip(results, eqn.outvars, strict=True)
         ]
 
@@ -389,7 +390,7 @@ class _TracedWalker:
             for i, branch in enumerate(operation.bodies)
         ]
         return [
-            self.builder.add([scope], "merge", "Merge", [inputs[0], *refs], [_traced_tensor(var)])[0]
+            self.node(scope, "merge", "Merge", [inputs[0], *refs], var)
             for var, *refs in zip(operation.eqn.outvars, *branches, strict=True)
         ]
 

@@ -10,9 +10,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -27,9 +27,6 @@ from jstep.summary.make import Scalars, Summary, has_tracers, keep
 from jstep.summary.read import crc32c, frame, hparams_protos, is_message, parsed, proto
 
 # The background thread that waits for arrays, encodes events and writes them.
-
-Encode: TypeAlias = Callable[[Any, Any, float], tuple[list[bytes], list[Exception]]]
-"""(job, step, time) → (serialized events, errors)."""
 
 # Limits of the queue. Beyond them `put` waits for the thread.
 MAX_JOBS = 2**17
@@ -51,13 +48,12 @@ class Worker:
 
     Args:
         sink: The result of `open_event_file`.
-        encode: Encodes jobs as events.
         max_queue: Maximum number of buffered events.
         flush_secs: Maximum time in the buffer, in seconds.
     """
 
-    def __init__(self, sink: Sink, encode: Encode, max_queue: int, flush_secs: float) -> None:
-        self._encode = encode
+    def __init__(self, sink: Sink, max_queue: int, flush_secs: float) -> None:
+        self._encode = encode_job
         self._sink = sink
         self._max_queue = max_queue
         self._flush_secs = flush_secs
@@ -298,7 +294,7 @@ class SummaryWriter:
         crc32c()
         proto("Event")
         if jax.process_index() == 0:
-            self._worker = Worker(open_event_file(self.logdir, flush_secs), encode_job, max_queue, flush_secs)
+            self._worker = Worker(open_event_file(self.logdir, flush_secs), max_queue, flush_secs)
             # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:
