@@ -135,9 +135,7 @@ class EvaluationHook(RunHook):
         else:
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         # The state is sharded over all processes, so all of them evaluate it.
-        self.cadence = cadence(
-            steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, together=True
-        )
+        self.cadence = cadence(clock, together=True, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None

@@ -186,29 +186,33 @@ def every(name: str, value: Any, **more: Any) -> Cadence:
     return Cadence(as_int(value, name, 1, "a number of steps"), **more)
 
 
-def cadence(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, **more: bool) -> Cadence:
-    """Make a cadence whose errors name the caller's arguments, given as (name, value).
+def cadence(clock: Clock, *, together: bool = False, at_last: bool = False, **intervals: Any) -> Cadence:
+    """Make a cadence whose errors name the caller's arguments.
 
     Steps that are `UNSET` are used only if no seconds are given.
+
+    Args:
+        clock: As in `Cadence`, like `together` and `at_last`.
+        **intervals: The steps, and then the seconds, by the names of the caller's arguments.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An interval is not positive, or there is none.
     """
-    found = cadence_or_never(steps=steps, secs=secs, clock=clock, **more)
+    found = cadence_or_never(clock, together=together, at_last=at_last, **intervals)
     if found.steps is None and found.secs is None:
-        raise ValueError(f"{steps[0]}=None and {secs[0]}=None: say how often, with one of them")
+        raise ValueError(f"{' and '.join(f'{name}=None' for name in intervals)}: say how often, with one of them")
     return found
 
 
-def cadence_or_never(*, steps: tuple[str, Any], secs: tuple[str, Any], clock: Clock, **more: bool) -> Cadence:
+def cadence_or_never(clock: Clock, *, together: bool = False, at_last: bool = False, **intervals: Any) -> Cadence:
     """Like `cadence`; without both intervals, the hook is never due."""
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
-    name, number = steps
+    (steps, number), (secs, seconds) = intervals.items()
     if number is UNSET:
-        number = None if secs[1] is not None else int(UNSET)
-    return Cadence(positive(name, number), positive_secs(*secs), clock, **more)
+        number = None if seconds is not None else int(UNSET)
+    return Cadence(positive(steps, number), positive_secs(secs, seconds), clock, together=together, at_last=at_last)
 
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.

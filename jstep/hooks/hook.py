@@ -342,15 +342,9 @@ class _Owner(NamedTuple):
     made_by: str | None
 
 
-def own_key(hook: Any) -> str | None:
-    """The `key` of a hook, or None; an attribute `key` that is not a string is ignored."""
-    key = getattr(hook, "key", None)
-    return key if isinstance(key, str) and key else None
-
-
 def key_of(hook: Any) -> str:
     """The name of a hook in logs and checkpoints: its key, or its class and what it watches."""
-    return own_key(hook) or _class_names(hook)[0]
+    return _owner(hook).key
 
 
 def _class_names(hook: Any) -> tuple[str, str]:
@@ -364,8 +358,9 @@ def _class_names(hook: Any) -> tuple[str, str]:
 
 
 def _owner(hook: Any) -> _Owner:
-    key, (described, made_by) = own_key(hook), _class_names(hook)
-    return _Owner(described, made_by) if key is None else _Owner(key, None)
+    key = getattr(hook, "key", None)
+    # An attribute `key` that is not a string is ignored.
+    return _Owner(key, None) if isinstance(key, str) and key else _Owner(*_class_names(hook))
 
 
 def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:

@@ -100,13 +100,8 @@ class LoggingHook(ReportingHook):
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(
-            base.cadence(
-                steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock, at_last=True
-            ),
-            mean,
-            self._log,
-        )
+        cadence = base.cadence(clock, at_last=True, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        super().__init__(cadence, mean, self._log)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
         self._given_counter = counter
@@ -310,12 +305,9 @@ class SummarySaverHook(ReportingHook):
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(
-            # The state is sharded over all processes, so all of them compute histograms.
-            base.cadence(steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True),
-            mean,
-            self._write,
-        )
+        # The state is sharded over all processes, so all of them compute histograms.
+        cadence = base.cadence(clock, together=True, save_steps=save_steps, save_secs=save_secs)
+        super().__init__(cadence, mean, self._write)
         self._given_writer = base.check_writer(summary_writer)
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None

@@ -39,11 +39,8 @@ class _Count(NamedTuple):
     dispatched: Any
     """What the meter had counted."""
     examples: tuple[int, int]
-
-
-class _Unfinished(NamedTuple):
-    mark: _Count
-    markers: list[Any]
+    markers: Sequence[Any] = ()
+    """Arrays that are ready when the device has finished it."""
 
 
 class _Figure(NamedTuple):
@@ -119,7 +116,7 @@ class StepCounterHook(RunHook):
         flops_per_step: float | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.cadence = cadence(steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs), clock=clock)
+        self.cadence = cadence(clock, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
@@ -128,7 +125,7 @@ class StepCounterHook(RunHook):
 
     def _reset(self) -> None:
         self._since: _Count | None = None
-        self._unfinished: deque[_Unfinished] = deque()
+        self._unfinished: deque[_Count] = deque()
         self._unfinished_at = 0.0
         self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
         self.steps_per_sec: float | None = None
@@ -171,16 +168,16 @@ class StepCounterHook(RunHook):
         self._since = self._count_at(self.run.step)
         return True
 
-    def _count_at(self, step: int) -> _Count:
+    def _count_at(self, step: int, markers: Sequence[Any] = ()) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
-        return _Count(step, self._clock(), counted, self.run.examples)
+        return _Count(step, self._clock(), counted, self.run.examples, markers)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
         if self._since is None:  # `begin` was not called
             self._begin_interval()
         is_pending = bool(self._unfinished)
-        self._unfinished.append(_Unfinished(self._count_at(step), _markers(metrics)))
+        self._unfinished.append(self._count_at(step, _markers(metrics)))
         if not self.look() and not is_pending:
             self.run.pending.append((self, self.look))
 
@@ -190,8 +187,8 @@ class StepCounterHook(RunHook):
             jax.block_until_ready(one.markers)
             self.look()
         before, finished = self._clock(), []
-        while self._unfinished and _are_ready(self._unfinished[0].markers):
-            finished.append(self._unfinished.popleft().mark)
+        while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
+            finished.append(self._unfinished.popleft())
         if finished and self._since is not None:
             self._measure(finished, self._since, self._clock())
         if self._unfinished:
@@ -201,7 +198,7 @@ class StepCounterHook(RunHook):
     def _measure(self, finished: list[_Count], since: _Count, now: float) -> None:
         last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
-        self._since = last._replace(since=max(last.since, self._unfinished_at))
+        self._since = last._replace(since=max(last.since, self._unfinished_at), markers=())
         if last.step <= since.step:
             return  # the first interval begins with it
         seconds = max(now - since.since, 1e-9)
@@ -221,10 +218,6 @@ class StepCounterHook(RunHook):
         if self._writer is not None:
             for tag, value in values.items():
                 self._writer.add_summary(scalar(tag, value), step)
-
-
-def _are_ready(markers: list[Any]) -> bool:
-    return all(marker.is_ready() for marker in markers)
 
 
 def _markers(metrics: Metrics) -> list[Any]:
@@ -279,9 +272,7 @@ class CheckpointSaverHook(RunHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        self.cadence = cadence_or_never(
-            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
-        )
+        self.cadence = cadence_or_never(clock, together=True, save_steps=save_steps, save_secs=save_secs)
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = _functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver

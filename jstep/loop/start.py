@@ -57,8 +57,7 @@ def open_checkpoints(run: Run) -> None:
     for look in run.at_opening:
         look()
     if run.saver is None:
-        _check_concrete(state, "and no checkpoint_dir to restore from")
-        run.begin_at(step_of(state))
+        _begin_with_given(run, "and no checkpoint_dir to restore from")
         return
     run.start = run.given if run.latest is None else run.latest
     run.first = run.start or 0
@@ -88,8 +87,7 @@ def restore(run: Run) -> None:
             # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
             run.state = saver.restore(run.state)
     except FileNotFoundError:
-        _check_concrete(run.state, "and there is no checkpoint to restore")
-        run.begin_at(step_of(run.state))
+        _begin_with_given(run, "and there is no checkpoint to restore")
         return
     restored = step_of(run.state)
     if restored != run.start:
@@ -107,15 +105,16 @@ def _extra(saver: Saver, step: int) -> dict[str, Any]:
     return extra if isinstance(extra, dict) else {}
 
 
-def _check_concrete(state: TrainState, why: str) -> None:
-    """Refuse a state that a run cannot start from: an abstract one, or one that was donated."""
-    for path, leaf in trees.leaves_with_paths(state):
+def _begin_with_given(run: Run, why: str) -> None:
+    """Start from the given state; refuse one that a run cannot start from: an abstract one, or one that was donated."""
+    for path, leaf in trees.leaves_with_paths(run.state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
                 "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
-    check_alive(state)
+    check_alive(run.state)
+    run.begin_at(step_of(run.state))
 
 
 def _step_if_known(state: TrainState) -> int | None:

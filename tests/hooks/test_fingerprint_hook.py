@@ -231,7 +231,7 @@ def test_the_loop_does_not_wait_for_the_device(tmp_path, monkeypatch):
 BAD = [
     ({"every_n_steps": 0}, ValueError, "every_n_steps=0: must be at least 1"),
     ({"every_n_steps": 1.5}, TypeError, "every_n_steps=1.5: must be an integer"),
-    ({"path": 3}, TypeError, "path=3: must be the path"),
+    ({"path": 3}, TypeError, "path=3: must be a path"),
     ({"per_leaf": "no"}, TypeError, "per_leaf='no': must be True or False"),
     ({"on_divergence": "warn"}, ValueError, "on_divergence='warn': must be one of 'log', 'raise'"),
 ]
