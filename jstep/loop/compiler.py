@@ -252,7 +252,7 @@ _users: list[str] = []
 
 
 def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
-    """Resolve the argument `compile_cache`; None for no cache.
+    """Resolve the argument `compile_cache` to an absolute path; None for no cache.
 
     Raises:
         ValueError: There is no checkpoint_dir to put the cache into, or a URL is given.
@@ -269,14 +269,14 @@ def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
                 f"compile_cache=True: expected a local checkpoint_dir, got {shown(where)}; give a local directory, as "
                 "in compile_cache='/var/cache/jax'"
             )
-        return os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache")
+        return os.path.abspath(os.path.join(os.path.expanduser(os.fspath(where)), "compile_cache"))
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"compile_cache={shown(given)}: expected a directory, True or None, got {kind(given)}")
     if not os.fspath(given).strip():
         raise ValueError("compile_cache='': expected a directory, got an empty string; use None for no cache")
     if is_url(given):
         raise ValueError(f"compile_cache={shown(given)}: expected a local directory, got a URL")
-    return os.path.expanduser(os.fspath(given))
+    return os.path.abspath(os.path.expanduser(os.fspath(given)))
 
 
 @scoped
@@ -287,11 +287,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     and the directory of another run is not used. Entries that a power cut left incomplete are removed at the start, and
     those of this run are on the disk when it ends.
     """
-    if directory is None:
-        yield
-        return
-    directory = os.path.abspath(directory)
-    if not _is_writable(directory):
+    if directory is None or not _is_writable(directory):
         yield
         return
     with _lock:
