@@ -397,7 +397,7 @@ class ProfilerHook(RunHook):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start or end the trace."""
         if self._running and step >= self._stop:
-            self._end_trace(state)
+            self.end(step, state)
         elif not self._running and self._start <= step < self._stop:
             jax.profiler.start_trace(self._logdir)
             self._running = True
@@ -405,7 +405,8 @@ class ProfilerHook(RunHook):
     def end(self, step: int, state: TrainState) -> None:
         """End a trace that is still running at the end of the run."""
         if self._running:
-            self._end_trace(state)
+            jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
+            self.close()
 
     def close(self) -> None:
         """End a trace that is still running after an error."""
@@ -413,10 +414,6 @@ class ProfilerHook(RunHook):
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-
-    def _end_trace(self, state: TrainState) -> None:
-        jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
-        self.close()
 
     def next_due(self, step: int) -> int:
         """The next of start_step and stop_step."""

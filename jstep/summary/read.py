@@ -188,16 +188,16 @@ def event_files(path: str) -> list[str]:
     """
     if not is_directory(path):
         return [path]
-    return [file for name in filter(is_event_file, names_in(path)) if _is_file(file := join(path, name))]
+    return _event_files_among(path, names_in(path))
 
 
 def find_runs(logdir: str) -> list[str]:
     """Return the directories at and below `logdir` that hold event files, sorted."""
-    return [
-        path
-        for path, names in walked(logdir)
-        if any(_is_file(join(path, name)) for name in filter(is_event_file, names))
-    ]
+    return [path for path, names in walked(logdir) if _event_files_among(path, names)]
+
+
+def _event_files_among(path: str, names: list[str]) -> list[str]:
+    return [file for name in filter(is_event_file, names) if _is_file(file := join(path, name))]
 
 
 def check_file(path: str) -> None:
