@@ -13,10 +13,9 @@ import numpy as np
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut
 from jstep.core import trees
 from jstep.core.checks import kind
-from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, resolve
 from jstep.core.slot_roles import AGES, COPIES, Role, Roles, opened, roles_in
-from jstep.state.fingerprints import as_text, leaf_key, stacked
+from jstep.state.fingerprints import as_text, leaf_key, stacked, words_of
 from jstep.state.train_state import TrainState, owners
 
 # Records of the leaves of a state, and their conversion to and from stored arrays.
@@ -35,11 +34,12 @@ def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
         ValueError: A leaf was donated (names its path).
     """
     flat = jax.tree_util.tree_leaves_with_path(state)
+    paths = [trees.path_str(keys) for keys, _ in flat]
+    # Orbax joins keys with dots.
+    arrays = unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in paths)
     out = []
-    for (keys, leaf), (path, number) in zip(flat, ids(trees.path_str(keys) for keys, _ in flat), strict=True):
+    for (keys, leaf), path, array in zip(flat, paths, arrays, strict=True):
         leaf = _with_value(leaf, path)
-        # Distinct leaves may share a path, as in {"a": {"b": x}, "a/b": y}. Orbax joins keys with dots.
-        array = _unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E"), number)
         nbytes, dtype = int(trees.key_data(leaf).nbytes), str(leaf.dtype)
         impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
         stored, carrier = array if leaf.size else None, _CARRIERS.get(dtype)
@@ -49,15 +49,24 @@ def named_leaves(state: Any) -> list[tuple[Leaf, Any]]:
     return out
 
 
-def _with_value(leaf: Any, path: str) -> Any:
+def require_value(leaf: Any, what: str) -> None:
+    """Reject a leaf without a value to save, of a state or of weights.
+
+    Raises:
+        TypeError: It is traced or masked.
+        ValueError: It was donated.
+    """
     if trees.is_traced(leaf):
-        raise TypeError(f"state: {path!r} is traced; save outside of jit, with the state that a compiled step returned")
+        raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, and masks are not saved; pass leaf.filled(…)")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(f"{what} was donated to a step and deleted; save what the step returned, before passing it on")
+
+
+def _with_value(leaf: Any, path: str) -> Any:
+    require_value(leaf, f"state: {path!r}")
     if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise ValueError(
-                f"state: {path!r} was donated to a step and deleted. "
-                "Save the state that the step returned, before you pass it on."
-            )
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
                 f"state: {path!r} is on only one of {jax.process_count()} processes; a state that all processes save "
@@ -66,8 +75,6 @@ def _with_value(leaf: Any, path: str) -> Any:
         return leaf
     if isinstance(leaf, bool | int | float | complex):
         return trees.number(leaf, f"state: {path!r}")
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"state: {path!r} is a masked array, and masks are not saved; pass leaf.filled(…)")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
         # A copy, because the caller may modify the array while it is being saved, in native byte order.
         return np.array(leaf, leaf.dtype.newbyteorder("="))
@@ -80,9 +87,7 @@ def _with_value(leaf: Any, path: str) -> Any:
 
 def to_stored(record: Leaf, leaf: Any) -> Any:
     """Return the array to store for a leaf, of a type that the storage format supports."""
-    if record.key_impl is not None:
-        return jax.random.key_data(leaf)
-    return leaf if record.stored_as is None else _carried(record, leaf, record.stored_as)
+    return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
 def from_stored(record: Leaf, array: Any) -> Any:
@@ -97,6 +102,20 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     if isinstance(array, np.ndarray):
         return array.view(dtype)
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
+
+
+def as_integers(array: np.ndarray[Any, Any], dtype: Any, path: str) -> np.ndarray[Any, Any]:
+    """Convert a stored array to the integer dtype of the leaf at a path of the target.
+
+    Raises:
+        ValueError: The dtype cannot represent a number of it.
+    """
+    converted = array.astype(dtype)
+    if (converted != array).any():
+        raise ValueError(
+            f"target: {path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
+        )
+    return converted
 
 
 def opened_like(array: Any, half: Any) -> Any:
@@ -147,17 +166,10 @@ def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
 
 def unique(paths: Iterable[str]) -> list[str]:
     """Return a name for each path: the path, followed by a number from its second occurrence on."""
-    return [_unique(*one) for one in ids(paths)]
-
-
-def _unique(path: str, number: int) -> str:
-    return path if number == 1 else f"{path}#{number}"
+    return [path if number == 1 else f"{path}#{number}" for path, number in ids(paths)]
 
 
 # Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
-
-ARGUMENT = "leave_out"
-_OF_PARAMS, _SLOTS = "params", "slots"
 
 
 def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
@@ -169,13 +181,13 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
     """
     if leave_out is None:
         return set()
-    params, slots = _field(state, _OF_PARAMS), _field(state, _SLOTS)
+    params, slots = _field(state, PARAMS), _field(state, SLOTS)
     if params is None:
         raise ValueError(
-            f"{ARGUMENT}: selects among the params of a state, but this {type(state).__name__} has none; save a "
+            f"leave_out: selects among the params of a state, but this {type(state).__name__} has none; save a "
             "TrainState, or a dict with 'params'"
         )
-    chosen = resolve(params, leave_out, ARGUMENT)
+    chosen = resolve(params, leave_out, "leave_out")
     roles = roles_in(state)
     of_slots = {
         str(name): iter([place is not None and chosen[place] for place in owners(str(name), tree, params, roles)])
@@ -184,10 +196,10 @@ def left_out_indices(state: Any, leave_out: VarList) -> set[int]:
     of_params = iter(chosen)
 
     def is_left_out(keys: Sequence[Any]) -> bool:
-        first, *rest = (trees.path_str((key,)) for key in keys)
-        if first == _OF_PARAMS:
+        first, *rest = keys_of(keys)
+        if first == PARAMS:
             return next(of_params)
-        return bool(first == _SLOTS and rest and rest[0] in of_slots and next(of_slots[rest[0]]))
+        return bool(first == SLOTS and rest and rest[0] in of_slots and next(of_slots[rest[0]]))
 
     # The leaves of a subtree come in the same order as in the whole tree.
     return {i for i, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)) if is_left_out(keys)}
@@ -219,22 +231,13 @@ def _started(pairs: Sequence[tuple[Leaf | LeftOut, Any]]) -> Callable[[], list[s
     """Start computing the fingerprints of leaves; the returned function waits for them."""
     keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in pairs]
     begun = stacked([value for _, value in pairs], np.stack(keys)) if keys else []
-
-    def texts() -> list[str]:
-        found = [""] * len(keys)
-        with internal_transfers():
-            for numbers, words in begun:
-                for number, pair in zip(numbers, np.asarray(words), strict=True):
-                    found[number] = as_text(pair)
-        return found
-
-    return texts
+    return lambda: list(map(as_text, words_of(begun)))
 
 
 # Slots in checkpoints: steps, guards, former names, copies of parameters, and fresh slots that meet an old age.
 
 GLOBAL_STEP = "global_step"
-_PARAMS = "params"
+PARAMS = "params"
 SLOTS = "slots"
 _LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
 _WIDTHS = {"int32", "int64"}
@@ -266,7 +269,7 @@ def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> boo
         wanted: Its shape and dtype in the target.
         steps: The shape of the target's global step: a population has a step for each of its members.
     """
-    if saved[0] != wanted[0] or {saved[1], wanted[1]} != _WIDTHS or _PARAMS in keys:
+    if saved[0] != wanted[0] or {saved[1], wanted[1]} != _WIDTHS or PARAMS in keys:
         return False
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
@@ -416,7 +419,7 @@ def is_of_untrained(keys: Keys, params: Collection[str], target: Any) -> bool:
     if len(keys) < 2 or keys[0] != SLOTS or keys[1] not in roles or keys[1] not in target.slots:
         return False
     averaged = roles[keys[1]] in (Role.COPY, Role.MASTER_COPY, Role.AVERAGE)
-    return averaged and "/".join((_PARAMS, *keys[2:])) in params
+    return averaged and "/".join((PARAMS, *keys[2:])) in params
 
 
 def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
@@ -435,11 +438,8 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
     before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
-    starts = []
-    for key in keys:
-        if len(key) == 2 and key[0] == SLOTS:
-            is_age = roles[key[1]] in AGES if key[1] in roles else key[1].split("/")[-1] == _AGE
-            starts += [key[1]] if is_age else []
+    names = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS]
+    starts = [name for name in names if (roles[name] in AGES if name in roles else name.split("/")[-1] == _AGE)]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]

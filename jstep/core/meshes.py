@@ -78,12 +78,16 @@ class Contexts:
 
 def capture() -> Contexts:
     """Capture the contexts of this thread: context variables, JAX's settings, the mesh."""
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # get_mesh raises inside a function that JAX is tracing
-        mesh = None
     settings = tuple((name, _read(name)) for name in _SETTINGS)
-    return Contexts(contextvars.copy_context(), settings, mesh, jax.sharding.get_abstract_mesh())
+    return Contexts(contextvars.copy_context(), settings, current_mesh(), jax.sharding.get_abstract_mesh())
+
+
+def current_mesh() -> Mesh | None:
+    """Return the mesh of `jax.set_mesh`, which may be empty; None inside a function that JAX is tracing."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return None
 
 
 def carried(fn: Callable[_P, _R]) -> Callable[_P, _R]:

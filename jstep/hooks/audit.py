@@ -57,11 +57,7 @@ class _Pending(NamedTuple):
         return all(part.is_ready() for _, part in self.parts if hasattr(part, "is_ready"))
 
     def entry(self, *, per_leaf: bool) -> _log.Entry:
-        words = np.zeros((len(self.paths), 2), np.uint32)
-        with internal_transfers():
-            for numbers, part in self.parts:
-                words[numbers] = np.asarray(part)
-        return _log.as_entry(self.step, self.paths, words, per_leaf=per_leaf)
+        return _log.as_entry(self.step, self.paths, _log.words_of(self.parts), per_leaf=per_leaf)
 
 
 class FingerprintHook(RunHook):

@@ -1,8 +1,8 @@
 """Fingerprints of arrays: their arithmetic on the host, the log of a run's, and their sums on devices."""
 
-import dataclasses
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -100,9 +100,7 @@ def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _host_words(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Return the elements as unsigned words, `[n]` or `[n, 2]`; two such arrays for 128-bit elements."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if not flat.dtype.isnative:
-        flat = flat.astype(flat.dtype.newbyteorder("="))
+    flat = np.asarray(array, array.dtype.newbyteorder("="), order="C").reshape(-1)
     if not flat.size:
         return []
     name = flat.dtype.name
@@ -136,8 +134,7 @@ NAME = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry (line) of a log.
 
     Attributes:
@@ -156,8 +153,7 @@ class Entry:
         return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """The contents of a log.
 
     Attributes:
@@ -205,8 +201,7 @@ def _entry(raw: bytes) -> Entry | None:
     return Entry(step, state, leaves)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Difference between two fingerprints of one step.
 
     Attributes:
@@ -253,10 +248,8 @@ def as_entry(step: int, paths: Any, words: Any, *, per_leaf: bool) -> Entry:
         words: The fingerprints of the leaves, uint32 `[n, 2]`, in host memory.
         per_leaf: Whether to record the fingerprints of the leaves.
     """
-    pairs = [(int(a), int(b)) for a, b in words]
-    a, b = (sum(lane) % 2**32 for lane in zip(*pairs, strict=True)) if pairs else (0, 0)
-    leaves = {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(paths, pairs, strict=True)}
-    return Entry(step, f"{a:08x}{b:08x}", leaves if per_leaf else None)
+    leaves = dict(zip(paths, map(as_text, words), strict=True)) if per_leaf else None
+    return Entry(step, as_text(np.sum(words, axis=0, dtype=U)), leaves)
 
 
 # Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard.
@@ -370,17 +363,14 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     paths, leaves, keys = named_leaves(tree)
     if any(trees.is_traced(leaf) for leaf in leaves):
         found = list(fingerprints(leaves, keys))
-        return dict(zip(paths, found, strict=True)) if per_leaf else _sum(found)
+        return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
     # Inside a traced function, concrete leaves are hashed without tracing.
     with internal_transfers(), jax.ensure_compile_time_eval():
         parts = _by_placement(leaves, keys, leaf_program if per_leaf else sum_program)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
-        found = [None] * len(leaves)
-        for numbers, part in parts:
-            for number, one in zip(numbers, part, strict=True):
-                found[number] = jnp.asarray(one)
-        return dict(zip(paths, found, strict=True))
+        pairs = (pair for numbers, part in parts for pair in zip(numbers, part, strict=True))
+        return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
@@ -415,6 +405,15 @@ def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[lis
         return _by_placement(leaves, keys, fingerprints)
 
 
+def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
+    """Return the fingerprints that `stacked` has started, in the order of the leaves, as uint32 `[n, 2]`. Blocks."""
+    found = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
+    with internal_transfers():
+        for numbers, part in parts:
+            found[numbers] = np.asarray(part)
+    return found
+
+
 def as_text(pair: Any) -> str:
     """Format a fingerprint as 16 hexadecimal digits."""
     first, second = (int(word) for word in np.asarray(pair))
@@ -437,10 +436,6 @@ def _check(path: str, leaf: Any) -> None:
         )
 
 
-def _sum(found: Sequence[Any]) -> Any:
-    return sum(found[1:], found[0]) if found else jnp.zeros(2, U)
-
-
 def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
@@ -458,13 +453,10 @@ def _by_placement(
 
 
 def _sum_over_places(parts: Sequence[Any]) -> Any:
-    if not parts:
-        return jnp.zeros(2, U)
-    first, *rest = parts
-    if rest or not isinstance(first, jax.Array):
-        # Sums on different devices are combined on the host: two words each.
-        return jnp.asarray(np.sum([np.asarray(part) for part in parts], axis=0, dtype=U))
-    return first
+    if len(parts) == 1 and isinstance(parts[0], jax.Array):
+        return parts[0]
+    # Sums on different devices are combined on the host: two words each.
+    return jnp.asarray(np.sum([np.zeros(2, U), *map(np.asarray, parts)], axis=0, dtype=U))
 
 
 _ABSENT = -1

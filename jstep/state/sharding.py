@@ -148,10 +148,6 @@ def state_shardings(
     treedef = trees.structure(params)
     if slot_axis is not None:
         axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
-    for_slots = [
-        split_replicated(mesh, sharding, np.shape(leaf), slot_axis)
-        for sharding, (_, leaf) in zip(placed, named, strict=True)
-    ]
 
     def slot(name: str, tree: Any) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
@@ -163,7 +159,7 @@ def state_shardings(
         role = roles.get(name, by_name)
         return treedef.unflatten(
             None if leaf is None else of_slot(mesh, sharding, np.shape(parameter), np.shape(leaf), slot_axis, role)
-            for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), for_slots, named, strict=True)
+            for leaf, sharding, (_, parameter) in zip(treedef.flatten_up_to(tree), placed, named, strict=True)
         )
 
     return treedef.unflatten(placed), {name: slot(name, tree) for name, tree in slots.items()}, on_all
@@ -208,7 +204,7 @@ def of_slot(
 
     Args:
         mesh: The mesh.
-        sharding: The sharding of slots of the parameter's shape.
+        sharding: The parameter's sharding.
         shape: The parameter's shape.
         slot_shape: The slot's shape: the parameter's shape, the same with some dimensions reduced (removed or 1), or
             any other shape, which is replicated.
@@ -216,6 +212,7 @@ def of_slot(
         role: The slot's role, which resolves the ambiguity of square parameters: one number for each row, or for each
             column.
     """
+    sharding = split_replicated(mesh, sharding, shape, slot_axis)
     if role is Role.SCALES:
         # That of their codes, except along an axis whose blocks are split.
         parts = zip(sharding.spec, slot_shape, strict=False)
@@ -267,21 +264,18 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
-def planned(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
-    """Return the shapes and shardings of the result of `build`, without computing it."""
-    shapes = jax.eval_shape(make, *given)
-    return jax.tree.map(put, shapes, place(shapes))
-
-
-def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any) -> Any:
+def build(make: Callable[..., Any], place: Callable[[Any], Any], *given: Any, abstract: bool) -> Any:
     """Compute `make(*given)` with the given shardings: no device ever holds more than its shards.
 
     Args:
         make: Returns a tree of arrays.
         place: Maps the tree's shapes to its shardings.
         *given: Arrays that are already on the mesh; closed-over arrays would become constants of the program.
+        abstract: Whether to return the shapes and shardings of the result, and to compute nothing.
     """
-    return jax.jit(make, out_shardings=place(jax.eval_shape(make, *given)))(*given)
+    shapes = jax.eval_shape(make, *given)
+    shardings = place(shapes)
+    return jax.tree.map(put, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*given)
 
 
 # Partition specs for fully sharded data parallelism (FSDP).

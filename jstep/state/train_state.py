@@ -25,7 +25,7 @@ from jstep.state.global_step import NO_STEP, create_global_step
 
 def is_abstract(mesh: Mesh | None, *given: Any) -> bool:
     """Whether to create an abstract state: from shapes, or for compile-only devices."""
-    return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and not _is_tracing())
+    return any(map(is_shape, jax.tree.leaves(given))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
 
 
 def made_on(
@@ -40,14 +40,13 @@ def made_on(
 
     Args:
         mesh: The mesh.
-        make: Creates the state.
+        make: Creates the state; it is given None in place of a function that returns the parameters.
         params: The parameters, or a function that returns them.
         model_state: Non-trained variables.
         shardings: Maps the state's shapes to its shardings.
         of_params: Maps the parameters to their shardings.
     """
     abstract = is_abstract(mesh, params, model_state)
-    is_function = trees.is_function(params)
 
     def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
         prepared = _shape_of if abstract else trees.host_leaf
@@ -55,26 +54,22 @@ def made_on(
         return jax.tree.map(layout.put, tree, shardings(tree))
 
     with meshes.internal_transfers():
-        given = None if is_function else placed(params, of_params)
+        given = None if trees.is_function(params) else placed(params, of_params)
         others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
-
-    def whole(given: Any, others: Any) -> Any:
-        return make(params if is_function else given, others)
 
     def split(given: Any, others: Any) -> Any:
         def specs(state: Any) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return meshes.without_explicit_axes(whole, given, others, place=specs, mesh=mesh.abstract_mesh)
+        return meshes.without_explicit_axes(make, given, others, place=specs, mesh=mesh.abstract_mesh)
 
-    build = layout.planned if abstract else layout.build
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
             # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
             # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
             with contextlib.suppress(Exception):
-                return build(split, shardings, given, others)
-        return build(whole, shardings, given, others)
+                return layout.build(split, shardings, given, others, abstract=abstract)
+        return layout.build(make, shardings, given, others, abstract=abstract)
 
 
 def _shape_of(keys: Any, leaf: Any) -> Any:
@@ -86,14 +81,6 @@ def _shape_of(keys: Any, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return jax.eval_shape(lambda: trees.as_leaf(leaf, trees.path_str(keys), copy=False))
-
-
-def _is_tracing() -> bool:
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # get_mesh raises inside a function that JAX is tracing
-        return True
-    return False
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
@@ -215,11 +202,11 @@ class TrainState:
             )
         is_function = trees.is_function(params)
 
-        def make(params: Any, model_state: Any) -> TrainState:
-            params = params() if is_function else params
+        def make(given: Any, model_state: Any) -> TrainState:
+            made = params() if is_function else given
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
-                return _fresh(cls, params, optimizer, step, model_state, copy=copy)
+                return _fresh(cls, made, optimizer, step, model_state, copy=copy)
 
         if mesh is None:
             if is_abstract(None, params, model_state):
@@ -235,12 +222,8 @@ class TrainState:
         def of_params(params: Any) -> Any:
             return layout.state_shardings(params, {}, mesh, param_specs, slot_axis)[0]
 
-        def shardings(shapes: TrainState) -> Any:
-            placed, slots, step = layout.state_shardings(
-                shapes.params, shapes.slots, mesh, param_specs, slot_axis, roles_in(shapes)
-            )
-            slots = layout.in_memory(slots, shapes.slots, memory)
-            return shapes.replace(params=placed, slots=slots, global_step=step)
+        def shardings(shapes: TrainState) -> TrainState:
+            return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
         with collecting_checks() as waiting:
             state = made_on(mesh, make, params, model_state, shardings, of_params)
@@ -426,9 +409,7 @@ def _bytes_text(tree: Any) -> str:
 
 
 def _step_text(step: Any) -> str:
-    if step is None:
-        return "None"
-    if trees.is_traced(step) or isinstance(step, jax.ShapeDtypeStruct):
+    if trees.is_traced(step) or is_shape(step):
         return "traced" if trees.is_traced(step) else "abstract"
     if isinstance(step, jax.Array) and step.is_deleted():
         return "donated"
@@ -643,10 +624,17 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
+    memory = checked_memory(slots_memory, mesh, "slots_memory")
+    shardings = _shardings_of(state, mesh, param_specs, slot_axis, memory)
+    with meshes.internal_transfers():
+        return jax.tree.map(layout.put, state, shardings)
+
+
+def _shardings_of(state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None) -> TrainState:
+    """Return a state with the sharding of each leaf in its place."""
     params, slots, everywhere = layout.state_shardings(
         state.params, state.slots, mesh, param_specs, slot_axis, roles_in(state)
     )
-    slots = layout.in_memory(slots, state.slots, checked_memory(slots_memory, mesh, "slots_memory"))
+    slots = layout.in_memory(slots, state.slots, memory)
     step: Any = None if state.global_step is None else everywhere
-    with meshes.internal_transfers():
-        return jax.tree.map(layout.put, state, state.replace(params=params, slots=slots, global_step=step))
+    return state.replace(params=params, slots=slots, global_step=step)

@@ -55,10 +55,10 @@ def test_create_on_a_mesh_never_holds_the_full_state():
 
     program = {}
 
-    def recording_build(make, place, *given):
+    def recording_build(make, place, *given, **options):
         compiled = jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
         program.update(memory=compiled.memory_analysis(), text=compiled.as_text())
-        return original(make, place, *given)
+        return original(make, place, *given, **options)
 
     original, jstep.state.sharding.build = jstep.state.sharding.build, recording_build
     try:
