@@ -27,14 +27,41 @@ class UnsupportedFormatError(CheckpointError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One leaf of a saved state.
+class Recorded:
+    """What a manifest says of every leaf of a state, saved or left out.
 
     Attributes:
         path: The path of the leaf, such as `params/dense/kernel`.
         keys: The keys of the path, which may contain slashes themselves.
         shape: The shape of the leaf.
         dtype: The dtype of the leaf, such as `bfloat16` or `key<fry>`.
+    """
+
+    path: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def _json(self, **own: Any) -> dict[str, Any]:
+        """Return a short dict, without keys that follow from the path."""
+        keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
+        return {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, **own, **keys}
+
+    @staticmethod
+    def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
+        path = _text(data["path"])
+        keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
+        return path, keys, tuple(map(_count, data["shape"])), _text(data["dtype"])
+
+
+_OPTIONAL = ("stored_as", "key_impl", "half")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf(Recorded):
+    """One leaf of a saved state.
+
+    Attributes:
         nbytes: Its size in memory.
         array: The name of the stored array; None if the leaf has no elements and nothing is stored.
         stored_as: The dtype on disk, if the storage format does not support the dtype of the leaf.
@@ -42,10 +69,6 @@ class Leaf:
         half: The name of the stored array with the other half of the numbers: scales or a remainder of `compact`.
     """
 
-    path: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
     nbytes: int
     array: str | None
     stored_as: str | None = None
@@ -54,65 +77,53 @@ class Leaf:
 
     def to_json(self) -> dict[str, Any]:
         """Return a short dict, without what follows from the path."""
-        out: dict[str, Any] = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
-        if list(self.keys) != self.path.split("/"):
-            out["keys"] = list(self.keys)
-        if self.array != self.path:
-            out["array"] = self.array
-        others = ("stored_as", "key_impl", "half")
-        return out | {name: getattr(self, name) for name in others if getattr(self, name) is not None}
+        array = {} if self.array == self.path else {"array": self.array}
+        others = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        return self._json(bytes=self.nbytes) | array | others
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
         """Return the leaf that `to_json` wrote."""
-        path = _text(data["path"])
-        shape, array = tuple(map(_count, data["shape"])), _text_or_none(data.get("array", path))
+        path, keys, shape, dtype = cls._fields(data)
+        array = _text_or_none(data.get("array", path))
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
             _refuse(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
-        return cls(
-            path,
-            tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys"),
-            shape,
-            _text(data["dtype"]),
-            _count(data["bytes"]),
-            array,
-            _text_or_none(data.get("stored_as")),
-            _text_or_none(data.get("key_impl")),
-            _text_or_none(data.get("half")),
-        )
+        others = (_text_or_none(data.get(name)) for name in _OPTIONAL)
+        return cls(path, keys, shape, dtype, _count(data["bytes"]), array, *others)
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
+class LeftOut(Recorded):
     """A leaf of the state that was not saved, by `Saver(leave_out=…)`.
 
     Attributes:
-        path: The path of the leaf, such as `params/base/kernel`.
-        keys: The keys of the path.
-        shape: The shape of the leaf.
-        dtype: The dtype of the leaf.
         fingerprint: 16 hexadecimal digits, as in `jstep.fingerprint(state, per_leaf=True)`.
     """
 
-    path: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
         """Return a short dict, without keys that follow from the path."""
-        keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
-        known = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, "fingerprint": self.fingerprint}
-        return known | keys
+        return self._json(fingerprint=self.fingerprint)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
         """Return the leaf that `to_json` wrote."""
-        path = _text(data["path"])
-        keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
-        shape = tuple(map(_count, data["shape"]))
-        return cls(path, keys, shape, _text(data["dtype"]), _text(data["fingerprint"]))
+        return cls(*cls._fields(data), _text(data["fingerprint"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class RetainedSteps:
+    """The retention state, which is written into every manifest.
+
+    Attributes:
+        steps: Steps of the checkpoints that are kept permanently.
+        since: The time up to which hours are accounted for, in seconds: the first save more than
+            `keep_checkpoint_every_n_hours` after it is the next one kept permanently.
+    """
+
+    steps: frozenset[int]
+    since: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +135,7 @@ class Manifest:
         saved_at: The time of the save, in seconds since 1970.
         leaves: The leaves of the state, in its order.
         extra: The user's values.
-        retention: The state of `jstep.checkpoint.saver`.
+        retention: Which checkpoints are kept permanently; None until the save ends.
         files: Path below the checkpoint → its size in bytes, and checksums or a stamp, depending on the store.
         jstep: The version that wrote it.
         data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was
@@ -136,9 +147,10 @@ class Manifest:
     saved_at: float
     leaves: tuple[Leaf, ...]
     extra: Any = None
-    retention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    retention: RetainedSteps | None = None
     files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    jstep: str = dataclasses.field(default_factory=lambda: _version())
+    # Not that of the installed package: another one, or none, may be installed under this name.
+    jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
 
@@ -157,13 +169,9 @@ class Manifest:
         return [leaf.path for leaf in self.leaves] + [leaf.path for leaf in self.left_out]
 
 
-def _version() -> str:
-    """Return the version of the running jstep: another one, or none, may be installed under this name."""
-    return str(sys.modules["jstep"].__version__)
-
-
 def encode(manifest: Manifest) -> bytes:
     """Encode the manifest as JSON, with a line for each leaf and file, and a final checksum of all lines before it."""
+    kept = manifest.retention
     head = {
         "format": FORMAT,
         "jstep": manifest.jstep,
@@ -171,7 +179,7 @@ def encode(manifest: Manifest) -> bytes:
         "saved_at": manifest.saved_at,
         "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
         "extra": manifest.extra,
-        "retention": dict(manifest.retention),
+        "retention": {} if kept is None else {"kept": sorted(kept.steps), "since": kept.since},
     } | ({} if manifest.data is None else {"data": manifest.data})
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
@@ -215,9 +223,9 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])
+    kept = None
     if "kept" in retention:
-        tuple(map(_count, retention["kept"]))
-        _number(retention["since"])
+        kept = RetainedSteps(frozenset(map(_count, retention["kept"])), _number(retention["since"]))
     data = loaded.get("data")
     if data is not None and (_text(data) in ("", ".", "..") or "/" in data):
         _refuse(f"the folder {data!r} is not below the checkpoint")
@@ -226,7 +234,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         _number(loaded["saved_at"]),
         tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
         loaded["extra"],
-        retention,
+        kept,
         files,
         _text(loaded["jstep"]),
         data,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.checkpoint import slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.checkpoint.slots import GLOBAL_STEP, Keys, Kind
+from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, Keys, Kind
 from jstep.core import trees
 from jstep.core.checks import SHOWN, array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
@@ -20,7 +20,6 @@ from jstep.core.slot_roles import opened, roles_in, split
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
 
-PARAMS = "params"
 _GROUPS = 8  # prefixes listed in a message
 _NAMED = 5  # entries of params named in a message
 
@@ -148,10 +147,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         saved,
         lambda i, source: "" if averaged[i] else _difference(leaves[i], source, steps),
     )
-    of_guards: set[int] = set()
-    if missing := {leaves[i].keys: leaves[i].kind for i in found.missing}:
-        guards = slots.guards(missing, steps, roles_in(target))
-        of_guards = {i for i in found.missing if leaves[i].keys in guards}
+    guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
+    of_guards = {i for i in found.missing if leaves[i].keys in guards}
     arrays = manifest.by_array
     halves = slots.halves_in(target)
 
@@ -341,7 +338,7 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> Match:
-    """Find the saved leaves like `match`, for a target `{"params": params}`.
+    """Find the saved leaves like `match`, for a target `{"params": params}`; if there are none, `check` refuses it.
 
     Args:
         target: The tree to restore into.
@@ -362,10 +359,9 @@ def match_params(
     whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest, averages, whole, where)
-    check(found, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
-    if found.differences():
+    if found.differences() and any(wanted.source for wanted in found.wanted):
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
             "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."
@@ -463,7 +459,8 @@ def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
     if half is not None:
         record, array = dataclasses.replace(record, dtype="float32"), slots.opened_like(array, half)
     if record.dtype != wanted.dtype and jnp.issubdtype(record.dtype, jnp.integer):
-        record, array = dataclasses.replace(record, dtype=wanted.dtype), _count(wanted, np.asarray(array))
+        array = slots.as_integers(np.asarray(array), wanted.dtype, wanted.path)
+        record = dataclasses.replace(record, dtype=wanted.dtype)
     if wanted.is_numpy:
         return np.array(slots.from_stored(record, np.asarray(array)), leaf.dtype)
     sharding = target_sharding(leaf, wanted.path)
@@ -479,16 +476,6 @@ def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
 
         array = jax.jit(leaf_of, out_shardings=sharding)(array)
     return array if array.sharding == sharding else jax.device_put(array, sharding)
-
-
-def _count(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Convert a count to the integer dtype of the target."""
-    converted = array.astype(wanted.dtype)
-    if (converted != array).any():
-        raise ValueError(
-            f"target: {wanted.path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
-        )
-    return converted
 
 
 def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:

@@ -1,17 +1,14 @@
 """Names of checkpoints, and the validation of the arguments of `Saver`."""
 
 import json
-import operator
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import Directory
-from jstep.core.checks import as_number, as_text, kind, shown
+from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.objects import absolute, is_url, location
 
 # Validation of the arguments of `Saver`.
@@ -23,12 +20,10 @@ _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the sta
 def checked_directory(directory: Any) -> str:
     """Return an absolute path, or the URL of an object store."""
     path = absolute(location(directory, "directory"))
-    try:
-        path.encode()
-    except UnicodeEncodeError:
+    if not is_utf8(path):
         raise ValueError(
             f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
-        ) from None
+        )
     if "\\" in path and os.sep != "\\":
         raise ValueError(
             f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
@@ -38,35 +33,24 @@ def checked_directory(directory: Any) -> str:
     return path
 
 
-def checked_prefix(prefix: Any, name: str = "prefix") -> str:
+def is_utf8(text: str) -> bool:
+    """Return whether UTF-8 can encode a string: it has no half of a surrogate pair."""
+    return text.encode(errors="replace").decode() == text
+
+
+def checked_prefix(prefix: Any) -> str:
     """Return a valid prefix of checkpoint names."""
     hint = "the beginning of a file name, such as 'model'"
-    text = as_text(prefix, name, hint)
+    text = as_text(prefix, "prefix", hint)
     if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
-        raise ValueError(f"{name}={text!r}: must be {hint}; pass directories as `directory`")
-    try:
-        length = len(text.encode())
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}={text!r}: must be encodable as UTF-8") from None
-    if length > _LONGEST:
+        raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
+    if not is_utf8(text):
+        raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
+    if (length := len(text.encode())) > _LONGEST:
         raise ValueError(
-            f"{name}={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
+            f"prefix={shown(text)}: must be at most {_LONGEST} bytes, got {length}; file systems refuse it"
         )
     return text
-
-
-def checked_step(step: Any, name: str = "step") -> int:
-    """Return a step as an int ≥ 0; accepts scalars of any integer type."""
-    try:
-        array = np.asarray(step)
-        if array.ndim or array.dtype == bool:
-            raise TypeError
-        number = operator.index(step if isinstance(step, int) else array.item())
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={shown(step)}: must be an integer scalar, got {kind(step)}") from None
-    if number < 0:
-        raise ValueError(f"{name}={number}: must be ≥ 0")
-    return number
 
 
 def json_copy(value: Any, name: str) -> Any:
@@ -84,14 +68,11 @@ def _check_json(value: Any, name: str, above: tuple[int, ...]) -> None:
         raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
     if len(above) > _DEEPEST:
         raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
                 raise TypeError(f"{name}: the key {shown(key)} is {type(key).__name__}; JSON keys must be strings")
             _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_json(item, f"{name}[{i}]", (*above, id(value)))
     elif not isinstance(value, str | int | float | None):
         hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(
@@ -129,7 +110,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
         >>> jstep.checkpoint_name("my-model", 1000)
         'my-model-1000'
     """
-    return listing.name(checked_prefix(prefix), checked_step(step))
+    return listing.name(checked_prefix(prefix), as_int(step, "step", 0))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
@@ -205,10 +186,7 @@ def checkpoints_iterator(
 
 def _steps(store: listing.Store, prefix: str, timeout: float | None, interval: float, poll: float) -> Iterator[int]:
     step = _WAIT
-    while True:
-        step = _next(store, prefix, step, timeout, poll)
-        if step == _END:
-            return
+    while (step := _next(store, prefix, step, timeout, poll)) != _END:
         at = time.monotonic()
         yield step
         time.sleep(max(at + interval - time.monotonic(), 0.0))

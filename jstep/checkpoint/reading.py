@@ -4,7 +4,7 @@ import concurrent.futures
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax
 from jstep.checkpoint import match, slots
 from jstep.checkpoint.listing import CorruptedError, Store, misnamed, name
 from jstep.checkpoint.manifest import CheckpointError, Manifest, UnsupportedFormatError
-from jstep.checkpoint.match import PARAMS, Match, Names
+from jstep.checkpoint.match import Match, Names
 from jstep.core import trees
 from jstep.core.checks import listing
 from jstep.core.meshes import internal_transfers
@@ -46,33 +46,26 @@ class Reader:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
     def restore(
-        self, target: Any, step: int | None, partial: bool, averages: Sequence[str] | None, names: Names | None
+        self,
+        target: Any,
+        step: int | None,
+        partial: bool,
+        averages: Sequence[str] | None,
+        names: Names | None,
+        matched: Callable[..., Match] = match.match,
     ) -> Any:
-        """See `Saver.restore`."""
+        """See `Saver.restore`; `matched` finds the saved leaves: `match.match_params` of a tree of parameters alone."""
 
         def read(path: str, manifest: Manifest) -> Any:
-            if averages is not None:
-                match.check_averages(averages, manifest.leaves, path)
+            match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
                 arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
                 return match.nested_values(manifest.leaves, arrays, averages)
-            found = match.match(target, manifest, averages, names, path)
+            found = matched(target, manifest, averages, names, path)
             match.check(found, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)
-
-        return self._retry(step, read)
-
-    def restore_params(self, params: Any, step: int | None, names: Names | None, averages: Sequence[str] | None) -> Any:
-        """See `Saver.restore_params`."""
-        target = {PARAMS: params}
-
-        def read(path: str, manifest: Manifest) -> Any:
-            if averages is not None:
-                match.check_averages(averages, manifest.leaves, path)
-            found = match.match_params(target, manifest, averages, names, path)
-            return jax.tree.unflatten(trees.structure(params), self._read_leaves(path, manifest, found))
 
         return self._retry(step, read)
 
@@ -116,10 +109,8 @@ class Reader:
             return self._store.manifest(path), "", CORRUPTED
         except FileNotFoundError:
             return None, "", CORRUPTED
-        except UnsupportedFormatError as error:
-            return None, str(error), UNREADABLE
         except CheckpointError as error:
-            return None, str(error), CORRUPTED
+            return None, str(error), UNREADABLE if isinstance(error, UnsupportedFormatError) else CORRUPTED
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
@@ -214,15 +205,13 @@ class Reader:
                 raise _GoneError(path)
             if processes.any_process(bool(problems)):
                 problems = problems or ["another process names the file"]
-                left = (
-                    ""
-                    if manifest.is_packed or is_url(path)
-                    else (
+                left = ""
+                if not (manifest.is_packed or is_url(path)):
+                    left = (
                         f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, "
                         f"{manifest.step}) reads it unverified, and jstep.load_weights({path!r}, params, partial=True) "
                         "those parameters that can be read."
                     )
-                )
                 raise self._unusable(path, problems, CORRUPTED, left)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure

@@ -9,7 +9,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -17,10 +16,10 @@ import numpy as np
 
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.listing import Commit, Files, Store, name
-from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest
-from jstep.checkpoint.match import Names
+from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
+from jstep.checkpoint.match import Names, match_params
 from jstep.checkpoint.reading import Reader, newest_in_words, short
-from jstep.checkpoint.slots import left_out_indices, named_leaves, started_slots, to_stored
+from jstep.checkpoint.slots import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, listing, note, scoped
 from jstep.core.meshes import internal_transfers
@@ -33,29 +32,6 @@ from jstep.state.train_state import TrainState
 # Retention of checkpoints: the last few, and one every N hours permanently.
 
 _logger = logging.getLogger("jstep")
-
-
-@dataclasses.dataclass(frozen=True)
-class RetainedSteps:
-    """The retention state, which is written into every manifest.
-
-    Attributes:
-        steps: Steps of the checkpoints that are kept permanently.
-        since: The time up to which hours are accounted for, in seconds: the first save more than
-            `every_n_hours` after it is the next one kept permanently.
-    """
-
-    steps: frozenset[int]
-    since: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON form for the manifest."""
-        return {"kept": sorted(self.steps), "since": self.since}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "RetainedSteps":
-        """Return what `to_json` wrote."""
-        return cls(frozenset(data["kept"]), data["since"])
 
 
 def evictions(
@@ -106,7 +82,7 @@ class RetentionManager:
         self._retained: RetainedSteps | None = None
         self._warned = False
         self._times: dict[int, float] = {}
-        self._whole: set[int] = set()
+        """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
 
     def commit_of(
         self,
@@ -130,11 +106,10 @@ class RetentionManager:
             def committed() -> None:
                 self._retained = retained
                 self._times[manifest.step] = manifest.saved_at
-                self._whole.add(manifest.step)
                 for path in victims:
                     self._store.evict(path)
 
-            sealed = dataclasses.replace(manifest, retention=retained.to_json(), files=files, left_out=left_out())
+            sealed = dataclasses.replace(manifest, retention=retained, files=files, left_out=left_out())
             return sealed, committed
 
         return Commit(manifest.saved_at, seal)
@@ -144,11 +119,10 @@ class RetentionManager:
         retained = self.load(leaf.path for leaf in manifest.leaves)
         if self._max_to_keep is None:
             return [], retained
-        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._whole))
-        self._whole = set(found)  # not checked again at the next save
+        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
         found.pop(manifest.step, None)
-        times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
-        times[manifest.step] = manifest.saved_at
+        self._times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
+        times = self._times | {manifest.step: manifest.saved_at}
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
         if manifest.step < max(times) and not self._warned:
             self._warned = True
@@ -206,12 +180,10 @@ class RetentionManager:
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
         if self._every_n_hours is None or step in retained.steps:
             return 0.0
-        if step not in self._times:
-            try:
-                self._times[step] = self._store.manifest(path).saved_at
-            except (CheckpointError, OSError):
-                self._times[step] = retained.since  # too young to keep permanently
-        return self._times[step]
+        try:
+            return self._times[step] if step in self._times else self._store.manifest(path).saved_at
+        except (CheckpointError, OSError):
+            return retained.since  # too young to keep permanently
 
     def _newest_manifest(self) -> Manifest | None:
         for _, path in self._store.newest_first(self._prefix):
@@ -220,9 +192,8 @@ class RetentionManager:
         return None
 
     def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
-        if newest is None or "kept" not in newest.retention:
-            return RetainedSteps(frozenset(), self._since)
-        return RetainedSteps.from_json(newest.retention)
+        kept = None if newest is None else newest.retention
+        return kept or RetainedSteps(frozenset(), self._since)
 
 
 # Global steps of states, and whether compression is worthwhile.
@@ -248,16 +219,16 @@ def step_of(state: Any, given: Any = None) -> int:
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
         if given is not None:
-            return naming.checked_step(given)
+            return as_int(given, "step", 0)
         found = np.unique(np.asarray(step))
         if len(found) != 1:
             raise ValueError(
                 f"state: global_step has the shape {np.shape(step)} and the values {found[:5].tolist()}: the members "
                 "of this population have no step in common; name the checkpoint with save(state, step=…)"
             )
-        return naming.checked_step(found[0], "state: global_step")
-    number = naming.checked_step(step, "state: global_step")
-    if given is not None and naming.checked_step(given) != number:
+        return as_int(found[0], "state: global_step", 0)
+    number = as_int(step, "state: global_step", 0)
+    if given is not None and as_int(given, "step", 0) != number:
         raise ValueError(f"step={given}: must be the state's global_step, {number}, which names its checkpoint")
     return number
 
@@ -537,7 +508,8 @@ class Saver:
         with self._lock:
             self.wait()
             refuse_compile_only(target_params, "target_params")
-            return self._reader.restore_params(target_params, step, names, averages)
+            target = {PARAMS: target_params}
+            return self._reader.restore(target, step, True, averages, names, match_params)[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
@@ -562,7 +534,7 @@ class Saver:
         """
         with self._lock:
             self.claim()
-            self._retention.delete(naming.checked_step(step))
+            self._retention.delete(as_int(step, "step", 0))
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
@@ -650,9 +622,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
         except CheckpointError as failure:
@@ -720,4 +690,4 @@ class Saver:
 
 
 def _step_or_none(step: Any) -> int | None:
-    return None if step is None else naming.checked_step(step)
+    return None if step is None else as_int(step, "step", 0)

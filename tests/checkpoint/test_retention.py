@@ -84,6 +84,18 @@ class TestRetention:
             saver.save(state_at(5))
             assert {1, 2, 5} <= set(saver.all_steps())
 
+    def test_a_corrupted_manifest_is_not_kept_permanently(self, tmp_path):
+        now = [0.0]
+        options = {"max_to_keep": 1, "keep_checkpoint_every_n_hours": 1, "clock": lambda: now[0]}
+        with Saver(tmp_path, **options) as saver:
+            for step in (1, 2):
+                now[0] = step * 4000.0
+                saver.save(state_at(step))
+        flip(tmp_path / "model-2" / "manifest.json", 10)
+        with Saver(tmp_path, **options) as saver:
+            saver.save(state_at(3))
+            assert saver.all_steps() == [1, 3]
+
     @settings(max_examples=200, deadline=None)
     @given(
         gaps=st.lists(st.floats(0.01, 0.99), max_size=40),
