@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import logging
@@ -72,6 +73,15 @@ def _space() -> str:
     return " ".join(found)
 
 
+def owner_in(data: bytes | None) -> dict[str, Any]:
+    """Return the owner that the content of a lock names; empty if it names none."""
+    try:
+        who = json.loads(data or b"{}")
+    except ValueError:
+        return {}
+    return who if isinstance(who, dict) else {}
+
+
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
     """Return the error message for a second writer."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
@@ -111,26 +121,21 @@ class Claim:
 
     def __init__(self, directory: str, prefix: str) -> None:
         self.path = file_of(directory, prefix)
-        self._handle: int | None = _locked(self.path, directory, prefix)
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _unlock, self.path, self._handle, self._pid)
+        self.handle = _locked(self.path, directory, prefix)
+        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle)
         _HELD.add(self)
 
     def is_held(self) -> bool:
         """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
-        if self._handle is None or self._pid != os.getpid():
-            return False
         with contextlib.suppress(OSError):
-            if not _same_file(self._handle, self.path):
-                return False
-            os.utime(self._handle)  # heartbeat
-            return True
+            if self.finalizer.alive and _same_file(self.handle, self.path):
+                os.utime(self.handle)  # heartbeat
+                return True
         return False
 
     def release(self) -> None:
         """Release the claim."""
-        self._handle = None
-        self._finalizer()
+        self.finalizer()
 
 
 def _locked(path: str, directory: str, prefix: str) -> int:
@@ -178,25 +183,18 @@ def _lock(handle: int) -> bool:
 
 
 def _same_file(handle: int, path: str) -> bool:
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    own = os.fstat(handle)
-    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    return False
 
 
 def _read(handle: int) -> dict[str, Any]:
-    try:
-        who = json.loads(os.pread(handle, 4096, 0))
-    except (OSError, ValueError):
-        return {}
-    return who if isinstance(who, dict) else {}
+    with contextlib.suppress(OSError):
+        return owner_in(os.pread(handle, 4096, 0))
+    return {}
 
 
-def _unlock(path: str, handle: int, pid: int) -> None:
-    if pid != os.getpid():
-        return  # a fork: its copy was closed when it started
+def _unlock(path: str, handle: int) -> None:
     with contextlib.suppress(OSError):
         if _same_file(handle, path):
             os.unlink(path)
@@ -207,10 +205,9 @@ def _unlock(path: str, handle: int, pid: int) -> None:
 def _release_in_fork() -> None:
     """Close a fork's copies of the locked files, so that the claims end with the parent."""
     for claim in list(_HELD):
-        handle, claim._handle = claim._handle, None
-        if handle is not None:
+        if claim.finalizer.detach() is not None:
             with contextlib.suppress(OSError):
-                os.close(handle)
+                os.close(claim.handle)
 
 
 if hasattr(os, "register_at_fork"):
@@ -435,7 +432,7 @@ class Directory:
         if manifest.is_packed:  # copied from a bucket
             from jstep.checkpoint import packs  # not at the top: it imports JAX
 
-            return packs.find_corruption(packs.LocalObjects(path), "", manifest, share)
+            return packs.find_corruption(functools.partial(packs.LocalRead, path), "", manifest, share)
         return listing.find_corruption(path, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,7 +440,7 @@ class Directory:
         from jstep.checkpoint import orbax_arrays, packs  # not at the top: importing tensorstore is slow
 
         if manifest.is_packed:
-            return packs.read(packs.LocalObjects(path), "", manifest, shardings)
+            return packs.read(functools.partial(packs.LocalRead, path), "", manifest, shardings)
         return orbax_arrays.read(orbax_arrays.in_folder(path), manifest, shardings)
 
     def claim(self, prefix: str) -> None:
@@ -514,31 +511,30 @@ class Directory:
             committed()
 
         self._bytes = sum(int(array.nbytes) for array in arrays.values())
-        try:
+        self._is_cleaned = False  # if this is interrupted, the next save removes the remains
+        with self._explained():
             if self._arrays is None:
                 from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
                 self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
             self._arrays.save(path, arrays, compress, publish)
-        except Exception as error:
-            self._explain(error)
-            raise
-        except BaseException:
-            self._is_cleaned = False  # interrupted: the next save removes the remains
-            raise
+        self._is_cleaned = True
 
     def wait(self) -> None:
         """See `Store.wait`."""
-        try:
+        with self._explained():
             if self._arrays is not None:
                 self._arrays.wait()
-        except Exception as error:
-            self._explain(error)
-            raise
 
-    def _explain(self, error: Exception) -> None:
-        if (code := full(error)) is not None:
-            raise full_disk(self.directory, self._bytes, code) from error
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A context whose error says that the disk is full, and how much is needed, if that is the cause."""
+        try:
+            yield
+        except Exception as error:
+            if (code := full(error)) is not None:
+                raise full_disk(self.directory, self._bytes, code) from error
+            raise
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`."""

@@ -1,15 +1,15 @@
 """The contents of a directory of checkpoints, and the checksums of their files; does not load JAX."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import logging
 import os
+import pathlib
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode
 from jstep.stores.files import is_absent, may_be_file, sync_files
@@ -36,8 +36,7 @@ class CorruptedError(CheckpointError):
         self.problems = list(problems)
 
 
-@dataclasses.dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     """The end of a save, on the first process and in the background.
 
     Attributes:
@@ -353,12 +352,8 @@ _AT_ONCE = 4
 
 def files_below(checkpoint: str) -> list[str]:
     """Return the sorted paths, relative to the checkpoint, of all its files except the manifest."""
-    found = [
-        os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
-        for folder, _, names in os.walk(checkpoint)
-        for name in names
-    ]
-    return sorted(path for path in found if path != NAME)
+    files = (path for path in pathlib.Path(checkpoint).rglob("*") if not path.is_dir())
+    return sorted({path.relative_to(checkpoint).as_posix() for path in files} - {NAME})
 
 
 def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
@@ -493,7 +488,7 @@ def find_corruption_of_copy(
 
     for path, pending in at_once(started(), _AT_ONCE):
         try:
-            data = objects.read_result(pending).data
+            data = pending.read().data
         except TruncatedError:
             continue  # the size that was read until here differs
         if data is None:

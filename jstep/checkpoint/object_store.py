@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -22,8 +23,8 @@ import jax
 
 from jstep.checkpoint import listing, packs
 from jstep.checkpoint import manifest as _manifest
-from jstep.checkpoint.directory import is_alive, refusal, this_process
-from jstep.checkpoint.listing import Checkpoints, Commit, CorruptedError
+from jstep.checkpoint.directory import is_alive, owner_in, refusal, this_process
+from jstep.checkpoint.listing import Checkpoints, Commit, CorruptedError, Files
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.checkpoint.packs import Block, own_blocks
 from jstep.core.meshes import Thread
@@ -73,25 +74,23 @@ class ObjectClaim:
 
     def _take(self) -> bytes:
         key = key_of(self._prefix)
-        until: float | None = None
+        until = math.inf
         seen = self._objects.read(key)
         stamp = seen.stamp
         while True:
-            who = claimant(seen.data)
-            if seen.data is None or self._is_free(who):
+            who = owner_in(seen.data)
+            is_free = seen.data is None or self._is_free(who)
+            if not is_free and (is_alive(who) is not None or seen.stamp != stamp):  # its owner is alive
+                raise CheckpointError(refusal(self._objects.url, self._prefix, who))
+            if is_free or time.monotonic() > until:
                 if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
                     return mine
-            elif is_alive(who) is not None or seen.stamp != stamp:  # its owner is alive
-                raise CheckpointError(refusal(self._objects.url, self._prefix, who))
-            elif until is None:
+            elif until == math.inf:
                 _logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
                     *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, SILENT),
                 )
                 until = time.monotonic() + SILENT
-            elif time.monotonic() > until:
-                if (mine := self._objects.write_if(key, self._text(), stamp)) is not None:
-                    return mine
             else:
                 self._ended.wait(min(SILENT / 10, max(0.01, until - time.monotonic())))
             seen = self._objects.read(key)
@@ -131,7 +130,7 @@ class ObjectClaim:
                     self._stamp = stamp
                     return
                 found = self._objects.read(key_of(self._prefix))
-            who = claimant(found.data)
+            who = owner_in(found.data)
             if who.get("id") == self.id:
                 self._stamp = found.stamp
                 return
@@ -168,15 +167,6 @@ def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
         with contextlib.suppress(OSError):  # the commit raises it if it persists
             held.renew()
         del held
-
-
-def claimant(data: bytes | None) -> dict[str, Any]:
-    """Return the owner that a claim names; empty if it names none."""
-    try:
-        who = json.loads(data or b"{}")
-    except ValueError:
-        return {}
-    return who if isinstance(who, dict) else {}
 
 
 # One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
@@ -284,14 +274,10 @@ class ObjectSave:
         """Return the records of all objects of this attempt, for the manifest."""
         files: dict[str, dict[str, Any]] = {}
         until = time.monotonic() + _OTHERS + 10 * took
-
-        def is_late() -> bool:
-            return time.monotonic() > until
-
         for index in range(count):
             key = f"part.{index}.json"
-            missing = f"process {index} has not written"
-            data = own if index == 0 else self._polled(f"{self.folder}/{key}", is_late, missing)
+            late = f"process {index} has not written"
+            data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
             if data.startswith(b'{"failed"'):
                 raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
             files |= packs.read_index(data)[0]
@@ -336,7 +322,7 @@ class ObjectSave:
                 next_look = now + BEAT
                 found = self._objects.read(key)
                 if found.stamp != stamp:
-                    renews = bool(stamp) or found.data is None or claimant(found.data).get("beat", 0) != 0
+                    renews = bool(stamp) or found.data is None or owner_in(found.data).get("beat", 0) != 0
                     stamp, changed = found.stamp, now
             return now > (min(latest, changed + _SILENT) if renews else began + patience)
 
@@ -425,7 +411,7 @@ class ObjectStore:
         """See `Store.find_corruption`. Reads every byte."""
         above = f"{self._name(path)}/"
         if manifest.is_packed:
-            return packs.find_corruption(self._objects, above, manifest, share)
+            return packs.find_corruption(self._objects.start_read, above, manifest, share)
         return listing.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
 
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,7 +424,7 @@ class ObjectStore:
 
             return orbax_arrays.read_copy(self._objects, above, manifest, shardings)
         try:
-            return packs.read(self._objects, above, manifest, shardings)
+            return packs.read(self._objects.start_read, above, manifest, shardings)
         except CorruptedError:
             with contextlib.suppress(CheckpointError, OSError):
                 if self.manifest(path).data != manifest.data:
@@ -470,17 +456,13 @@ class ObjectStore:
         def look() -> bytes:
             return self._objects.read(f"{name}/{_manifest.NAME}").stamp
 
-        def end(files: Mapping[str, Mapping[str, Any]], seen: bytes) -> None:
-            self._commit(name, attempt, files, commit, seen)
-
+        ends = look, functools.partial(self._commit, name, attempt, commit)
         self._saving = f"{name}/{attempt}"
-        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), (look, end))
+        self._save = ObjectSave(self._objects, name, attempt, blocks, compress, (process, count), ends)
         if self._claimed is not None:
             self._claimed.saving = self._save.thread
 
-    def _commit(
-        self, name: str, attempt: str, files: Mapping[str, Mapping[str, Any]], commit: Commit, before: bytes
-    ) -> None:
+    def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         keys = self._list(self._prefix)
         self._keys = keys  # one list request per save
         try:

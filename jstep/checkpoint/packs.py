@@ -1,13 +1,12 @@
 """Arrays of checkpoints in object stores: blocks, packed into a few large objects with an index."""
 
-import dataclasses
 import itertools
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +31,10 @@ from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, Truncated
 # covers the index.
 
 Box = tuple[slice, ...]
+_For = TypeVar("_For")
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A box of an array, on the host.
 
     Attributes:
@@ -110,9 +109,8 @@ PACK = 32 * 2**20
 _AT_ONCE = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The position of a block in an object.
+class Stored(NamedTuple):
+    """The position of a block in an object, as the index lists it.
 
     Attributes:
         array: The array's name.
@@ -123,7 +121,7 @@ class Stored:
         offset: The offset in the object.
         nbytes: The number of bytes in the object.
         crc32: The checksum of these bytes.
-        zipped: Whether they are compressed (zlib).
+        zipped: 1 if they are compressed (zlib), otherwise 0.
     """
 
     array: str
@@ -134,16 +132,11 @@ class Stored:
     offset: int
     nbytes: int
     crc32: str
-    zipped: bool = False
-
-    def to_json(self) -> list[Any]:
-        """Return the record for the index."""
-        place = [self.pack, self.offset, self.nbytes, self.crc32, int(self.zipped)]
-        return [self.array, self.dtype, list(self.start), list(self.shape), *place]
+    zipped: int
 
     @classmethod
     def from_json(cls, record: Sequence[Any]) -> "Stored":
-        """Return the block that `to_json` wrote."""
+        """Return a block of an index."""
         array, dtype, start, shape, pack, offset, nbytes, crc32, zipped = record
         counts = [*start, *shape, offset, nbytes]
         if len(start) != len(shape) or any(type(count) is not int or count < 0 for count in counts):
@@ -168,14 +161,14 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
             data = b"".join(body for _, body in group)
             offset = 0
             for block, body in group:
-                at = (name, offset, len(body), f"{zlib.crc32(body):08x}", compress)
+                at = (name, offset, len(body), f"{zlib.crc32(body):08x}", int(compress))
                 stored.append(Stored(block.array, str(block.data.dtype), block.start, block.data.shape, *at))
                 offset += len(body)
             yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
 
     for (name, nbytes), pending in at_once(started(), _AT_ONCE):
         packs[name] = {"bytes": nbytes, "stamp": pending.stamp().hex()}
-    return json.dumps({"packs": packs, "blocks": [block.to_json() for block in stored]}).encode()
+    return json.dumps({"packs": packs, "blocks": stored}).encode()
 
 
 def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Block, bytes]]]:
@@ -250,61 +243,50 @@ _READ_AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
 
 
-class ReadableObjects(Protocol):
-    """Objects by key: those below a URL (`jstep.stores.objects.Objects`), or files."""
-
-    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Any:
-        """Start to read an object, or a range of its bytes. The result has `url` and `give_up()`."""
-
-    def read_result(self, pending: Any) -> ReadResult:
-        """Return the result of a read."""
+StartRead = Callable[..., Any]
+"""`start_read(key, start=0, stop=None)` starts to read bytes: below a URL a `Pending`, in a folder a `LocalRead`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalRead:
-    """A range of a file to read.
+class LocalRead(NamedTuple):
+    """A range of a file to read, like a `Pending` of an object.
 
     Attributes:
-        url: The path of the file.
+        folder: The folder of the checkpoint.
+        key: The path of the file below it.
         start: The first byte.
         stop: The end of the range; None for the end of the file.
     """
 
-    url: str
-    start: int
-    stop: int | None
+    folder: str
+    key: str
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The path of the file."""
+        return os.path.join(self.folder, self.key)
 
     def give_up(self) -> None:
         """Do nothing: the file is read when its result is requested."""
 
-
-class LocalObjects:
-    """The files of a copied checkpoint, read like the objects below a URL."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> LocalRead:
-        """See `jstep.stores.objects.Objects.start_read`."""
-        return LocalRead(os.path.join(self._folder, key), start, stop)
-
-    def read_result(self, pending: LocalRead) -> ReadResult:
-        """See `jstep.stores.objects.Objects.read_result`."""
-        if not is_below(os.path.realpath(self._folder), os.path.relpath(pending.url, self._folder)):
-            raise ValueError(f"{pending.url}: a link out of the checkpoint")
+    def read(self) -> ReadResult:
+        """See `Pending.read`."""
+        if not is_below(os.path.realpath(self.folder), self.key):
+            raise ValueError(f"{self.url}: a link out of the checkpoint")
         try:
-            with open(pending.url, "rb") as file:
-                file.seek(pending.start)
-                return ReadResult(file.read(-1 if pending.stop is None else pending.stop - pending.start), b"")
+            with open(self.url, "rb") as file:
+                file.seek(self.start)
+                return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return ReadResult(None, ABSENT)
 
 
-def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Read arrays by name. Each process reads the blocks that it needs and verifies their checksums.
 
     Args:
-        objects: The objects.
+        start_read: Starts to read an object, or a range of its bytes.
         above: What the keys of the checkpoint begin with: its name and a slash, or nothing.
         manifest: The manifest of the checkpoint.
         shardings: Name → sharding of the array; None for a NumPy array.
@@ -316,7 +298,7 @@ def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Ma
         CorruptedError: The checkpoint is corrupted, or an object is missing.
         OSError: The store cannot be read.
     """
-    blocks = _blocks(objects, above, manifest)
+    blocks = _blocks(start_read, above, manifest)
     kinds = _check(manifest, blocks, list(shardings))
     parts = {
         name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
@@ -332,7 +314,7 @@ def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Ma
             if (both := overlap(part, block.start, block.shape)) is not None:
                 filled[both[0]] = values[both[1]]
 
-    _read(objects, f"{above}{manifest.data}", needed, fill)
+    _read_blocks(start_read, f"{above}{manifest.data}", needed, fill)
     out: dict[str, Any] = {}
     for name, sharding in shardings.items():
         mine = parts.pop(name)
@@ -341,16 +323,15 @@ def read(objects: ReadableObjects, above: str, manifest: Manifest, shardings: Ma
 
 
 def find_corruption(
-    objects: ReadableObjects, above: str, manifest: Manifest, share: tuple[int, int] = (0, 1)
+    start_read: StartRead, above: str, manifest: Manifest, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
     try:
-        blocks = _blocks(objects, above, manifest)
+        blocks = _blocks(start_read, above, manifest)
         mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
         blocks = [block for block in blocks if block.pack in mine]
-        dtypes = {block.dtype: jax.numpy.dtype(block.dtype) for block in blocks}
         folder = f"{above}{manifest.data}"
-        _read(objects, folder, blocks, lambda block, body: decoded(block, body, dtypes[block.dtype]))
+        _read_blocks(start_read, folder, blocks, lambda block, body: decoded(block, body, jnp.dtype(block.dtype)))
     except CorruptedError as error:
         return error.problems
     except (TypeError, ValueError) as error:
@@ -358,28 +339,20 @@ def find_corruption(
     return []
 
 
-def _blocks(objects: ReadableObjects, above: str, manifest: Manifest) -> Sequence[Stored]:
+def _blocks(start_read: StartRead, above: str, manifest: Manifest) -> Sequence[Stored]:
     """Return all blocks of a checkpoint, from the indexes that its processes wrote."""
-    parts = {key: record for key, record in manifest.files.items() if key.split("/")[-1].startswith("part.")}
-    reading = [(record, objects.start_read(f"{above}{key}")) for key, record in parts.items()]
     blocks: list[Stored] = []
-    problems = []
-    for record, pending in reading:
-        try:
-            data = objects.read_result(pending).data
-            if data is None:
-                raise ValueError("missing")
-            if record.get("crc32") != [f"{zlib.crc32(data):08x}"]:
-                raise ValueError("its checksum differs")
-            found = read_index(data)[1]
-            if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
-                raise ValueError("it names an object that is not in the manifest")
-            blocks += found
-        except ValueError as error:
-            text = str(error)
-            problems.append(text if pending.url in text else f"{pending.url}: {text}")
-    if problems:
-        raise CorruptedError(problems)
+
+    def add(key: str, data: bytes) -> None:
+        if manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
+            raise ValueError("its checksum differs")
+        found = read_index(data)[1]
+        if any(f"{manifest.data}/{block.pack}" not in manifest.files for block in found):
+            raise ValueError("it names an object that is not in the manifest")
+        blocks.extend(found)
+
+    keys = [key for key in manifest.files if key.split("/")[-1].startswith("part.")]
+    _read(((key, start_read(f"{above}{key}")) for key in keys), add, len(keys))
     return blocks
 
 
@@ -416,31 +389,45 @@ def _check(
     return {name: (kinds[name][0], jnp.dtype(kinds[name][1])) for name in names}
 
 
-def _read(objects: ReadableObjects, folder: str, blocks: Sequence[Stored], use: Any) -> None:
-    """Read blocks, and call `use(block, bytes)` with each.
-
-    Raises:
-        CorruptedError: An object is missing, or `use` raised ValueError.
-        OSError: The store cannot be read.
-    """
-    problems: dict[str, None] = {}
+def _read_blocks(
+    start_read: StartRead, folder: str, blocks: Sequence[Stored], use: Callable[[Stored, bytes], Any]
+) -> None:
+    """Read blocks, and call `use(block, bytes)` with each; see `_read`."""
 
     def started() -> Iterator[tuple[list[Stored], Any]]:
         for run in runs(blocks):
             last = run[-1].offset + run[-1].nbytes
-            yield run, objects.start_read(f"{folder}/{run[0].pack}", run[0].offset, last)
+            yield run, start_read(f"{folder}/{run[0].pack}", run[0].offset, last)
 
-    for run, pending in at_once(started(), _READ_AT_ONCE):
+    def use_run(run: list[Stored], data: bytes) -> None:
+        for block in run:
+            at = block.offset - run[0].offset
+            use(block, data[at : at + block.nbytes])
+
+    _read(started(), use_run)
+
+
+def _read(started: Iterable[tuple[_For, Any]], use: Callable[[_For, bytes], None], most: int = _READ_AT_ONCE) -> None:
+    """Read objects, or ranges of their bytes, and call `use(what, bytes)` with each.
+
+    Args:
+        started: Starts a read, for each of what is to be read.
+        use: The function, which raises ValueError if the bytes are corrupted.
+        most: The number of reads that may be in progress.
+
+    Raises:
+        CorruptedError: An object is missing or truncated, or `use` raised ValueError.
+        OSError: The store cannot be read.
+    """
+    problems: dict[str, None] = {}
+    for what, pending in at_once(started, most):
         try:
-            found = objects.read_result(pending)
-            if found.data is None:
+            data = pending.read().data
+            if data is None:
                 raise ValueError("missing")
-            for block in run:
-                at = block.offset - run[0].offset
-                use(block, found.data[at : at + block.nbytes])
+            use(what, data)
         except (ValueError, TruncatedError) as error:
             text = str(error)
             problems[text if pending.url in text else f"{pending.url}: {text}"] = None
-
     if problems:
         raise CorruptedError(list(problems))

@@ -374,6 +374,19 @@ class Pending:
             _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
 
+    def read(self) -> ReadResult:
+        """Return the result of a read.
+
+        Raises:
+            OSError: The object cannot be read.
+        """
+        got = self.result()
+        if got.state == "value":
+            return ReadResult(bytes(got.value), bytes(got.stamp.generation))
+        if got.state != "missing":
+            raise StoreError(f"{self.url}: cannot read: unexpected response of the store")
+        return ReadResult(None, ABSENT)
+
     def stamp(self) -> bytes:
         """Return the stamp of the written object.
 
@@ -437,23 +450,14 @@ class Objects:
 
     def read(self, key: str) -> ReadResult:
         """Read a whole object."""
-        return self.read_result(self.start_read(key))
+        return self.start_read(key).read()
 
     def start_read(self, key: str, start: int = 0, stop: int | None = None) -> Pending:
-        """Start to read an object, or a range of its bytes; `read_result` returns the result."""
+        """Start to read an object, or a range of its bytes; `Pending.read` returns the result."""
         whole = start == 0 and stop is None
         options: dict[str, Any] = {} if whole else {"byte_range": slice(start, stop)}
         nbytes = 0 if stop is None else stop - start
         return self._begin("read", key, lambda kv: kv.read(key, **options), nbytes)
-
-    def read_result(self, pending: Pending) -> ReadResult:
-        """Return the result of a read."""
-        got = pending.result()
-        if got.state == "value":
-            return ReadResult(bytes(got.value), bytes(got.stamp.generation))
-        if got.state != "missing":
-            raise StoreError(f"{pending.url}: cannot read: unexpected response of the store")
-        return ReadResult(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
         """Write an object unconditionally, and return its stamp."""
