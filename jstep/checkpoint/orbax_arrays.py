@@ -215,35 +215,23 @@ def _within(name: str) -> str:
 # folder is passed to `publish` instead, which adds the manifest and renames it.
 
 
-_lock = threading.Lock()
-_writers = 0
-
-
 def _is_of_others(record: logging.LogRecord) -> bool:
     """Return whether a record is neither Orbax's nor of a failed save, whose futures Orbax leaves to the collector."""
     return "orbax" not in record.pathname and (record.name != "asyncio" or TEMPORARY not in record.getMessage())
 
 
-def silence(writers: int = 1) -> None:
-    """Drop Orbax's log lines from all threads, until as many writers were taken back: `silence(-1)`."""
-    global _writers
-    with _lock:
-        _writers += writers
-        for logger in (logging.getLogger("absl"), logging.getLogger("asyncio")):
-            if _writers:
-                logger.addFilter(_is_of_others)  # adding it again has no effect
-            else:
-                logger.removeFilter(_is_of_others)
-
-
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """A context manager or decorator that drops Orbax's log lines."""
-    silence()
+    """A context manager or decorator that drops Orbax's log lines, from all threads."""
+    loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
+    own = functools.partial(_is_of_others)  # contexts overlap: each adds and removes a filter of its own
+    for logger in loggers:
+        logger.addFilter(own)
     try:
         yield
     finally:
-        silence(-1)
+        for logger in loggers:
+            logger.removeFilter(own)
 
 
 class _OneTransaction:
@@ -398,6 +386,7 @@ class Checkpointer:
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
         self._pid = os.getpid()
+        self._quiet = contextlib.ExitStack()
         self._publish: Callable[[str, str], None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
@@ -425,14 +414,11 @@ class Checkpointer:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         if path + TEMPORARY not in IN_FLIGHT:
-            silence()
+            self._quiet.enter_context(silenced())
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
-        try:
+        with self._one_error():
             self._async.save(path, args=SaveArgs(dict(arrays), compress))
-        except Exception:
-            self._drop_errors()
-            raise
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
@@ -445,28 +431,27 @@ class Checkpointer:
         if self._pid != os.getpid():
             return  # a fork does not have the threads
         try:
-            with silenced():
-                try:
-                    self._async.wait_until_finished()
-                except Exception:
-                    self._drop_errors()
-                    raise
+            with silenced(), self._one_error():
+                self._async.wait_until_finished()
             if self.error is not None:
                 raise self.error
         finally:
             self.error = None
             for path in [path for path, checkpointer in IN_FLIGHT.items() if checkpointer is self]:
                 del IN_FLIGHT[path]
-                silence(-1)
+            self._quiet.close()
 
-    def _drop_errors(self) -> None:
-        """Drop the other errors of a failed save: Orbax keeps one for each write, and raises it at the next save."""
-        for _ in range(_ERRORS):
-            try:
-                self._async.wait_until_finished()
-            except Exception:
-                continue
-            return
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """A context whose error is the only one: Orbax keeps one of each write, and raises it at the next save."""
+        try:
+            yield
+        except Exception:
+            for _ in range(_ERRORS):
+                with contextlib.suppress(Exception):
+                    self._async.wait_until_finished()
+                    break
+            raise
 
     @silenced()
     def close(self) -> None:
