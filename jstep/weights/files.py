@@ -21,7 +21,7 @@ from jstep.stores.objects import is_url, location
 #
 # A file is 8 bytes with the size of the header, the header in JSON, and the bytes of the tensors without gaps.
 
-_NAMES = {
+_DTYPES = {
     "BOOL": ("bool", 8),
     "U8": ("uint8", 8),
     "I8": ("int8", 8),
@@ -41,20 +41,24 @@ _NAMES = {
     "F8_E8M0": ("float8_e8m0fnu", 8),
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F4": (None, 4),
+    "F6_E2M3": (None, 6),
+    "F6_E3M2": (None, 6),
 }
-"""Code → name of the dtype, bits per element. Headers are read without importing JAX, which provides some dtypes."""
-_PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of packed dtypes, several elements per byte: sizes can be checked, but JAX cannot hold them."""
+"""Code → name of the dtype, bits per element. Headers are read without importing JAX, which provides some dtypes.
+
+The last ones are packed, several elements per byte: sizes can be checked, but JAX cannot hold them.
+"""
 
 
 def bits_of(code: str) -> int | None:
     """Return the bits per element; None for a dtype that safetensors does not have."""
-    return _NAMES[code][1] if code in _NAMES else _PACKED.get(code)
+    return _DTYPES[code][1] if code in _DTYPES else None
 
 
 def name_of(code: str) -> str | None:
     """Return the name of the dtype; None if elements are smaller than a byte."""
-    return _NAMES[code][0] if code in _NAMES else None
+    return _DTYPES[code][0] if code in _DTYPES else None
 
 
 def dtype_of(code: str) -> np.dtype[Any] | None:
@@ -71,16 +75,11 @@ def code_of(dtype: Any) -> str | None:
     return next((code for code, found in _dtypes().items() if found == wanted), None)
 
 
-def known() -> str:
-    """Return all dtype codes, for errors."""
-    return ", ".join([*_NAMES, *_PACKED])
-
-
 @functools.cache
 def _dtypes() -> dict[str, np.dtype[Any]]:
     import jax.numpy as jnp
 
-    return {code: np.dtype(jnp.dtype(name)) for code, (name, _) in _NAMES.items()}
+    return {code: np.dtype(jnp.dtype(name)) for code, (name, _) in _DTYPES.items() if name is not None}
 
 
 METADATA = "__metadata__"
@@ -149,10 +148,6 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
 
 
-class _DuplicateError(ValueError):
-    """A key occurs twice in a JSON object."""
-
-
 def read_header(path: str) -> Header:
     """Read and check the header of a file.
 
@@ -185,12 +180,9 @@ def parsed(text: bytes, path: str) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         json.dumps(found, ensure_ascii=False).encode()
-    except _DuplicateError as error:
-        raise ValueError(f"{path}: corrupted: {error} occurs twice, and readers may use either value") from None
-    except UnicodeError:
-        raise ValueError(f"{path}: corrupted: is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: corrupted: is not JSON ({type(error).__name__}: {error})"[:500]) from None
+        what = "UTF-8" if isinstance(error, UnicodeError) else "JSON with unique keys"
+        raise ValueError(f"{path}: corrupted: is not {what} ({type(error).__name__}: {error})"[:500]) from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: corrupted: must be a JSON object, got {shown(found)}")
     return found
@@ -219,7 +211,8 @@ def _text(file: BinaryIO, path: str, size: int) -> bytes:
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise _DuplicateError(shown(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shown(twice)} occurs twice, and readers may use either value")
     return found
 
 
@@ -234,7 +227,9 @@ def _tensor(name: str, entry: Any, path: str, data: int) -> Tensor:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = bits_of(code) if isinstance(code, str) else None
     if bits is None:
-        raise ValueError(f"{where} has dtype {shown(code)}, which safetensors does not have: it has {known()}")
+        raise ValueError(
+            f"{where} has dtype {shown(code)}, which safetensors does not have: it has {', '.join(_DTYPES)}"
+        )
     if not _are_counts(shape):
         raise ValueError(f"{where} has shape {shown(shape)}: must be a list of integers ≥ 0")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -377,7 +372,7 @@ def _chosen(folder: str) -> str:
             "checkpoint of Orbax or jstep"
         )
     if len(found) > 1:
-        listed = ", ".join(map(repr, found[:10]))
+        listed = ", ".join(map(repr, found[:_SHOWN]))
         raise ValueError(f"path={folder!r}: the folder has several sets of weights ({listed}); pass the path of one")
     return found[0]
 
@@ -410,9 +405,7 @@ def _sharded(path: str) -> Weights:
     for name, file in weight_map.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{path}: the tensor {name!r} should be in {file!r}, which does not have it")
-    metadata: dict[str, str] = {}
-    for header in headers.values():
-        metadata |= header.metadata
+    metadata = {key: text for header in headers.values() for key, text in header.metadata.items()}
     return Weights(path, tuple(headers.values()), tensors, metadata)
 
 
@@ -471,18 +464,12 @@ def folder_of(path: str) -> str | None:
         key=lambda name: int(re.split("[_-]", name)[-1]),
     )
     if checkpoints:
-        raise ValueError(
-            f"path={path!r}: is a directory of checkpoints ({', '.join(checkpoints[-_SHOWN:])}); pass the path of one, "
-            f"such as {os.path.join(path, checkpoints[-1])!r}"
-        )
+        raise _several(path, "is a directory of checkpoints", checkpoints[::-1])
     items = [name for name in folders if _METADATA in listed(os.path.join(path, name)) and TEMPORARY not in name]
     if _DEFAULT in items or len(items) == 1:
         return _with_arrays(os.path.join(path, _DEFAULT if _DEFAULT in items else items[0]))
     if items:
-        raise ValueError(
-            f"path={path!r}: has several items or checkpoints ({', '.join(items[:_SHOWN])}); pass the path of one, "
-            f"such as {os.path.join(path, items[0])!r}"
-        )
+        raise _several(path, "has several items or checkpoints", items)
     unfinished = [name for name in folders if TEMPORARY in name]
     if unfinished:
         raise ValueError(
@@ -492,6 +479,11 @@ def folder_of(path: str) -> str | None:
     if entries & OF_ORBAX:
         raise _without_metadata(path)
     return None
+
+
+def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
+    first, such_as = ", ".join(names[:_SHOWN]), os.path.join(folder, names[0])
+    return ValueError(f"path={folder!r}: {what} ({first}); pass the path of one, such as {such_as!r}")
 
 
 def _with_arrays(folder: str) -> str:

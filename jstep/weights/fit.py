@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.checkpoint.slots import as_integers
 from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, listing, note, shown
 from jstep.core.placement import ShardBounds
@@ -179,20 +180,18 @@ class Fit:
         )
 
 
-def fit(target: Any, tensors: Mapping[str, Any], names: Any, float_dtype: Any) -> Fit:
+def fit(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any) -> Fit:
     """Find the tensor of each leaf of a target.
 
     Args:
         target: A tree of arrays, numbers or `jax.ShapeDtypeStruct`.
         tensors: The tensors by name.
-        names: The user's argument.
+        by_name: The rule of each leaf.
         float_dtype: The dtype of floating leaves; None to keep their own.
 
     Raises:
-        TypeError: A leaf of the target has no shape and dtype, or `names` is wrong.
-        ValueError: `names` has a path that is not in the target.
+        TypeError: A leaf of the target has no shape and dtype.
     """
-    by_name = rules(names, target, "target")
     wanted = []
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True):
         dtype = _dtype(leaf, path)
@@ -316,11 +315,10 @@ def _part(file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: ShardB
     view = array.reshape(-1).view(np.uint8).data
     axes, count = _run(tensor.shape, part)
     strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
-    first = tensor.start + sum(begin * stride for (begin, _), stride in zip(part[axes:], strides[axes:], strict=True))
     length = count * dtype.itemsize
-    runs = itertools.product(*(range(*bounds) for bounds in part[:axes])) if view.nbytes else ()
-    for number, at in enumerate(runs):
-        start = first + sum(i * stride for i, stride in zip(at, strides, strict=False))
+    begins = [range(*bounds) if axis < axes else bounds[:1] for axis, bounds in enumerate(part)]
+    for number, at in enumerate(itertools.product(*begins) if view.nbytes else ()):
+        start = tensor.start + sum(i * stride for i, stride in zip(at, strides, strict=True))
         _fill(file, view[number * length : (number + 1) * length], start, tensor)
     if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
         raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
@@ -358,13 +356,11 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
         wanted: The leaf, with its tensor and no transform.
         file: The tensor's file, unbuffered.
     """
-    tensor = wanted.tensor
-    assert tensor is not None
     sharding = None if wanted.on_host else placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
-        return from_host(wanted, read_whole(file, tensor))
+        return from_host(wanted, read_whole(file, wanted.tensor))
     parts = placement.local_parts(wanted.shape, sharding)
-    values = (_cast(wanted, array) for array in read_parts(file, tensor, parts))
+    values = (_cast(wanted, array) for array in read_parts(file, wanted.tensor, parts))
     return placement.place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
 
@@ -394,14 +390,10 @@ def _cast(wanted: Wanted, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """
     if array.dtype == wanted.dtype:
         return array
+    if not trees.is_floating(wanted.dtype):
+        return as_integers(array, wanted.dtype, wanted.path)
     with np.errstate(all="ignore"):
         result = array.astype(wanted.dtype)
-    if not trees.is_floating(wanted.dtype):
-        if (result != array).any():
-            raise ValueError(
-                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
-            )
-        return result
     if _largest(wanted.dtype) < _largest(array.dtype) and (lost := _finite(array) - _finite(result)):
         _logger.warning(
             "load_weights: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype

@@ -18,20 +18,22 @@ from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import first_of, read_and_verify, short
+from jstep.checkpoint.slots import PARAMS
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_compile_only, target_sharding
+from jstep.core.placement import is_on_cpus, refuse_compile_only, target_sharding
 from jstep.core.selection import has_value
 from jstep.distributed import processes
 from jstep.weights import fit as fitting
 from jstep.weights.files import INDEX, SUFFIX, Array, Tensor, confirm, find_weights, folder_of, local
 from jstep.weights.fit import Fit, Names, Rule, Wanted
 
-PARAMS = "params"
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
 _logger = logging.getLogger("jstep")
+_Halves = tuple[Leaf, Leaf | None]
+"""A leaf of a checkpoint, and the leaf with its other half, if `compact` stores it in two."""
 _BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 
 
@@ -108,7 +110,7 @@ def load_weights(
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     refuse_compile_only(target, "target")
     with open_source(path, partial=partial) as source:
-        found = source.fit(target, names, float_dtype)
+        found = source.fit(target, fitting.rules(names, target, "target"), float_dtype)
         if found.problems() and not partial:
             raise _misfit(fitting.with_transform_problems(found), source.path)
         for wanted in found.wanted:
@@ -192,9 +194,9 @@ class _Files:
         self.path, self._tensors, self._stack = path, tensors, stack
         self._open: dict[str, io.RawIOBase] = {}
 
-    def fit(self, target: Any, names: Any, float_dtype: Any) -> Fit:
+    def fit(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Fit:
         """Find the tensor of each leaf of a target; see `jstep.weights.fit.fit`."""
-        return fitting.fit(target, self._tensors, names, float_dtype)
+        return fitting.fit(target, self._tensors, by_name, float_dtype)
 
     def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Read a whole tensor into new memory."""
@@ -226,35 +228,31 @@ class Checkpoint:
     arrays: Mapping[str, Array]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
 
-    def fit(self, target: Any, names: Any, float_dtype: Any) -> Fit:
+    def fit(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Fit:
         """Find the array of each leaf of a target; see `jstep.weights.fit.fit`.
 
         `params/` may be omitted from names. A checkpoint may hold more than weights, such as the state of an optimizer:
         if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count as unused;
         if names only adds a group to all paths, nothing outside of that group does.
         """
-        given, paths = fitting.rules(names, target, "target"), trees.paths_of(target)
-        found = fitting.fit(target, self.arrays, dict(zip(paths, self._entries(given), strict=True)), float_dtype)
+        found = fitting.fit(target, self.arrays, self._in_params(by_name), float_dtype)
         wanted = {one.path: one.rule.name for one in found.wanted if one.rule.name is not None}
         used = {path: name for path, name in wanted.items() if name in self.arrays}
         if groups := _groups(used):
             outside = {repr(name) for name in self.arrays if not name.startswith(groups)}
             found = dataclasses.replace(found, unused=[name for name in found.unused if name not in outside])
         missing = [name for path, name in wanted.items() if path not in used]
-        hint = _names_hint(missing, self.arrays.keys()) if missing and names is None else ""
+        are_paths = all(rule.name == path for rule, path in zip(by_name, trees.paths_of(target), strict=True))
+        hint = _names_hint(missing, self.arrays.keys()) if missing and are_paths else ""
         return dataclasses.replace(found, hint=hint or found.hint)
 
-    def _entries(self, given: Sequence[Rule]) -> list[Any]:
-        """Return the entries of `names` in which `params/` is not omitted."""
-        names = [rule.name for rule in given if rule.name is not None]
+    def _in_params(self, by_name: Sequence[Rule]) -> list[Rule]:
+        """Return the rules with names in which `params/` is not omitted."""
+        names = [rule.name for rule in by_name if rule.name is not None]
         # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
         everywhere = not all(name in self.arrays for name in names) and all(_in_params(n) in self.arrays for n in names)
-        entries: list[Any] = []
-        for name, transform in given:
-            if name is not None and (everywhere or name not in self.arrays) and _in_params(name) in self.arrays:
-                name = _in_params(name)
-            entries.append(name if name is None or transform is None else (name, transform))
-        return entries
+        omitted = {n for n in names if (everywhere or n not in self.arrays) and _in_params(n) in self.arrays}
+        return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
 
     def whole(self, tensor: Array) -> np.ndarray[Any, Any]:
         """Read a whole array into new memory."""
@@ -328,8 +326,7 @@ def _leaf(wanted: Wanted, array: Any) -> Any:
     """Return the leaf of an array that was read with its sharding."""
     if not isinstance(array, jax.Array):
         return fitting.from_host(wanted, array)
-    platforms = {getattr(device, "platform", "") for device in array.sharding.device_set}
-    if array.dtype == wanted.dtype and platforms != {"cpu"}:
+    if array.dtype == wanted.dtype and not is_on_cpus(array):
         return array
     # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
     with internal_transfers():
@@ -356,16 +353,16 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
     halved = [leaf for leaf in manifest.leaves if leaf.half in known and leaf.keys[0] != PARAMS]
     halves = {leaf.array: known[leaf.half] for leaf in halved if leaf.half is not None}
     given = zip(slots.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
-    saved = {name: leaf for name, leaf in given if leaf not in halves.values()}
-    if partial and jax.process_count() == 1:
-        saved = _readable(store, path, manifest, saved, halves)
+    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in given if leaf not in halves.values()}
     verified = partial and jax.process_count() == 1
+    if verified:
+        saved = _readable(store, path, manifest, saved)
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal verified
         stored: dict[str, Any] = {}
         for name, sharding in shardings.items():
-            leaf, half = saved[name], halves.get(saved[name].array)
+            leaf, half = saved[name]
             of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
             stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
         found = _read(store, path, manifest, stored, not verified)
@@ -373,16 +370,16 @@ def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:
         values = {}
         with internal_transfers():
             for name in shardings:
-                leaf, half = saved[name], halves.get(saved[name].array)
+                leaf, half = saved[name]
                 value = slots.zeros_of(leaf) if leaf.array is None else slots.from_stored(leaf, found[leaf.array])
                 values[name] = value if half is None else slots.opened_like(value, found[half.array or ""])
         return values
 
     arrays = {}
-    for name, leaf in saved.items():
+    for name, (leaf, half) in saved.items():
         # That of PRNG keys is their data.
         shape, dtype = slots.stored_kind(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        code, dtype = ("float32", "float32") if leaf.array in halves else (leaf.dtype, dtype)
+        code, dtype = (leaf.dtype, dtype) if half is None else ("float32", "float32")
         arrays[name] = Array(name, code, shape, jnp.dtype(dtype))
     return Checkpoint(path, arrays, read)
 
@@ -392,17 +389,15 @@ def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
     return [one.array for one in (leaf, half) if one is not None and one.array is not None]
 
 
-def _readable(
-    store: Store, path: str, manifest: Manifest, saved: Mapping[str, Leaf], halves: Mapping[str | None, Leaf]
-) -> dict[str, Leaf]:
+def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
     """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
     problems = store.find_corruption(path, manifest)
     if not problems:
-        return dict(saved)
+        return saved
     lost = []
-    for name, leaf in saved.items():
+    for name, halves in saved.items():
         try:
-            store.restore(path, manifest, dict.fromkeys(_arrays_of(leaf, halves.get(leaf.array))))
+            store.restore(path, manifest, dict.fromkeys(_arrays_of(*halves)))
         except Exception:  # tensorstore has no error types
             lost.append(name)
     _logger.warning(
@@ -412,7 +407,7 @@ def _readable(
         " unverified: their values may be wrong" if not manifest.is_packed else "",
         listing("cannot be read", [repr(name) for name in lost]),
     )
-    return {name: leaf for name, leaf in saved.items() if name not in lost}
+    return {name: halves for name, halves in saved.items() if name not in lost}
 
 
 def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:

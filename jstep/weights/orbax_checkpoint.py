@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jstep.checkpoint.manifest import NAME as MANIFEST
-from jstep.checkpoint.slots import GLOBAL_STEP, unique
+from jstep.checkpoint.slots import GLOBAL_STEP, keys_of, unique
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers
 from jstep.weights.files import Array
@@ -53,8 +53,7 @@ def opened(folder: str) -> tuple[dict[str, Array], Read]:
         shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
         if shape is not None and dtype is not None:  # not a string
             arrays[name] = Array(name, str(jnp.dtype(dtype)), tuple(shape), jnp.dtype(dtype))
-    places = [".".join(trees.path_str((key,)) for key in keys) for keys, _ in flat]
-    sharing = _sharing(dict(zip(names, places, strict=True)))
+    sharing = _sharing({name: ".".join(keys_of(keys)) for name, (keys, _) in zip(names, flat, strict=True)})
 
     def values(wanted: Mapping[str, Any]) -> dict[str, Any]:
         item = [0 if name in wanted else ocp.PLACEHOLDER for name in names]

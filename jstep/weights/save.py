@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.directory import is_alive, this_process
+from jstep.checkpoint.names import is_utf8
+from jstep.checkpoint.slots import require_value
 from jstep.core import trees
 from jstep.core.checks import as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
-from jstep.distributed.processes import any_process
+from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, LARGEST, METADATA, bits_of, code_of, confirm, local, package
 from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
@@ -44,12 +46,11 @@ class _Item(NamedTuple):
 
     Attributes:
         path: The path of the leaf.
-        leaf: The leaf.
-        rule: The name of the tensor, and the transform.
+        leaf: The leaf, or its tensor, if that had to be computed to find its shape.
+        rule: The name of the tensor, and the transform from the leaf.
         code: The safetensors code of its dtype; empty if it has none.
         shape: Its shape.
         nbytes: Its size.
-        ready: The tensor, if it had to be computed to find its shape.
     """
 
     path: str
@@ -58,7 +59,6 @@ class _Item(NamedTuple):
     code: str
     shape: tuple[int, ...]
     nbytes: int
-    ready: np.ndarray[Any, Any] | None
 
 
 def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
@@ -110,12 +110,10 @@ class Files:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
         self.path = path + INDEX if shards > 1 else path
 
-    @contextlib.contextmanager
-    def writing(self, number: int) -> Iterator[BinaryIO]:
-        """A context that opens a file under its temporary name for writing, and creates the folder if necessary."""
+    def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A context that opens a file under its temporary name for writing; creates the folder if necessary."""
         make_folders(self._folder)
-        with new_file(self._temporary(self.names[number])) as file:
-            yield file
+        return new_file(self._temporary(self.names[number]))
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove those of an older save.
@@ -228,9 +226,6 @@ def _place(process: Mapping[str, Any]) -> str:
 
 # `save_weights`: saving as safetensors files.
 
-_FORMAT = {"format": "pt"}
-"""Default metadata, without which `transformers` refuses a file."""
-
 
 def save_weights(
     path: str | os.PathLike[str],
@@ -285,20 +280,18 @@ def save_weights(
     refuse_shapes(params, "params")
     shards = _shards(_items(params, names), limit)
     files = Files(path, len(shards))
-    # Gathering is a collective: the other processes must take part to the end, even if the first one fails.
-    arrays = (_array(item) for shard in shards for item in shard)
-    failure: Exception | None = None
-    if jax.process_index() == 0:
+    # Gathering is a collective: all processes take part to the end, even if the first one fails.
+    arrays = (_host(item.leaf) for shard in shards for item in shard)
+
+    def write() -> None:
         try:
-            _write(files, shards, arrays, metadata)
-        except Exception as error:
-            failure = error
-    if jax.process_count() > 1:
-        collections.deque(arrays, maxlen=0)
-    if any_process(failure is not None) and failure is None:
-        raise RuntimeError(f"path={path!r}: process 0 could not save the weights; see its error")
-    if failure is not None:
-        raise failure
+            if jax.process_index() == 0:
+                _write(files, shards, arrays, metadata)
+        finally:
+            if jax.process_count() > 1:
+                collections.deque(arrays, maxlen=0)
+
+    on_all_processes(write, f"path={path!r}: process 0 could not save the weights")
     return files.path
 
 
@@ -338,7 +331,7 @@ def _items(params: Any, names: Any) -> list[_Item]:
         if item.code:
             items.append(item)
         else:
-            problems.append(f"{path!r} is {_kind(leaf)[1] if item.ready is None else item.ready.dtype}")
+            problems.append(f"{path!r} is {_kind(item.leaf)[1]}")
     if problems:
         raise ValueError(
             f"params: cannot be saved: {'; '.join(problems)}. Safetensors supports floats, integers, booleans and "
@@ -352,15 +345,15 @@ def _items(params: Any, names: Any) -> list[_Item]:
 
 def _item(path: str, leaf: Any, rule: Rule) -> _Item:
     shape, dtype = _kind(leaf)
-    ready = None
     if rule.transform is not None and not jnp.issubdtype(dtype, jax.dtypes.extended):
         found = transform_of_ones(rule.transform, shape, dtype, path)
         if found is None:  # the transform depends on values
-            found = ready = _call(rule, _host(leaf), path)
+            found = leaf = _call(rule, _host(leaf), path)
+            rule = Rule(rule.name)
         shape, dtype = tuple(found.shape), found.dtype
     code = code_of(dtype) or ""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize if code else 0
-    return _Item(path, leaf, rule, code, shape, nbytes, ready)
+    return _Item(path, leaf, rule, code, shape, nbytes)
 
 
 def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
@@ -376,15 +369,8 @@ def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
     return [sorted(shard, key=lambda item: bits_of(item.code) or 0, reverse=True) for shard in shards]
 
 
-def _array(item: _Item) -> Any:
-    """Return the leaf on the host; None if its tensor is computed already."""
-    return None if item.ready is not None else _host(item.leaf)
-
-
 def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
     """Return the tensor to store for the leaf on the host."""
-    if item.ready is not None:
-        return item.ready
     if item.rule.transform is not None:
         array = _call(item.rule, array, item.path)
     if (array.shape, code_of(array.dtype)) != (item.shape, item.code):
@@ -423,19 +409,14 @@ def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"params: {trees.quoted(path)} is a masked array, and masks are not saved; pass leaf.filled(…)")
+    require_value(leaf, f"params: {trees.quoted(path)}")
     if isinstance(leaf, int):
         trees.number(leaf, f"params: {trees.quoted(path)}")
-    if trees.is_traced(leaf):
-        raise TypeError(f"params: {trees.quoted(path)} is traced; save weights outside of jit")
     if not trees.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         raise TypeError(
             f"params: {trees.quoted(path)} is {kind(leaf)}, and must be an array; remove other leaves, for "
             "instance by equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
         )
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(f"params: {trees.quoted(path)} was deleted: it was donated to a step")
 
 
 def _bad_name(name: str) -> str:
@@ -444,11 +425,7 @@ def _bad_name(name: str) -> str:
         return "has the empty name"
     if name == METADATA:
         return f"has the name {name!r}, which is reserved for the metadata"
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return f"has the name {name!r}, which cannot be encoded as UTF-8"
-    return ""
+    return "" if is_utf8(name) else f"has the name {name!r}, which cannot be encoded as UTF-8"
 
 
 def _file(path: Any) -> str:
@@ -467,15 +444,13 @@ def _file(path: Any) -> str:
 
 def _metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
-        return dict(_FORMAT)
+        return {"format": "pt"}  # without which `transformers` refuses a file
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata={shown(metadata)}: must be a mapping from strings to strings, got {kind(metadata)}")
     for key, value in metadata.items():
         for text in (key, value):
             if not isinstance(text, str):
                 raise TypeError(f"metadata: {shown(key)}: {shown(value)} must be strings; use str() or json.dumps()")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"metadata: {text!r} must be encodable as UTF-8") from None
+            if not is_utf8(text):
+                raise ValueError(f"metadata: {text!r} must be encodable as UTF-8")
     return dict(metadata)

@@ -57,6 +57,8 @@ def test_names_and_metadata(tmp_path):
 def test_metadata_must_be_strings(tmp_path, metadata):
     with pytest.raises(TypeError, match=r"metadata(=|: ).* (must be a mapping|must be strings)"):
         jstep.save_weights(tmp_path / "x", OLD, metadata=metadata)
+    with pytest.raises(ValueError, match=r"metadata: 'x.udcff' must be encodable as UTF-8"):
+        jstep.save_weights(tmp_path / "x", OLD, metadata={"a": "x\udcff"})
     assert listed(tmp_path) == []
 
 
