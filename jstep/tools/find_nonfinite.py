@@ -23,7 +23,7 @@ from jstep.training.step import TrainStep
 
 # Places of operations: their lines in the user's code, and the operations that enclose them.
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 _OURS = str(_ROOT) + os.sep
 _MACHINERY = tuple(str(_ROOT / name) + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
 _JAX = str(Path(jax.__file__).resolve().parent) + os.sep

@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -69,6 +70,11 @@ def test_line_is_that_of_the_current_caller():
 def test_line_of_functions_called_only_by_jax():
     found = jstep.find_nonfinite(jax.vmap(lambda x: jax.lax.cond(x > 0, jnp.log, jnp.sqrt, x)), X - 2)
     check(found, "sqrt", here(-1))
+
+
+def test_line_is_that_of_the_caller_of_a_library():
+    found = jstep.find_nonfinite(lambda x: optax.l2_loss(x), jnp.float32(3e38))
+    assert found.source.startswith(here(-1))
 
 
 @pytest.mark.thorough(except_for=["True"])
