@@ -193,7 +193,7 @@ def known(arguments: Known) -> Known:
     found: dict[str, Setting] = {**_numbers(_JAX), **arguments}
     check_range(found)
     for launcher, is_read_here in ((_of_skypilot, True), (_of_slurm, False)):
-        if is_complete(found):
+        if found.keys() >= set(FIELDS):
             break
         other = launcher()
         for field in (COUNT, INDEX):
@@ -203,11 +203,6 @@ def known(arguments: Known) -> Known:
         check_range({**other, **found})
         found = {**other, **found} if is_read_here else found
     return found
-
-
-def is_complete(found: Known) -> bool:
-    """Whether all fields that JAX needs are known."""
-    return all(field in found for field in FIELDS)
 
 
 def several() -> str | None:
@@ -353,7 +348,7 @@ def initialize(
     if total is not None and total.value == 1:
         return
     address, count, index = (found[name].value if name in found else None for name in (ADDRESS, COUNT, INDEX))
-    complete = is_complete(found)
+    complete = found.keys() >= set(FIELDS)  # all that JAX needs
     bind = None
     if address is not None:
         host, port = _host_and_port(found[ADDRESS])

@@ -3,15 +3,13 @@
 import collections
 import configparser
 import contextlib
-import dataclasses
 import logging
 import os
-import posixpath
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 # Parser of local paths and URLs of object stores.
 #
@@ -103,7 +101,7 @@ def split(where: str) -> tuple[str, str]:
     if not is_url(where):
         return os.path.split(where)
     scheme, name, key = parts_of_url(where)
-    above, last = posixpath.split(key.rstrip("/"))
+    above, _, last = key.rstrip("/").rpartition("/")
     return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
 
 
@@ -327,8 +325,7 @@ _ERRORS = (ValueError, RuntimeError, OverflowError, NotImplementedError)
 """The exceptions of tensorstore."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadResult:
+class ReadResult(NamedTuple):
     """The result of a read.
 
     Attributes:

@@ -1,8 +1,6 @@
 """The command line, `python -m jstep`: its commands, with those for costs, weights and checkpoints."""
 
 import argparse
-import dataclasses
-import importlib
 import importlib.util
 import io
 import math
@@ -65,7 +63,7 @@ def _run_cost(arguments: argparse.Namespace) -> int:
     mesh = mesh_of((state, batch))
     is_there = mesh is not None and compiles_only(mesh) and name_of(mesh.devices.flat[0]) == topology
     found = cost(step, state, *batch, topology=None if topology is None or is_there else str(topology))
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    fields = dict(vars(found))
     if found.collectives is not None:
         fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
     print(common.as_json(fields) if arguments.json else found)

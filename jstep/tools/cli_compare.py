@@ -1,10 +1,9 @@
 """`diff` of the command line: comparison of checkpoints, arrays and run cards."""
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafDifference:
+class LeafDifference(NamedTuple):
     """The difference of a leaf.
 
     Attributes:
@@ -110,12 +108,9 @@ def _ulps(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int | None:
 
 def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Map floats to integers of the same order; 0.0 and −0.0 are equal."""
-    width = 8 * x.dtype.itemsize
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
-    if width == 64:
-        return np.where(bits < 0, -(bits & np.int64(2**63 - 1)), bits)
-    sign = np.int64(1) << (width - 1)
-    return np.where(bits & sign, -(bits & (sign - 1)), bits)
+    magnitude = np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)  # all bits but that of the sign
+    return np.where(bits & ~magnitude, -(bits & magnitude), bits)
 
 
 # Reading and comparing the run cards that are stored next to checkpoints or logs.
@@ -197,7 +192,7 @@ def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifferenc
     """Yield the differences of leaves that were left out of one or both checkpoints, including those in only one."""
     of_a, of_b = absent_from(a), absent_from(b)
     records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
-    for path in (*of_a, *(path for path in of_b if path not in of_a)):
+    for path in of_a | of_b:
         one, other = records_a.get(path), records_b.get(path)
         where = f"left out of {'both' if path in of_a and path in of_b else 'A' if path in of_a else 'B'}"
         if one is None or other is None:
@@ -226,8 +221,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
+class _Side(NamedTuple):
     """One side of the comparison: a checkpoint, a directory of checkpoints, or a log.
 
     Attributes:
@@ -378,7 +372,7 @@ def _by_name(one: Checkpoint) -> Callable[[str], Any]:
 
 
 def _result(a: _Side, b: _Side, found: list[LeafDifference], **more: Any) -> dict[str, Any]:
-    leaves = [{key: value for key, value in vars(one).items() if value is not None} for one in found]
+    leaves = [{key: value for key, value in one._asdict().items() if value is not None} for one in found]
     return {"a": a.path, "b": b.path, "kind": a.kind, "same": not found, "leaves": leaves} | more
 
 

@@ -1,6 +1,5 @@
 """The collectives of a program, and how often it uses each of its arguments."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -118,8 +117,7 @@ class Collective(NamedTuple):
     bytes: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
+class Exchange(NamedTuple):
     """One exchange between devices.
 
     Attributes:

@@ -117,8 +117,7 @@ class Computation:
         return {name: tuple(users) for name, users in found.items()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class Program(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -254,8 +253,7 @@ _CALLS = {"fusion", "call", "async-start", "call-start", "fusion-start"}
 """Opcodes that call only one computation, which runs once."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Frame:
+class Frame(NamedTuple):
     """A computation together with the instruction that calls it.
 
     Attributes:

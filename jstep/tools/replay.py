@@ -254,12 +254,12 @@ def verify_resume(
     as_function(make_state, "make_state", "() -> TrainState")
     stages = stages_of(train_step)
 
-    position, kept, owner = None, False, owner_of(batches)
-    if owner is not None:
-        position = position_of(owner)
-    elif hasattr(batches, "__next__"):
+    owner = owner_of(batches)
+    position = None if owner is None else position_of(owner)
+    kept = owner is None and hasattr(batches, "__next__")
+    if kept:
         # Read once. Its position would be lost with the process, which the report states.
-        batches, kept = list(itertools.islice(until_end(batches), steps)), True
+        batches = list(itertools.islice(until_end(batches), steps))
 
     def run(state: TrainState, count: int, position: Any) -> tuple[TrainState, Source]:
         with internal_transfers():

@@ -2,12 +2,10 @@
 
 import contextlib
 import glob
-import importlib
 import importlib.metadata
 import importlib.util
 import math
 import os
-import pathlib
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -127,12 +125,9 @@ def _has_cuda_compiler() -> bool:
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
-    ptxas = shutil.which("ptxas")
-    roots += [str(pathlib.Path(ptxas).parent.parent)] if ptxas else []
-    return any(
-        root and pathlib.Path(root, "bin", "ptxas").exists() and pathlib.Path(root, "nvvm", "libdevice").exists()
-        for root in roots
-    )
+    roots.append(os.path.dirname(os.path.dirname(shutil.which("ptxas") or "")))
+    needed = ("bin/ptxas", "nvvm/libdevice")
+    return any(all(os.path.exists(f"{root}/{file}") for file in needed) for root in roots if root)
 
 
 def _missing(name: Name, what: str, extra: str) -> ImportError:

@@ -164,7 +164,7 @@ def _pair_of_axes(path: str, leaf: Any, axes: WidthAxes | None) -> tuple[tuple[i
             f"axes: must return (in, out) at {trees.quoted(path)}, each an axis, several or None, got {shown(given)}"
         )
     ins, outs = (_counted(one, ndim, path) for one in given)
-    if set(ins) & set(outs) or len({*ins, *outs}) < len(ins) + len(outs):
+    if len({*ins, *outs}) < len(ins) + len(outs):
         raise ValueError(f"axes: must name each axis at {trees.quoted(path)} once, got {shown(given)}")
     return ins, outs
 
