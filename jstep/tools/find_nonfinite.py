@@ -6,7 +6,6 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,10 +22,9 @@ from jstep.training.step import TrainStep
 
 # Places of operations: their lines in the user's code, and the operations that enclose them.
 
-_ROOT = Path(__file__).resolve().parents[1]
-_OURS = str(_ROOT) + os.sep
-_MACHINERY = tuple(str(_ROOT / name) + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
-_JAX = str(Path(jax.__file__).resolve().parent) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+_MACHINERY = tuple(_OURS + name + os.sep for name in ("training", "differentiate", "loop", "tools", "evaluating"))
+_JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")}
 )
