@@ -14,6 +14,19 @@ from jstep.core.programs import Product
 # TPU generations and NVIDIA GPUs: slice sizes, memory, and what XLA's compilers need to know of them.
 
 GIB = 2**30
+T = 1e12
+
+
+def _rates(**rates: float) -> Mapping[str, float]:
+    return MappingProxyType({name: rate * T for name, rate in rates.items() if rate})
+
+
+def _nvidia(half: float, tf32: float, f32: float, f64: float, int8: float, f8: float = 0.0) -> Mapping[str, float]:
+    return _rates(bf16=half, f16=half, tf32=tf32, f32=f32, f64=f64, int8=int8, f8=f8)
+
+
+def _tpu(bf16: float, int8: float = 0.0, f8: float = 0.0) -> Mapping[str, float]:
+    return _rates(bf16=bf16, int8=int8 or bf16, f8=f8 or bf16)
 
 
 class Tpu(NamedTuple):
@@ -24,6 +37,7 @@ class Tpu(NamedTuple):
         largest: The largest slice, in chips along each dimension, longest first. A larger one must never be requested:
             the compiler aborts the process or takes minutes.
         memory: Bytes of HBM per device that the compiler makes available to a program.
+        peaks: Format → operations per second of a device.
         options: Compiler options in addition to the size.
         devices_per_chip: How many devices JAX shows for a chip.
     """
@@ -31,20 +45,21 @@ class Tpu(NamedTuple):
     device_kind: str
     largest: tuple[int, ...]
     memory: int
+    peaks: Mapping[str, float]
     options: Mapping[str, Any] = MappingProxyType({})
     devices_per_chip: int = 1
 
 
 TPUS: Mapping[str, Tpu] = MappingProxyType(
     {
-        "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB), devices_per_chip=2),
-        "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB), devices_per_chip=2),
+        "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB), _tpu(46 / 2), devices_per_chip=2),
+        "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB), _tpu(123 / 2), devices_per_chip=2),
         # One device per chip, as on real hardware.
-        "v4": Tpu("TPU v4", (16, 16, 16), int(30.75 * GIB), MappingProxyType({"chip_config_name": "megacore"})),
-        "v5e": Tpu("TPU v5 lite", (16, 16), int(15.75 * GIB)),
-        "v5p": Tpu("TPU v5", (28, 20, 16), int(95.74 * GIB)),
-        "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB)),
-        "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB), devices_per_chip=2),
+        "v4": Tpu("TPU v4", (16, 16, 16), int(30.75 * GIB), _tpu(275), {"chip_config_name": "megacore"}),
+        "v5e": Tpu("TPU v5 lite", (16, 16), int(15.75 * GIB), _tpu(197, int8=393)),
+        "v5p": Tpu("TPU v5", (28, 20, 16), int(95.74 * GIB), _tpu(459, int8=918)),
+        "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB), _tpu(918, int8=1836)),
+        "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB), _tpu(2307 / 2, f8=4614 / 2), devices_per_chip=2),
     }
 )
 """Name → generation. Memory is what the compiler reports when a program does not fit (libtpu 0.0.42 and 0.0.50)."""
@@ -161,7 +176,6 @@ def memory_of(device: Any) -> int | None:
 # "peak compute". For GPUs NVIDIA's data sheets of V100, T4, A100, A10, L4, L40S, H100, H200, GH200 and Blackwell
 # (HGX B200, GB200), halved if they count sparsity. How a device computes a float32 product: `jax.lax.Precision`.
 
-T = 1e12
 _NEGLIGIBLE = 0.01
 """Products of formats without a figure are ignored below this share of all operations."""
 
@@ -170,29 +184,14 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-
-def _rates(**rates: float) -> Mapping[str, float]:
-    return MappingProxyType({name: rate * T for name, rate in rates.items() if rate})
-
-
-def _nvidia(half: float, tf32: float, f32: float, f64: float, int8: float, f8: float = 0.0) -> Mapping[str, float]:
-    return _rates(bf16=half, f16=half, tf32=tf32, f32=f32, f64=f64, int8=int8, f8=f8)
-
-
-def _tpu(bf16: float, int8: float = 0.0, f8: float = 0.0) -> Mapping[str, float]:
-    return _rates(bf16=bf16, int8=int8 or bf16, f8=f8 or bf16)
-
-
 _A100 = _nvidia(312, 156, 19.5, 19.5, 624)
 _HOPPER_PEAKS = _nvidia(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
-_V5P, _V6E = _tpu(459, int8=918), _tpu(918, int8=1836)
+
 
 GPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "Tesla V100-SXM2-16GB": _rates(f16=125, f32=15.7, f64=7.8),
-        "Tesla V100-SXM2-32GB": _rates(f16=125, f32=15.7, f64=7.8),
-        "Tesla V100-PCIE-16GB": _rates(f16=112, f32=14, f64=7),
-        "Tesla V100-PCIE-32GB": _rates(f16=112, f32=14, f64=7),
+        **{f"Tesla V100-SXM2-{size}GB": _rates(f16=125, f32=15.7, f64=7.8) for size in (16, 32)},
+        **{f"Tesla V100-PCIE-{size}GB": _rates(f16=112, f32=14, f64=7) for size in (16, 32)},
         "Tesla T4": _rates(f16=65, f32=8.1, f64=0.25, int8=130),
         GPUS["a100"].description: _A100,
         "NVIDIA A100-SXM4-40GB": _A100,
@@ -214,18 +213,8 @@ GPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 """`device_kind` → format → operations per second."""
 
 TPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {
-        TPUS["v2"].device_kind: _tpu(46 / 2),
-        TPUS["v3"].device_kind: _tpu(123 / 2),
-        TPUS["v4"].device_kind: _tpu(275),
-        TPUS["v5e"].device_kind: _tpu(197, int8=393),
-        "TPU v5e": _tpu(197, int8=393),
-        TPUS["v5p"].device_kind: _V5P,
-        "TPU v5p": _V5P,
-        TPUS["v6e"].device_kind: _V6E,
-        "TPU v6e": _V6E,
-        TPUS["tpu7x"].device_kind: _tpu(2307 / 2, f8=4614 / 2),
-    }
+    {tpu.device_kind: tpu.peaks for tpu in TPUS.values()}
+    | {f"TPU {name}": TPUS[name].peaks for name in ("v5e", "v5p", "v6e")}
 )
 """`device_kind` → format → operations per second."""
 
