@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -277,23 +278,18 @@ def evaluate(
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
     """Whether a program computes arrays of this shape, element by element, from arrays of this shape and scalars."""
-    atoms = [*body.jaxpr.constvars, *body.jaxpr.invars]
-    fits = all(getattr(atom.aval, "shape", None) in ((), shape) for atom in atoms)
+    fits = set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}
     return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
 
 
 def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bool:
     """Whether an operation of a program computes arrays of this shape from arrays of this shape and scalars."""
-
-    def fits(atom: Any) -> bool:
-        return getattr(atom.aval, "shape", None) in ((), shape)
-
     if operation.kind == "call":
         return is_elementwise(operation.bodies[0], shape)
-    name, atoms = operation.eqn.primitive.name, (*operation.eqn.invars, *operation.eqn.outvars)
+    name, shapes = operation.eqn.primitive.name, _shapes((*operation.eqn.invars, *operation.eqn.outvars))
     if name == "broadcast_in_dim":
-        return fits(atoms[-1]) and atoms[0].aval.shape == ()
-    return name in ELEMENTWISE and all(map(fits, atoms))
+        return shapes[0] == () and shapes[-1] in ((), shape)
+    return name in ELEMENTWISE and set(shapes) <= {(), shape}
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]:
@@ -443,29 +439,29 @@ def sharding_text(sharding: Any) -> str:
     return f"{type(sharding).__name__}{memory}"
 
 
+def _no_counts() -> ProgramHash:
+    return ProgramHash("", collections.Counter(), collections.Counter(), collections.Counter())
+
+
 class _Hasher:
     """Hasher of programs; a repeated inner program is hashed once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, ProgramHash] = {}
         self._type = functools.cache(_type_text)  # few types, many variables
-        self._operations: collections.Counter[str] = collections.Counter()
-        self._numbers: collections.Counter[str] = collections.Counter()
-        self._functions: collections.Counter[str] = collections.Counter()
+        self._counts = _no_counts()
 
     def program(self, closed: Any) -> ProgramHash:
         """Hash a program with its constants, or an open program without constants."""
         if id(closed) not in self._seen:
-            outer = self._operations, self._numbers, self._functions
-            self._operations, self._numbers, self._functions = (collections.Counter() for _ in outer)
+            outer, self._counts = self._counts, _no_counts()
             jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
             parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
-            self._seen[id(closed)] = ProgramHash(digest_of(*parts), self._operations, self._numbers, self._functions)
-            self._operations, self._numbers, self._functions = outer
+            self._seen[id(closed)] = self._counts._replace(digest=digest_of(*parts))
+            self._counts = outer
         found = self._seen[id(closed)]
-        self._operations.update(found.operations)
-        self._numbers.update(found.numbers)
-        self._functions.update(found.functions)
+        for total, counts in zip(self._counts[1:], found[1:], strict=True):
+            total.update(counts)
         return found
 
     def _jaxpr(self, jaxpr: Any) -> list[str]:
@@ -484,9 +480,9 @@ class _Hasher:
         parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            self._operations[name] += 1
+            self._counts.operations[name] += 1
             if name in ("jit", "pjit"):
-                self._functions[eqn.params["name"]] += 1
+                self._counts.functions[eqn.params["name"]] += 1
             parts += [name, used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
         return [*parts, used(jaxpr.outvars)]
 
@@ -494,7 +490,7 @@ class _Hasher:
         dtype = atom.aval.dtype
         if isinstance(dtype, np.dtype) and np.ndim(atom.val) == 0:
             number = str(np.asarray(atom.val).astype(dtype))
-            self._numbers[number] += 1
+            self._counts.numbers[number] += 1
             return f"{self._type(atom.aval)}={number}"
         return f"{self._type(atom.aval)}={self.text(atom.val)}"
 
@@ -598,14 +594,8 @@ class Work(NamedTuple):
     def plus(self, other: "Work") -> "Work":
         """The sum."""
         both = {**self.products, **other.products}
-        return Work(
-            self.once + other.once,
-            self.all + other.all,
-            self.once_bytes + other.once_bytes,
-            self.all_bytes + other.all_bytes,
-            self.unknown + other.unknown,
-            {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both},
-        )
+        products = {one: self.products.get(one, 0.0) + other.products.get(one, 0.0) for one in both}
+        return Work._make([*map(operator.add, self[:-1], other[:-1]), products])
 
     def times(self, once: int, total: int) -> "Work":
         """Return the work of a loop whose program contains this body `once` times and which runs it `total` times."""
