@@ -1,9 +1,8 @@
 """Selection of leaves by path, glob and the four forms of `var_list`, and their matching to named sources."""
 
-import dataclasses
 import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -64,6 +63,8 @@ def ambiguous(what: str, path: str, leaves: int) -> str:
 
 VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | None
 
+_FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a tree of bools"
+
 
 def selected(params: Params, var_list: VarList, argument: str = "var_list") -> list[int]:
     """Return the indices, among the leaves of params, of those to differentiate.
@@ -80,10 +81,9 @@ def selected(params: Params, var_list: VarList, argument: str = "var_list") -> l
     """
     indices = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
     if not indices:
-        named = trees.leaves_with_paths(params)
         raise ValueError(
-            f"No variables to optimize: {argument}={shown(var_list)} leaves none of "
-            f"{[path for path, _ in named][:20]}, of which only floating-point leaves can be trained"
+            f"No variables to optimize: {argument}={shown(var_list)} leaves none of {trees.paths_of(params)[:20]}, of "
+            "which only floating-point leaves can be trained"
         )
     return indices
 
@@ -126,10 +126,7 @@ def check_form(var_list: VarList, argument: str) -> None:
         TypeError: `var_list` has none of the four forms.
     """
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
-        raise TypeError(
-            f"{argument}={shown(var_list)}: must be None, a predicate (path, leaf) -> bool, a list of paths or globs, "
-            f"or a tree of bools, got {type(var_list).__name__}"
-        )
+        raise TypeError(f"{argument}={shown(var_list)}: must be {_FORMS}, got {type(var_list).__name__}")
 
 
 def _chosen(
@@ -182,10 +179,7 @@ def _by_globs(
 
 def _as_bool(flag: Any, path: str, argument: str) -> bool:
     if not isinstance(flag, bool | np.bool_):
-        raise TypeError(
-            f"{argument}: at {trees.quoted(path)}: must be a bool, got {shown(flag)}. It takes None, a predicate "
-            "(path, leaf) -> bool, a list of paths or globs, or a tree of bools."
-        )
+        raise TypeError(f"{argument}: at {trees.quoted(path)}: must be a bool, got {shown(flag)}. It takes {_FORMS}.")
     return bool(flag)
 
 
@@ -193,8 +187,7 @@ Key = TypeVar("Key", bound=Hashable)
 Source = TypeVar("Source")
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment(Generic[Key, Source]):
+class Assignment(NamedTuple, Generic[Key, Source]):
     """The sources of the leaves of a target.
 
     Attributes:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import kind, shown
+from jstep.core.checks import kind, listing, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -233,9 +233,9 @@ def number(value: Any, what: str) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """`jax.tree.flatten`, with a treedef of type Any for type checkers."""
-    return jax.tree.flatten(tree)
+    return jax.tree.flatten(tree, is_leaf)
 
 
 def structure(tree: Any) -> Any:
@@ -299,6 +299,23 @@ def is_array_or_number(x: Any) -> bool:
     return is_array(x) or isinstance(x, bool | int | float | complex)
 
 
+def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError:
+    """Return the error for a leaf that is neither an array nor a number."""
+    given = f"{what}: the leaf at {quoted(path)} is {kind(leaf)}, {shown(leaf, 60)}"
+    return TypeError(f"{given}, which is not an array or number{remedy}")
+
+
+def require_arrays(tree: Any, what: str, remedy: str = "") -> None:
+    """Reject a leaf that cannot be one of a compiled program.
+
+    Raises:
+        TypeError: A leaf is neither an array nor a number; names its path.
+    """
+    for path, leaf in leaves_with_paths(tree):
+        if not is_array_or_number(leaf):
+            raise not_an_array(leaf, path, what, remedy)
+
+
 def is_key(x: Any) -> bool:
     """Whether x is an array of typed PRNG keys, traced or not, or the shape of one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
@@ -348,6 +365,25 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
     return changed
 
 
+def is_jax_array(x: Any) -> bool:
+    """Whether x is a JAX array, traced or not."""
+    return isinstance(x, jax.Array)
+
+
+def arrays_of(
+    tree: Any, which: Callable[[Any], bool] = is_jax_array
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the JAX arrays of a tree, and a function from others to the tree that has these in their place.
+
+    Args:
+        tree: Any tree.
+        which: Whether a leaf is one of those to return, if these are not the arrays.
+    """
+    leaves, treedef = flatten(tree)
+    indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
+    return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
+
+
 def default_float() -> Any:
     """Return float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)
@@ -374,11 +410,11 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
         TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
     """
     if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
-        raise TypeError(
-            f"{argument}: the leaf at {quoted(path)} is {type(leaf).__name__} {shown(leaf, 60)}, which is not an "
-            f"array or number. Keep only arrays in {argument} and close over the rest, for instance: "
+        remedy = (
+            f". Keep only arrays in {argument} and close over the rest, for instance: "
             "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
         )
+        raise not_an_array(leaf, path, argument, remedy)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
             f"{argument}: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
@@ -445,21 +481,18 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
     want, have = paths(params), paths(tree)
     missing = [p for p in want if p not in set(have)]
     extra = [p for p in have if p not in set(want)]
-    lines = [f"{what} does not have the structure of params"]
+    text = f"{what} does not have the structure of params"
     if have == [""]:
-        lines.append(f"got {kind(tree)}")
+        text += f"; got {kind(tree)}"
         extra = []
-    if missing:
-        lines.append("missing: " + ", ".join(map(repr, missing[:20])))
-    if extra:
-        lines.append("extra: " + ", ".join(map(repr, extra[:20])))
+    text += listing("missing", list(map(repr, missing))) + listing("extra", list(map(repr, extra)))
     if not missing and not extra:
-        lines.append(f"same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or ")
-        lines[-1] += f"{structure(tree)} instead of {structure(params)}"
+        text += f"; same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or "
+        text += f"{structure(tree)} instead of {structure(params)}"
     for i, part in enumerate(tree if isinstance(tree, tuple) else ()):
         if paths(part) == want:  # (loss, gradients), (gradients, norm)
-            lines.append(f"element {i} of this tuple has it: unpack the tuple")
-    return "; ".join(lines)
+            text += f"; element {i} of this tuple has it: unpack the tuple"
+    return text
 
 
 def stack_trees(trees: Sequence[Any], what: str) -> Any:
@@ -474,19 +507,16 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
     Raises:
         ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
     """
-    flat, treedef = flatten(trees[0])
-    columns: list[list[Any]] = [[leaf] for leaf in flat]
-    for i, tree in enumerate(trees[1:], 1):
-        leaves, other = flatten(tree)
+    flat = list(map(flatten, trees))
+    treedef = flat[0][1]
+    for i, (_, other) in enumerate(flat):
         if other != treedef:
             raise ValueError(
                 f"{what}: element {i} has the structure {other}, element 0 has {treedef}. Elements must "
                 "match to be stacked; dequeue or index them individually otherwise."
             )
-        for column, leaf in zip(columns, leaves, strict=True):
-            column.append(leaf)
 
-    def stacked(leaves: list[Any], path: str) -> Any:
+    def stacked(leaves: Sequence[Any], path: str) -> Any:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             _check_same(leaves, path, what)
             return jnp.stack(leaves)  # without blocking on the device
@@ -502,7 +532,7 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
             batch[i] = array
         return batch
 
-    return treedef.unflatten(list(map(stacked, columns, paths_of(trees[0]))))
+    return treedef.unflatten(list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), paths_of(trees[0]))))
 
 
 def no_rows(tree: Any) -> Any:
@@ -517,6 +547,15 @@ def no_rows(tree: Any) -> Any:
     return jax.tree.map(leaf_of, tree)
 
 
+def leading_sizes(tree: Any) -> dict[int, str]:
+    """Return the sizes of the leading axes of a tree, each with the first leaf that has it, as `8 at 'x'`."""
+    sizes: dict[int, str] = {}
+    for path, leaf in leaves_with_paths(tree):
+        for size in np.shape(leaf)[:1]:
+            sizes.setdefault(size, f"{size} at {quoted(path)}")
+    return sizes
+
+
 def rows_of(tree: Any, what: str) -> list[Any]:
     """Return the rows of stacked trees, the inverse of `stack_trees`: copies, so that the arrays can be reused.
 
@@ -529,16 +568,15 @@ def rows_of(tree: Any, what: str) -> list[Any]:
     """
     leaves, treedef = flatten(tree)
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
-    sizes: dict[int, str] = {}
     for path, array in zip(paths_of(tree), arrays, strict=True):
         if not array.ndim:
             raise ValueError(
                 f"{what}: {leaf_at(path)} has shape (): must have a leading axis, of the elements; stack them, for "
                 "example with np.stack"
             )
-        sizes.setdefault(array.shape[0], path)
+    sizes = leading_sizes(tree)
     if len(sizes) != 1:
-        each = ", ".join(f"{size} at {quoted(path)}" for size, path in sizes.items())
+        each = ", ".join(sizes.values())
         found = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
         raise ValueError(f"{what}: {found}: must have arrays with a leading axis of one size, the number of elements")
     return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
