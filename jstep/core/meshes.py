@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import logging
 import math
@@ -17,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.checks import explain_jax, scoped
-from jstep.core.trees import is_traced, with_leaves
+from jstep.core.trees import arrays_of, is_traced
 
 # Propagation of JAX contexts to threads, and exemption of internal transfers from `transfer_guard`.
 #
@@ -45,73 +44,48 @@ _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_")
 _NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
-@dataclasses.dataclass(frozen=True)
-class Contexts:
-    """A snapshot of a thread's contexts, in which any number of functions can run, in any thread."""
-
-    variables: contextvars.Context
-    settings: tuple[tuple[str, Any], ...]
-    mesh: jax.sharding.Mesh | None
-    abstract_mesh: jax.sharding.AbstractMesh
-
-    def run(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call `fn(*args, **kwargs)` in a copy of these contexts, on this thread."""
-        return self.variables.copy().run(self._run, functools.partial(fn, *args, **kwargs))
-
-    def _run(self, fn: Callable[[], _R]) -> _R:
-        with self._entered():
-            return fn()
-
-    @scoped
-    def _entered(self) -> Iterator[None]:
-        # Equal settings are not set again, so that they still follow `jax.config.update`.
-        with contextlib.ExitStack() as stack:
-            for name, value in self.settings:
-                if _read(name) != value:
-                    stack.enter_context(getattr(jax, name)(value))
-            if self.mesh is not None and jax.sharding.get_mesh() != self.mesh:
-                stack.enter_context(jax.set_mesh(self.mesh))
-            if self.mesh is not None and jax.sharding.get_abstract_mesh() != self.abstract_mesh:
-                stack.enter_context(jax.sharding.use_abstract_mesh(self.abstract_mesh))
-            yield
-
-
-def capture() -> Contexts:
-    """Capture the contexts of this thread: context variables, JAX's settings, the mesh."""
-    settings = tuple((name, _read(name)) for name in _SETTINGS)
-    return Contexts(contextvars.copy_context(), settings, current_mesh(), jax.sharding.get_abstract_mesh())
-
-
-def current_mesh() -> Mesh | None:
-    """Return the mesh of `jax.set_mesh`, which may be empty; None inside a function that JAX is tracing."""
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:
-        return None
-
-
-def carried(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Bind `fn` to the current contexts of this thread, for executors: any thread may call the result."""
-    return functools.partial(capture().run, fn)
-
-
 class Thread(threading.Thread):
     """A thread that runs in a copy of the contexts of the caller of `start`."""
 
-    _carried: Contexts | None = None
+    _in_contexts: Callable[[Callable[[], None]], None] | None = None
 
     def start(self) -> None:
         """Start the thread in a copy of the caller's contexts."""
-        self._carried = capture()
+        self._in_contexts = _captured()
         super().start()
 
     def run(self) -> None:
         """Run the target in the captured contexts."""
-        contexts, self._carried = self._carried, None  # release them when the thread ends
-        if contexts is None:
+        in_contexts, self._in_contexts = self._in_contexts, None  # release them when the thread ends
+        if in_contexts is None:
             super().run()
         else:
-            contexts.run(super().run)
+            in_contexts(super().run)
+
+
+def _captured() -> Callable[[Callable[[], None]], None]:
+    """Return a function that calls another in the contexts of this thread: context variables, JAX's settings, mesh."""
+    mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
+    settings = {name: _read(name) for name in _SETTINGS}
+
+    @scoped
+    def entered() -> Iterator[None]:
+        # Equal settings are not set again, so that they still follow `jax.config.update`.
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                if _read(name) != value:
+                    stack.enter_context(getattr(jax, name)(value))
+            if mesh is not None and jax.sharding.get_mesh() != mesh:
+                stack.enter_context(jax.set_mesh(mesh))
+            if mesh is not None and jax.sharding.get_abstract_mesh() != abstract_mesh:
+                stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh))
+            yield
+
+    def run(fn: Callable[[], None]) -> None:
+        with entered():
+            fn()
+
+    return lambda fn: variables.run(run, fn)
 
 
 def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "Future[_R]":
@@ -221,22 +195,28 @@ def on_host(value: Any) -> np.ndarray[Any, Any] | None:
         return np.asarray(value)
 
 
+def current_mesh() -> Mesh | None:
+    """Return the mesh of `jax.set_mesh`, which may be empty; None inside a function that JAX is tracing."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return None
+
+
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Context manager that sets `mesh`; a no-op if it is already set, or is None."""
     if mesh is None:
         return contextlib.nullcontext()
-    try:
-        return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
-    except ValueError:  # inside a function that JAX is tracing
+    current = current_mesh()
+    if current is None:
         return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return contextlib.nullcontext() if current == mesh else jax.set_mesh(mesh)
 
 
 def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Context manager that sets `mesh` only if some mesh is already set."""
-    try:
-        return contextlib.nullcontext() if jax.sharding.get_mesh().empty else using_mesh(mesh)
-    except ValueError:  # inside a function that JAX is tracing
-        return using_mesh(mesh)
+    current = current_mesh()
+    return using_mesh(mesh) if current is None or not current.empty else contextlib.nullcontext()
 
 
 def explicit_mesh(tree: Any) -> AbstractMesh | None:
@@ -292,8 +272,7 @@ def sharded_like(*trees: Any) -> Callable[[Any], Any]:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, jax.Array):
                     sharding = None if is_traced(leaf) else leaf.sharding
-                    as_written = sharding.spec if isinstance(sharding, NamedSharding) else None
-                    known[path, leaf.shape] = spec_of(leaf) if as_written is None else as_written
+                    known[path, leaf.shape] = sharding.spec if isinstance(sharding, NamedSharding) else spec_of(leaf)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )
@@ -459,15 +438,11 @@ def atomic(fn: Callable[..., _R], *args: Any) -> _R:
         fn: A function that JAX can trace.
         *args: Trees; leaves that are not arrays are passed to `fn` unchanged.
     """
-    leaves: list[Any]
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(args)
-    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    arrays, filled = arrays_of(args)
 
     def whole(arrays: list[Any]) -> Any:
-        return fn(*treedef.unflatten(with_leaves(leaves, indices, arrays)))
+        return fn(*filled(arrays))
 
-    arrays = [leaves[i] for i in indices]
     if any(map(is_traced, arrays)):
         result: _R = jax.jit(whole)(arrays)
         return result

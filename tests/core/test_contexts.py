@@ -1,6 +1,5 @@
 """Threads inherit the JAX contexts of the thread that starts them; internal transfers pass transfer guards."""
 
-import concurrent.futures
 import contextlib
 import contextvars
 import threading
@@ -126,22 +125,6 @@ def test_later_updates_of_the_configuration_reach_the_thread():
     assert seen == [True]
 
 
-def test_carried_does_not_change_the_threads_of_a_pool():
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with jax.enable_x64(True):
-            wide = meshes.carried(lambda x: (x, jax.config.jax_enable_x64))
-        assert pool.submit(wide, 3).result(SECS) == (3, True)
-        assert pool.submit(lambda: jax.config.jax_enable_x64).result(SECS) is False
-
-
-def test_one_capture_in_several_threads_at_once():
-    both = threading.Barrier(2)
-    with jax.enable_x64(True):
-        run = meshes.carried(lambda: (both.wait(SECS), jax.config.jax_enable_x64)[1])
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert [f.result(SECS) for f in [pool.submit(run), pool.submit(run)]] == [True, True]
-
-
 def test_contexts_can_be_captured_while_tracing():
     @jax.jit
     def traced(x):
@@ -157,9 +140,9 @@ def test_an_error_restores_the_contexts():
         raise OSError("disk")
 
     with jax.enable_x64(True):
-        run = meshes.carried(fail)
+        failed = meshes.in_background(fail, name="failing")
     with pytest.raises(OSError, match="disk"):
-        run()
+        failed.result(SECS)
     assert jax.config.jax_enable_x64 is False
 
 
