@@ -184,8 +184,7 @@ class Placements(NamedTuple):
 
 def placements_of(leaves: Sequence[Any]) -> Placements:
     """Group arrays by their devices; those whose device JAX may choose join the others."""
-    placements: dict[Any, list[int]] = {}
-    meshes: dict[Any, Any] = {}
+    placements: dict[Any, tuple[list[int], Any]] = {}
     on_host = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
@@ -194,14 +193,13 @@ def placements_of(leaves: Sequence[Any]) -> Placements:
                 devices, mesh = tuple(sharding.mesh.devices.flat), sharding.mesh
             elif leaf.committed:
                 devices = tuple(sorted(sharding.device_set, key=lambda device: device.id))
-            placements.setdefault(devices, []).append(number)
-            meshes.setdefault(devices, mesh)
+            placements.setdefault(devices, ([], mesh))[0].append(number)
         else:
             on_host.append(number)
     if None in placements and len(placements) > 1:
-        anywhere = placements.pop(None)
-        next(iter(placements.values())).extend(anywhere)
-    return Placements([(numbers, meshes[devices]) for devices, numbers in placements.items()], on_host)
+        anywhere, _ = placements.pop(None)
+        next(iter(placements.values()))[0].extend(anywhere)
+    return Placements(list(placements.values()), on_host)
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
@@ -241,8 +239,8 @@ def refuse_compile_only(tree: Any, argument: str) -> None:
     """
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if is_shape(leaf) else leaf
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(mesh, Mesh) and compiles_only(mesh):
+        mesh: Any = getattr(sharding, "mesh", None)
+        if compiles_only(mesh):
             raise ValueError(
                 f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only compile; use "
                 "jstep.cost or lower with them, and run on devices of this machine"
@@ -629,8 +627,7 @@ def when_concrete(path: str, check: Check, *args: Hashable) -> None:
 
 def collecting_checks() -> contextlib.AbstractContextManager[Waiting]:
     """Context manager in which `when_concrete` collects checks for `run_checks`."""
-    waiting: Waiting = {}
-    return setting(_WAITING, waiting)
+    return setting(_WAITING, Waiting())
 
 
 def run_checks(waiting: Waiting, params: Any) -> None:
