@@ -5,8 +5,7 @@ import dataclasses
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +60,7 @@ OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
@@ -68,6 +68,7 @@ class Roles(Mapping[str, Role | None]):
     `dict(roles)` compares the roles themselves.
 
     Attributes:
+        roles: The same as a plain mapping.
         complete: Whether these are all slots of the optimizer; False if its `init` cannot be traced.
         holds: Slot name → what its values are, as `Slot(holds=…)` declares it, for slots of the parameters' shape.
         halves: Name of a slot that is stored as codes, or in bfloat16 → the name of the slot with its other half.
@@ -75,29 +76,21 @@ class Roles(Mapping[str, Role | None]):
         hidden: The names of the slots of wrappers that must be outermost and are not, so that their first step raises.
     """
 
-    def __init__(
-        self,
-        roles: Mapping[str, Role | None] | Iterable[str] = (),
-        *,
-        complete: bool = True,
-        holds: Mapping[str, str] = MappingProxyType({}),
-        halves: Mapping[str, str] = MappingProxyType({}),
-        formats: Collection[str] = (),
-        hidden: Collection[str] = (),
-    ) -> None:
-        self._roles = dict(roles) if isinstance(roles, Mapping) else dict.fromkeys(roles)
-        self.complete = complete
-        self.holds, self.halves = dict(holds), dict(halves)
-        self.formats, self.hidden = frozenset(formats), frozenset(hidden)
+    roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
+    complete: bool = True
+    holds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    halves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    formats: Set[str] = frozenset()
+    hidden: Set[str] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
-        return self._roles[name]
+        return self.roles[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._roles)
+        return iter(self.roles)
 
     def __len__(self) -> int:
-        return len(self._roles)
+        return len(self.roles)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
@@ -114,7 +107,7 @@ class Roles(Mapping[str, Role | None]):
         return hash(Roles)
 
     def __repr__(self) -> str:
-        return f"Roles({', '.join(self._roles)})"
+        return f"Roles({', '.join(self.roles)})"
 
     def prefixed(self, prefix: str) -> "Roles":
         """The same roles under `prefix/name`."""
@@ -124,7 +117,7 @@ class Roles(Mapping[str, Role | None]):
             holds={f"{prefix}/{name}": what for name, what in self.holds.items()},
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             formats=self.formats,
-            hidden=[f"{prefix}/{name}" for name in self.hidden],
+            hidden={f"{prefix}/{name}" for name in self.hidden},
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -140,11 +133,11 @@ class Roles(Mapping[str, Role | None]):
 
     def stored_by(self, format: str) -> "Roles":
         """The roles of an optimizer that a wrapper or an argument of this name makes store numbers in its own way."""
-        return self.joined(Roles(formats=(format,)))
+        return self.joined(Roles(formats={format}))
 
     def hiding(self, *roles: Role) -> "Roles":
         """The roles of an optimizer that does not see all gradients: those of `OUTERMOST` are then hidden."""
-        return self.joined(Roles(hidden=self.of(*roles)))
+        return self.joined(Roles(hidden=set(self.of(*roles))))
 
     def of_own_age(self) -> "Roles":
         """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
@@ -380,15 +373,16 @@ def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
 
 def in_blocks(x: Array, blocks: Blocks) -> Array:
     """A view of an array in which the elements of a block lie along an axis of their own, after that of the blocks."""
-    return x.reshape(
-        *x.shape[: blocks.axis], x.shape[blocks.axis] // blocks.size, blocks.size, *x.shape[blocks.axis + 1 :]
-    )
+    return x.reshape(_split(x.shape, blocks))
 
 
 def _of_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
     """The number of its block, for each element of an array of a shape."""
-    split = (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
-    return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), split).reshape(shape)
+    return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), _split(shape, blocks)).reshape(shape)
+
+
+def _split(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
+    return (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
 
 
 def decoded(codes: Array, scales: Array, flat: bool = False) -> Array:

@@ -388,7 +388,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
                 own[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
             own[REMAINDER] = Role.REMAINDER
-        return inner.joined(Roles(own, halves=halves, formats=("compact",)))
+        return inner.joined(Roles(own, halves=halves, formats={"compact"}))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         owned = _trained_leaves(optimizer, params)

@@ -583,7 +583,7 @@ def leafwise(
         return Roles(
             own | ({START_STEP: Role.AGE} if aged else {}),
             holds={name: str(spec.holds) for name, spec in declared.items()},
-            formats=("m_dtype",) if any(spec.dtype is not None for spec in declared.values()) else (),
+            formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
         )
 
     return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
