@@ -111,7 +111,7 @@ def batches(
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     plan = _Plan(len(rows), each, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
     end = NO_END if num_epochs is None else each.runs[-1].stop
-    return Batches(plan, {"": rows}, row_numbers.steps_of([range(end)]))
+    return Batches(plan, {"": rows}, row_numbers.Steps([range(end)]))
 
 
 class Batches(BatchSequence):
@@ -128,16 +128,6 @@ class Batches(BatchSequence):
         """As for all sequences, without the indices in the batch: all rows are of one source, in order."""
         (rows,) = self._rows.values()
         return functools.partial(_batch, self._plan.reader(self._plan.share).numbers, rows.take)
-
-    def _definition(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "rows": plan.num_rows,
-            "seed": plan.seed,
-            "shuffle": plan.shuffle,
-            "num_epochs": plan.num_epochs,
-            "drop_remainder": plan.drop_remainder,
-        }
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
@@ -365,9 +355,9 @@ def mixture(
     stages = row_numbers.as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, row_numbers.given_process(process_index, process_count))
-    streams = tuple(_Stream(len(rows[name]), _derived_seed(seed, _ROWS, name), shuffle) for name in names)
-    mix = _Mix(streams, sizes, row_numbers.counts_of(stages, sizes), share, seed, stages)
-    return Mixture(mix, rows, row_numbers.steps_of([range(NO_END)]))
+    streams = tuple((len(rows[name]), _derived_seed(seed, _ROWS, name)) for name in names)
+    mix = _Mix(streams, sizes, row_numbers.counts_of(stages, sizes), share, seed, shuffle, stages)
+    return Mixture(mix, rows, row_numbers.Steps([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -417,12 +407,9 @@ class Mixture(BatchSequence):
     lazy sequence of the same kind, numbered from 0. Iterators are independent of each other.
     """
 
-    def _definition(self) -> dict[str, Any]:
-        return {"rows": self.num_rows, "seed": self._plan.seed, "shuffle": self._plan.streams[0].shuffle}
-
     def __repr__(self) -> str:
         each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
-        order = "shuffled by" if self._plan.streams[0].shuffle else "in order, mixed by"
+        order = "shuffled by" if self._plan.shuffle else "in order, mixed by"
         return f"<Mixture of {shown(self.batch_size)} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
 
     @property
@@ -445,37 +432,25 @@ class Mixture(BatchSequence):
         return {name: counts[name] for name in self._rows}
 
 
-class _Stream(NamedTuple):
-    """The endless sequence of rows of one source.
-
-    Attributes:
-        num_rows: The number of rows per epoch.
-        seed: Determines the permutations, together with the epoch.
-        shuffle: Whether the rows are permuted in each epoch.
-    """
-
-    num_rows: int
-    seed: int
-    shuffle: bool
-
-
 class _Mix(NamedTuple):
     """The definition of a mixture, without the data of its sources.
 
     Attributes:
-        streams: The stream of rows of each source.
+        streams: For each source the number of its rows, and the seed of their permutations.
         sizes: The number of rows of each batch.
         counts: The number of rows from each source among the first T rows.
         share: This process's share of a batch.
         seed: Determines the order within batches, together with the step, and the seeds of the streams.
+        shuffle: Whether the rows of each source are permuted in each epoch.
         weights: The weights of the sources, by step.
     """
 
-    streams: tuple[_Stream, ...]
+    streams: tuple[tuple[int, int], ...]
     sizes: Sizes
     counts: Counts
     share: Share
     seed: int
+    shuffle: bool
     weights: Staircase[Weights]
 
     def reader(self, share: Share) -> "_MixtureReader":
@@ -507,7 +482,7 @@ class _MixtureReader:
 
     def __init__(self, mix: _Mix, share: Share) -> None:
         self._mix, self._share, self._seed = mix, share, _derived_seed(mix.seed, _ORDER)
-        self._ahead = [Lookahead(stream.num_rows, stream.seed) for stream in mix.streams]
+        self._ahead = [Lookahead(*stream) for stream in mix.streams]
         self._domain = row_numbers.domain(mix.sizes.runs[0].size)
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
@@ -529,7 +504,7 @@ class _MixtureReader:
             indices = np.flatnonzero(sources[low:high] == source)
             # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
             start = first[source] + int(np.count_nonzero(sources[:low] == source))
-            rows = _stream_rows(mix.streams[source], self._ahead[source], start, len(indices))
+            rows = self._ahead[source].stream(start, len(indices), mix.shuffle)
             found.append(SourceRows(source, indices, rows))
         return found
 
@@ -538,20 +513,6 @@ class _MixtureReader:
         if domain.n != size:
             self._domain = domain = row_numbers.domain(size)
         return row_numbers.permute(domain, row_numbers.draw_keys(domain, self._seed, step), np.arange(size))
-
-
-def _stream_rows(stream: _Stream, ahead: Lookahead, start: int, count: int) -> RowNumbers:
-    """Return `count` rows of a stream, from row `start` on."""
-    pieces: list[RowNumbers] = []
-    while count:
-        epoch, offset = divmod(start, stream.num_rows)
-        taken = min(count, stream.num_rows - offset)
-        rows = slice(offset, offset + taken)
-        pieces.append(ahead.lines(epoch, offset, 1, 1, taken)[:taken, 0] if stream.shuffle else rows)
-        start, count = start + taken, count - taken
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])
 
 
 # The definition of a batch sequence as JSON, for the records of runs and of their checkpoints.
@@ -587,12 +548,18 @@ def definition_of(batches: BatchSequence) -> dict[str, Any]:
         >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
         (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
     """
-    size, weights = batches.batch_size, weights_of(batches)
+    size, weights, plan = batches.batch_size, weights_of(batches), batches._plan
+    rows = {name: len(of) for name, of in batches._rows.items()}
+    is_one = isinstance(batches, Batches)
+    ends = {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder} if is_one else {}
     return {
         "kind": type(batches).__name__,
         "batch_size": {str(step): rows for step, rows in (size if isinstance(size, dict) else {0: size}).items()},
         **({"weights": {str(step): of for step, of in weights.items()}} if weights else {}),
-        **batches._definition(),
+        "rows": rows[""] if is_one else rows,
+        "seed": plan.seed,
+        "shuffle": plan.shuffle,
+        **ends,
         "steps": [[part.start, None if part.stop >= NO_END else part.stop, part.step] for part in batches._steps.parts],
     }
 

@@ -17,7 +17,6 @@ import numpy as np
 from jstep.core import tagged_json
 from jstep.core.checks import can_take, kind, may_take, note, shown
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
-from jstep.data.to_devices import ReplayedBatches, ReplayedIterator
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
 
@@ -293,7 +292,7 @@ def source_of(
         items = _by_step(batches, start, last_step)
         if items is not None:
             return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
-        items = ReplayedIterator(batches.make, until_end) if isinstance(batches, ReplayedBatches) else iter(batches)
+        items = iter(batches)
         if not keeps_position(items):
             ways_out = (
                 "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or "

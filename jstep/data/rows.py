@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,19 +104,21 @@ NO_END = 2**128
 """Sentinel for an endless sequence, larger than any step."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Steps:
     """The steps of a sequence, numbered from 0 in order.
 
+    Args:
+        parts: Consecutive ranges of steps.
+
     Attributes:
-        parts: Consecutive ranges of steps, none of them empty.
+        parts: Those that are not empty.
         firsts: The number of the first step of each part.
         count: The number of steps; meaningless if the sequence is endless.
     """
 
-    parts: tuple[range, ...]
-    firsts: tuple[int, ...]
-    count: int
+    def __init__(self, parts: Iterable[range]) -> None:
+        self.parts = tuple(filter(None, parts))
+        *self.firsts, self.count = itertools.accumulate(map(count_of, self.parts), initial=0)
 
     @property
     def is_endless(self) -> bool:
@@ -135,16 +138,15 @@ class Steps:
             inner = within(numbers, first, first + count_of(part))
             start, stride = part.start + (inner.start - first) * part.step, part.step * inner.step
             found.append(range(start, start + count_of(inner) * stride, stride))
-        return steps_of(found)
+        return Steps(found)
 
     def skipped(self, start: int, stop: int) -> "Steps":
         """Return the steps without those numbered `start` up to `stop`."""
-        return steps_of([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
+        return Steps([*self.sliced(slice(start)).parts, *self.sliced(slice(stop, None)).parts])
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
         """Yield the ranges of steps numbered `start` up to `stop`, each with its first number."""
-        for i in range(max(bisect.bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
-            first, part = self.firsts[i], self.parts[i]
+        for first, part in zip(self.firsts, self.parts, strict=True):
             low = max(start - first, 0)
             high = count_of(part) if stop is None else min(stop - first, count_of(part))
             if high > low:
@@ -164,19 +166,6 @@ class Steps:
                 if inner and value != last:
                     last = found[number + (inner.start - part.start) // part.step] = value
         return found
-
-
-def steps_of(parts: Iterable[range]) -> Steps:
-    """Return the steps of consecutive ranges."""
-    kept: list[range] = []
-    firsts: list[int] = []
-    count = 0
-    for part in parts:
-        if part:
-            kept.append(part)
-            firsts.append(count)
-            count += count_of(part)
-    return Steps(tuple(kept), tuple(firsts), count)
 
 
 def count_of(numbers: range) -> int:
@@ -248,13 +237,9 @@ class Sizes(NamedTuple):
 
     runs: tuple[Run, ...]
 
-    def number_of(self, step: int) -> int:
-        """Return the number of the run that contains a step; the last run for the step after the end."""
-        return bisect.bisect_right(self.runs, step, key=_FIRST) - 1
-
     def run_of(self, step: int) -> Run:
         """Return the run that contains a step; the last run for the step after the end."""
-        return self.runs[self.number_of(step)]
+        return self.runs[bisect.bisect_right(self.runs, step, key=_FIRST) - 1]
 
     def at(self, step: int) -> int:
         """Return the rows of the batch of a step."""
@@ -266,13 +251,10 @@ class Sizes(NamedTuple):
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
         """Split steps into ranges within one run each, in their order."""
-        if not steps:
-            return
-        ends = self.number_of(steps[0]), self.number_of(steps[-1])
-        for i in range(ends[0], ends[1] + 1) if steps.step > 0 else range(ends[0], ends[1] - 1, -1):
-            inner = within(steps, self.runs[i].first, self.runs[i].stop)
+        for run in self.runs if steps.step > 0 else reversed(self.runs):
+            inner = within(steps, run.first, run.stop)
             if inner:
-                yield inner, self.runs[i]
+                yield inner, run
 
 
 class Share:
@@ -349,8 +331,7 @@ _PRECISION = 2**128
 """Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds the length of all numbers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A period in which every source fills at a constant rate, with floor((offset + rate·t) / unit) rows at time t.
 
     Attributes:
@@ -366,8 +347,7 @@ class Phase:
     rates: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class CountStage:
+class CountStage(NamedTuple):
     """A stage with constant weights.
 
     Attributes:
@@ -643,3 +623,16 @@ class Lookahead:
             block = permute(self._domain, keys, positions.ravel()).reshape(count, width)
             self._block, line = (epoch, start, distance, block), 0
         return block[line:]
+
+    def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
+        """Return `count` rows of the endless sequence of epochs, from row `start` on; in order without `shuffle`."""
+        pieces: list[RowNumbers] = []
+        while count:
+            epoch, offset = divmod(start, self._domain.n)
+            taken = min(count, self._domain.n - offset)
+            rows = slice(offset, offset + taken)
+            pieces.append(self.lines(epoch, offset, 1, 1, taken)[:taken, 0] if shuffle else rows)
+            start, count = start + taken, count - taken
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])

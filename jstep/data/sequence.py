@@ -4,7 +4,7 @@ import abc
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,9 @@ class StateBatches:
 
 # Data sources: arrays, and objects with a length and items.
 
+_NO_ORDER = "cannot be taken in any order"
+_ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
+
 
 class ArraySource:
     """Rows of an array in memory, or of a memory-mapped one; PRNG keys, which exist only on a device, stay there."""
@@ -118,10 +121,7 @@ class ItemSource:
         try:
             return self._rows(rows)
         except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
-            raise TypeError(
-                f"{self._what} cannot be taken in any order: its __getitem__ is not implemented; pass the iterable "
-                "directly to jstep.train or prefetch_to_device"
-            ) from error
+            raise TypeError(f"{self._what} {_NO_ORDER}: its __getitem__ is not implemented{_ITERABLE}") from error
 
     def _rows(self, rows: RowNumbers) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
@@ -225,30 +225,24 @@ def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
 def _open(leaf: Any, path: str, argument: str) -> Source:
     if hasattr(leaf, "to_numpy") and not hasattr(leaf, "columns"):  # a column of a data frame
         leaf = leaf.to_numpy()
+    what = f"{argument}: the {type(leaf).__name__} at {path}"
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if leaf.ndim == 0:
-            raise TypeError(f"{argument}: the {type(leaf).__name__} at {path} is a scalar and has no rows")
+            raise TypeError(f"{what} is a scalar and has no rows")
         return ArraySource(leaf, path)
-    name = type(leaf).__name__
     if isinstance(leaf, str | bytes):
-        raise TypeError(f"{argument}: the {name} at {path} is a string, not a source of rows; give a list of strings")
+        raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
     if hasattr(leaf, "columns"):
         raise TypeError(
-            f"{argument}: the {name} at {path} is indexed by column, not by row; give its columns, such as "
-            "`dict(frame)`, or an array, such as `frame.to_numpy()`"
+            f"{what} is indexed by column, not by row; give its columns, such as `dict(frame)`, or an array, such as "
+            "`frame.to_numpy()`"
         )
     if not hasattr(leaf, "__getitem__"):
-        raise TypeError(
-            f"{argument}: the {name} at {path} has no __getitem__; batches need rows that can be taken in any "
-            "order. Pass an iterator directly to jstep.train or prefetch_to_device"
-        )
+        raise TypeError(f"{what} has no __getitem__, so its rows {_NO_ORDER}{_ITERABLE}")
     try:
         len(leaf)
     except TypeError as error:
-        raise TypeError(
-            f"{argument}: the {name} at {path} has no len(), so its rows cannot be taken in any order ({error}); pass "
-            "an iterable directly to jstep.train or prefetch_to_device"
-        ) from None
+        raise TypeError(f"{what} has no len(), so its rows {_NO_ORDER} ({error}){_ITERABLE}") from None
     return ItemSource(leaf, path, argument)
 
 
@@ -283,8 +277,6 @@ def _same(item: Any, rows: Any, i: int) -> bool:
 
 
 # The base class of the batch sequences that `batches` and `mixture` return.
-
-Self = TypeVar("Self", bound="BatchSequence")
 
 
 class SourceRows(NamedTuple):
@@ -328,15 +320,11 @@ class BatchSequence(abc.ABC):
         sources = [self._rows[name] for name in sorted(self._rows)]
         return functools.partial(_read, self._plan.reader(self._plan.share), sources)
 
-    def _with(self: Self, steps: Steps) -> Self:
+    def _with(self, steps: Steps) -> Self:
         """The same sequence with other steps."""
         other = copy.copy(self)
         other._use(steps)
         return other
-
-    @abc.abstractmethod
-    def _definition(self) -> dict[str, Any]:
-        """The definition of the batches, apart from steps, sizes and weights, as JSON-serializable values."""
 
     def _counts_before(self, step: int) -> dict[str, int]:
         """Return the rows of each source in the batches before a step."""
@@ -423,7 +411,7 @@ class BatchSequence(abc.ABC):
                     return int(first + (found - part.start) // part.step)
         return None
 
-    def skip(self: Self, start: int, stop: int) -> Self:
+    def skip(self, start: int, stop: int) -> Self:
         """Return the batches without those of steps `start` to `stop - 1`, such as bad data or a loss spike.
 
         Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on. Steps refer to the
@@ -474,20 +462,19 @@ class BatchSequence(abc.ABC):
         return self._count > 0
 
     @overload
-    def __getitem__(self: Self, step: slice) -> Self: ...
+    def __getitem__(self, step: slice) -> Self: ...
     @overload
     def __getitem__(self, step: Any) -> Any: ...
     def __getitem__(self, step: Any) -> Any:
         if not isinstance(step, slice):
             return self._read(self._steps[self._as_step(step)])
-        start, stop = (
+        start, stop, stride = (
             None if part is None else as_int(part, f"slice {name}")
-            for part, name in ((step.start, "start"), (step.stop, "stop"))
+            for part, name in ((step.start, "start"), (step.stop, "stop"), (step.step, "step"))
         )
         for part, name in ((start, "start"), (stop, "stop")):
             if part is not None and part < 0:
                 raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
-        stride = None if step.step is None else as_int(step.step, "slice step")
         if stride == 0:
             raise ValueError("slice step=0: must not be 0")
         if stride is not None and stride < 0 and start is None and self.is_endless:

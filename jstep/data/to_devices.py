@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -15,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, note, shown
 from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
-from jstep.core.trees import is_key, leaf_at, leaves_with_paths, path_str, quoted
+from jstep.core.trees import arrays_of, is_key, leading_sizes, leaf_at, leaves_with_paths, path_str, quoted
 from jstep.data.sequence import BatchIterator
+from jstep.queues.queues import until_end
 from jstep.state.sharding import axis_size
 
 # Placement of host data on devices by a sharding, on one process or several.
@@ -73,16 +74,11 @@ def placement(sharding: Any, argument: str = "sharding") -> Callable[[Any], Any]
 
 
 def _place_on_default_device(item: Any) -> Any:
-    known = _as_known(item)
-    leaves = jax.tree.leaves(known)
     # A JAX array keeps its placement, which may span other processes.
-    host = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array)]
+    others, filled = arrays_of(_as_known(item), lambda leaf: not isinstance(leaf, jax.Array))
     with internal_transfers():
         # One call for all: most of its time is spent in Python, which keeps the loop from running.
-        placed = jax.device_put([leaves[i] for i in host])
-    for i, leaf in zip(host, placed, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(jax.tree.structure(known), leaves)
+        return filled(jax.device_put(others))
 
 
 def _explain(item: Any, sharding: Any, error: ValueError) -> None:
@@ -112,16 +108,15 @@ def _as_known(item: Any) -> Any:
     def known(keys: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | bool | int | float | complex):
             return leaf
-        array = leaf
-        if not isinstance(leaf, np.ndarray | np.generic):
-            array = _taken_over(leaf)
-            if array is None:
-                raise _no_numbers(keys, leaf, kind(leaf))
-            if isinstance(array, jax.Array):
-                return array
-        if array.dtype.kind in "OSUMm":
-            raise _no_numbers(keys, leaf, f"{kind(leaf)} ({array.dtype})")
-        return array
+        array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
+        if isinstance(array, jax.Array) or (array is not None and array.dtype.kind in _KINDS):
+            return array
+        where = f"the leaf at {path_str(keys)!r}" if keys else "the item"
+        what = kind(leaf) if array is None else f"{kind(leaf)} ({array.dtype})"
+        raise TypeError(
+            f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
+            "item what a device cannot hold"
+        )
 
     if all(map(_is_known, jax.tree.leaves(item))):  # the common case, which is faster
         return item
@@ -130,18 +125,15 @@ def _as_known(item: Any) -> Any:
 
 def _taken_over(leaf: Any) -> Any:
     """Convert an array of another library to NumPy, without a copy if possible, or to JAX; None for other types."""
-    if isinstance(leaf, str | bytes):
-        return None
-    ways: list[Callable[[], Any]] = []
-    if callable(getattr(leaf, "numpy", None)):
-        ways.append(leaf.numpy)
-    if hasattr(leaf, "__dlpack__"):
-        ways += [lambda: np.from_dlpack(leaf), lambda: jnp.copy(jnp.from_dlpack(leaf))]  # bfloat16, other devices
-    if hasattr(leaf, "__array__"):
-        ways.append(lambda: np.asarray(leaf))
-    for way in ways:
+    ways: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("numpy", lambda: leaf.numpy()),
+        ("__dlpack__", lambda: np.from_dlpack(leaf)),
+        ("__dlpack__", lambda: jnp.copy(jnp.from_dlpack(leaf))),  # bfloat16, other devices
+        ("__array__", lambda: np.asarray(leaf)),
+    )
+    for method, way in ways:
         try:
-            found = way()
+            found = way() if hasattr(leaf, method) else None
         except Exception:
             continue
         if isinstance(found, np.ndarray | np.generic | jax.Array):
@@ -206,15 +198,6 @@ def _is_known(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in _KINDS)
 
 
-def _no_numbers(keys: Any, leaf: Any, what: str) -> TypeError:
-    path = path_str(keys)
-    where = f"the leaf at {path!r}" if path else "the item"
-    return TypeError(
-        f"item: {where} must be a number or an array of numbers, got {shown(leaf, 60)}, {what}; remove from the "
-        "item what a device cannot hold"
-    )
-
-
 # Shardings of batches, and global batches from the rows of each process.
 
 
@@ -242,20 +225,19 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     parts = axis_size(mesh, axis, f"axis={axis!r}")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    sizes = {np.shape(rows)[:1]: trees.quoted(path) for path, rows in trees.leaves_with_paths(local_batch)}
+    sizes = leading_sizes(local_batch)
     if len(sizes) > 1:
-        each = ", ".join(f"{shape[0] if shape else 'none (a scalar)'} at {path}" for shape, path in sizes.items())
-        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {each}")
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {', '.join(sizes.values())}")
 
     def leaf(keys: Any, rows: Any) -> Any:
-        named = trees.leaf_at(trees.path_str(keys))
+        named = leaf_at(path_str(keys))
         if np.ndim(rows) == 0:
             raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
             return jax.device_put(rows, sharding)
         here = np.shape(rows)[0]
         # With compile-only devices there are no other processes: the rows are the whole batch.
-        processes = 1 if compiles_only(mesh) else _processes_along(sharding)
+        processes = 1 if compiles_only(mesh) else len(owners_of(sharding))
         local_parts = max(1, parts // processes)
         if here % local_parts:
             raise ValueError(
@@ -270,14 +252,17 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 
 
-def _processes_along(sharding: NamedSharding) -> int:
-    """Return the number of processes over which rows are split; processes with the same rows count once."""
-    size = int(sharding.mesh.devices.size)
-    owners: dict[int, set[Any]] = {}
-    places: Any = sharding.devices_indices_map((size,))
-    for device, index in places.items():
-        owners.setdefault(device.process_index, set()).add((index[0].start, index[0].stop))
-    return len({frozenset(rows) for rows in owners.values()})
+def owners_of(sharding: NamedSharding) -> list[int]:
+    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
+    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
+    parts: dict[int, set[int]] = {}
+    for device, (index,) in places.items():
+        parts.setdefault(device.process_index, set()).add(index.start or 0)
+    first_of: dict[tuple[int, ...], int] = {}
+    for process, starts in sorted(parts.items()):
+        first_of.setdefault(tuple(sorted(starts)), process)
+    return [process for _, process in sorted(first_of.items())]
 
 
 def place_rows(rows: Any, sharding: Any) -> jax.Array:
@@ -322,10 +307,8 @@ def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:
 
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Drop from a spec the mesh axes that do not divide an array of this shape."""
-    kept = []
-    for dim, axis in enumerate(dims_of(spec)[: len(shape)]):
-        kept.append(axis if shape[dim] % parts_along(mesh, axis) == 0 else None)
-    return PartitionSpec(*kept)
+    each = zip(shape, dims_of(spec), strict=False)
+    return PartitionSpec(*(axis if size % parts_along(mesh, axis) == 0 else None for size, axis in each))
 
 
 def mesh_without_batch(state: Any, args: Any) -> Mesh | None:
@@ -413,6 +396,12 @@ class PrefetchIterator(Iterator[Any]):
 
     It is also a context manager, which calls `close` on exit.
 
+    Attributes:
+        handed_out: The number of items that `next` has returned. More may have been read ahead.
+        state: The value of `state_fn` for the last item that `next` has returned. Before the first item, it is the
+            value from before anything was read; without a `state_fn` it is None. Save it with a checkpoint and restore
+            it in a new source to resume with the next item.
+
     Example:
         A position that counts the items the loop has received, not those read ahead:
 
@@ -439,30 +428,16 @@ class PrefetchIterator(Iterator[Any]):
         place: Callable[[Any], Any],
         state_fn: Callable[[], Any] | None,
     ) -> None:
-        self._handed_out = 0
-        self._state = state_fn() if state_fn else None
+        self.handed_out = 0
+        self.state = state_fn() if state_fn else None
         self._reader = Reader(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
 
     def __next__(self) -> Any:
-        item, self._state = self._reader.take()
+        item, self.state = self._reader.take()
         self._reader.request()  # only now: at most `size` items are ahead of the loop
-        self._handed_out += 1
+        self.handed_out += 1
         return item
-
-    @property
-    def handed_out(self) -> int:
-        """The number of items that `next` has returned. More may have been read ahead."""
-        return self._handed_out
-
-    @property
-    def state(self) -> Any:
-        """The value of `state_fn` for the last item that `next` has returned.
-
-        Before the first item, it is the value from before anything was read; without a `state_fn` it is
-        None. Save it with a checkpoint and restore it in a new source to resume with the next item.
-        """
-        return self._state
 
     def close(self) -> None:
         """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
@@ -643,13 +618,10 @@ class ReplayedIterator(Iterator[Any]):
 
     Args:
         make: `make()` returns an iterable of batches.
-        begin: Returns the iterator over what `make` returned.
     """
 
-    def __init__(
-        self, make: Callable[[], Iterable[Any]], begin: Callable[[Iterable[Any]], Iterator[Any]] = iter
-    ) -> None:
-        self._make, self._iter = make, begin
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
         self._items: Iterator[Any] | None = None
         self._count = 0
 
@@ -664,14 +636,11 @@ class ReplayedIterator(Iterator[Any]):
         made = self._make()
         if not isinstance(made, Iterable):
             raise TypeError(f"replayed: make() must return an iterable of batches, got {kind(made)}")
-        items, used = self._iter(made), self._count
+        items, used = until_end(made), self._count
         if not used:
             return items
-        began, dropped = time.perf_counter(), 0
-        for _ in items:
-            dropped += 1
-            if dropped == used:
-                break
+        began = time.perf_counter()
+        dropped = sum(1 for _ in itertools.islice(items, used))
         if dropped < used:
             raise ValueError(
                 f"replayed: make() returned {dropped} batches, and the run has used {used}: it must return the same "
