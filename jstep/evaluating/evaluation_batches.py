@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jstep.core import trees
 from jstep.core.checks import kind, note, shown
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
-from jstep.data.to_devices import as_shardings, copied, fitting, place_rows, placement
+from jstep.data.to_devices import as_shardings, copied, fitting, owners_of, place_rows, placement
 from jstep.distributed import processes
 from jstep.hooks.metric_sums_program import host, is_number, is_numeric
 from jstep.queues.queues import until_end
@@ -112,14 +112,9 @@ class EvaluationBatches:
             return None
         args = trees.arguments_of(batch)
         if shardings is None:
-            return jax.tree.map(_shape, args)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                np.shape(leaf), jnp.result_type(leaf), sharding=fitting(sharding, np.shape(leaf))
-            ),
-            args,
-            _leaf_shardings(shardings, args),
-        )
+            is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
+            return jax.tree.map(lambda leaf: _on_device(leaf) if isinstance(leaf, is_host) else leaf, args)
+        return _map_leaves(_on_device, args, shardings)
 
     def _items(self) -> Iterator[Any]:
         if self._begun is not None:  # no batch of a loader is read twice
@@ -130,11 +125,9 @@ class EvaluationBatches:
         return iter(self._batches)  # also by __getitem__, until IndexError
 
 
-def _shape(leaf: Any) -> Any:
-    """The shape and dtype that a leaf has on a device; a JAX array, a shape or a Python number stays as it is."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or not hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that a leaf has on a device."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=fitting(sharding, np.shape(leaf)))
 
 
 def _check(batches: Any) -> None:
@@ -200,11 +193,7 @@ def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:
         taken[0] += 1
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
-                args = jax.tree.map(
-                    lambda leaf, sharding: jax.device_put(leaf, fitting(sharding, np.shape(leaf))),
-                    args,
-                    _leaf_shardings(shardings, args),
-                )
+                args = _map_leaves(_put, args, shardings)
             elif is_single:  # else it is the same on all processes, or global already
                 args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
         yield args
@@ -216,26 +205,26 @@ taken = [0]
 
 def num_examples(args: Any) -> int | str:
     """Return the size of the leading axis of all arrays among the arguments, or a string that explains its absence."""
-    sizes: dict[int, str] = {}
-    for path, leaf in trees.leaves_with_paths(args):
-        if np.ndim(leaf):
-            sizes.setdefault(np.shape(leaf)[0], path)
+    sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples; return a pair (sum, count)"
     if len(sizes) > 1:
-        each = ", ".join(f"{size} at {trees.quoted(path)}" for size, path in sizes.items())
         return (
-            f"the arguments have leading axes of different sizes ({each}); close over arrays without an axis of "
-            "examples, or return a pair (sum, count)"
+            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); close over arrays "
+            "without an axis of examples, or return a pair (sum, count)"
         )
     return next(iter(sizes))
 
 
-def _leaf_shardings(shardings: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a sharding for each leaf of the arguments; a tree of shardings is a prefix of the batch."""
+def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Any) -> tuple[Any, ...]:
+    """Map a function over the leaves of the arguments and their shardings, a tree that is a prefix of the batch."""
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
-    return each if batch is args else (each,)
+    return tuple(jax.tree.map(fn, args, each if batch is args else (each,)))
+
+
+def _put(leaf: Any, sharding: Any) -> jax.Array:
+    return jax.device_put(leaf, fitting(sharding, np.shape(leaf)))
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterator[tuple[Any, ...]]:
@@ -274,7 +263,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Any) -> Iterato
         taken[0] += 1
         if not (counts == _GLOBAL).any():
             with internal_transfers():
-                args = jax.tree.map(functools.partial(_global, counts), args, _leaf_shardings(shardings, args))
+                args = _map_leaves(functools.partial(_global, counts), args, shardings)
         yield args
 
 
@@ -294,7 +283,7 @@ def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array
         return jax.device_put(rows, sharding)
     whole = rows = np.asarray(rows)
     if rows.ndim:
-        counts, owners = np.maximum(counts, 0), _owners(sharding)
+        counts, owners = np.maximum(counts, 0), owners_of(sharding)
         shape = (int(counts[0]) * len(owners), *rows.shape[1:])
         if counts[0] and (counts == counts[0]).all() and fitting(sharding, shape).spec == sharding.spec:
             return place_rows(rows, sharding)
@@ -309,24 +298,16 @@ def _global(counts: np.ndarray[Any, Any], rows: Any, sharding: Any) -> jax.Array
     return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])
 
 
-def _owners(sharding: NamedSharding) -> list[int]:
-    """Return one process for each part of the rows, in order; processes that hold the same rows count once."""
-    rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-    places: Any = rows.devices_indices_map((int(sharding.mesh.devices.size),))
-    parts: dict[int, set[int]] = {}
-    for device, (index,) in places.items():
-        parts.setdefault(device.process_index, set()).add(index.start or 0)
-    first_of: dict[tuple[int, ...], int] = {}
-    for process, starts in sorted(parts.items()):
-        first_of.setdefault(tuple(sorted(starts)), process)
-    return [process for _, process in sorted(first_of.items())]
-
-
 # Metrics of the batches of an evaluation, and their totals: exact for low-precision values and beyond 2³¹.
 #
 # Objects with `merge` and `compute` are merged over the batches on the device; all others are summed on the host.
 
 _METHODS = ("merge", "compute")
+_MUST_BE = (
+    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
+    "methods merge and compute"
+)
+_REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
 PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
 _AHEAD = 2
@@ -373,54 +354,27 @@ def metrics_of(found: Any, rows: int | str) -> list[Metric]:
 def _kind(name: str, value: Any, rows: int | str) -> str:
     if _is_object(name, value):
         return OBJECT
-    ways = (
-        "a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
-        "methods merge and compute"
-    )
-    several = isinstance(value, tuple | list)
+    what, several = f"metric_fn: the metric {name!r}", isinstance(value, tuple | list)
     if not all(map(is_numeric, value if several else (value,))):
-        raise TypeError(f"metric_fn: the metric {name!r} is {kind(value)}: must be {ways}")
+        raise TypeError(f"{what} is {kind(value)}: {_MUST_BE}")
     if several:
         shapes = [np.shape(part) for part in value]
         if shapes == [(), ()]:
             return PAIR
-        raise ValueError(
-            f"metric_fn: the metric {name!r} is a {type(value).__name__} of shapes {shapes}: must be {ways}"
-        )
+        raise ValueError(f"{what} is a {type(value).__name__} of shapes {shapes}: {_MUST_BE}")
     shape = np.shape(value)
     if isinstance(rows, str):
-        what = f"has shape {shape}" if shape else "is a scalar"
-        raise ValueError(
-            f"metric_fn: the metric {name!r} {what}, which counts by the number of examples, and {rows}: must be {ways}"
-        )
+        found = f"has shape {shape}" if shape else "is a scalar"
+        raise ValueError(f"{what} {found}, which counts by the number of examples, and {rows}: {_MUST_BE}")
     if shape not in ((), (rows,)):
-        raise ValueError(
-            f"metric_fn: the metric {name!r} has shape {shape} for a batch of {rows} examples: must be {ways}"
-        )
+        raise ValueError(f"{what} has shape {shape} for a batch of {rows} examples: {_MUST_BE}")
     return PER_EXAMPLE if shape else MEAN
 
 
-class Mean:
-    """The total of a metric that is not an object.
-
-    Attributes:
-        parts: The sum and the count of each batch, on the host.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int | float, int | float]] = []
-
-    def compute(self) -> float:
-        """Return sum / count; NaN if the count is 0."""
-        total, count = (_total(numbers) for numbers in zip(*self.parts, strict=True))
-        try:
-            return total / count if count else math.nan
-        except OverflowError:
-            return math.inf
-
-
 class Totals:
-    """The totals of all metrics, by name in the order of the metric function: a `Mean`, or a merged object.
+    """The totals of all metrics, by name in the order of the metric function.
+
+    They are the sum and the count of each batch, on the host, or a merged object.
 
     Args:
         merge: `merge(totals, objects)` merges objects by name.
@@ -440,8 +394,8 @@ class Totals:
         objects = {metric.name: metric.value for metric in metrics if metric.kind == OBJECT}
         before = {name: self._totals[name] for name in objects if name in self._totals}
         for metric in metrics:
-            total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else Mean())
-            if isinstance(total, Mean) == (metric.kind == OBJECT):
+            total = self._totals.setdefault(metric.name, metric.value if metric.kind == OBJECT else [])
+            if isinstance(total, list) == (metric.kind == OBJECT):
                 raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
         if before:
             self._totals |= self._merge(before, {name: objects[name] for name in before})
@@ -479,7 +433,7 @@ class Totals:
                     count = int(metric.rows)
                     weight = count if metric.kind == MEAN else 1
                     total = _sum(metric.value) * weight if weight else 0  # not NaN · 0
-                self._totals[metric.name].parts.append((total, count))
+                self._totals[metric.name].append((total, count))
 
 
 def _sum(value: Any) -> int | float:
@@ -499,6 +453,15 @@ def _total(numbers: Sequence[Any]) -> int | float:
         return float(np.sum(np.array(numbers, np.float64)))
 
 
+def _mean(parts: Sequence[tuple[int | float, int | float]]) -> float:
+    """Return sum / count of all batches; NaN if the count is 0."""
+    total, count = map(_total, zip(*parts, strict=True))
+    try:
+        return total / count if count else math.nan
+    except OverflowError:
+        return math.inf
+
+
 def _is_object(name: str, value: Any) -> bool:
     """Return whether a metric is an object with `merge` and `compute`; works while tracing.
 
@@ -509,36 +472,21 @@ def _is_object(name: str, value: Any) -> bool:
     missing = [method for method in _METHODS if not callable(getattr(value, method, None))]
     if len(missing) == 2:
         return False
-    what = f"the metric {name!r} is {kind(value)}"
+    what = f"metric_fn: the metric {name!r} is {kind(value)}"
     if missing:
-        other = next(method for method in _METHODS if method not in missing)
+        (other,) = set(_METHODS).difference(missing)
         raise TypeError(
-            f"metric_fn: {what} with {other} and without {missing[0]}: must have both methods, merge(other) and "
-            "compute()"
+            f"{what} with {other} and without {missing[0]}: must have both methods, merge(other) and compute()"
         )
     if isinstance(value, type):
-        raise TypeError(f"metric_fn: {what}: must be an object of it")
+        raise TypeError(f"{what}: must be an object of it")
     if jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"metric_fn: {what}, which is not a pytree: register its class, for example a dataclass by "
+            f"{what}, which is not a pytree: register its class, for example a dataclass by "
             "jax.tree_util.register_dataclass"
         )
-    _check_leaves(value, f"{what} that holds")
+    trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
-
-
-def _check_leaves(value: Any, what: str) -> None:
-    """Raise an error for a leaf that is not an array or a number; JAX's own error does not name the metric.
-
-    Raises:
-        TypeError: There is such a leaf. The message contains its path.
-    """
-    for path, leaf in trees.leaves_with_paths(value):
-        if not trees.is_array_or_number(leaf):
-            raise TypeError(
-                f"metric_fn: {what} {kind(leaf)} at {trees.quoted(path)}: each leaf must be an array or a number; "
-                "register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
-            )
 
 
 def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -556,12 +504,8 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
 
 
 def _merged(name: str, total: Any, one: Any) -> Any:
-    what, before = f"the metric {name!r}: merge of {kind(total)}", trees.structure(total)
-    if not _is_like(one, total):
-        raise TypeError(
-            f"metric_fn: {what} was given {kind(one)} of another structure: all batches must give {before}, got "
-            f"{trees.structure(one)}"
-        )
+    what = f"metric_fn: the metric {name!r}: merge of {kind(total)}"
+    _require_like(one, total, f"{what} was given", "all batches must give")
     try:
         merged = total.merge(one)
     except Exception as error:
@@ -575,17 +519,15 @@ def _merged(name: str, total: Any, one: Any) -> Any:
             )
         note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
-    if not _is_like(merged, total):
-        raise TypeError(
-            f"metric_fn: {what} returned {kind(merged)} of another structure: must return {before}, got "
-            f"{trees.structure(merged)}"
-        )
-    _check_leaves(merged, f"{what} returned")
+    _require_like(merged, total, f"{what} returned", "must return")
+    trees.require_arrays(merged, f"{what} returned {kind(merged)}", _REGISTER)
     return merged
 
 
-def _is_like(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(trees.structure(one) == trees.structure(other))
+def _require_like(one: Any, total: Any, what: str, must: str) -> None:
+    given, wanted = trees.structure(one), trees.structure(total)
+    if type(one) is not type(total) or given != wanted:
+        raise TypeError(f"{what} {kind(one)} of another structure: {must} {wanted}, got {given}")
 
 
 def _numbers_of(name: str, total: Any) -> dict[str, float]:
@@ -601,21 +543,18 @@ def _numbers_of(name: str, total: Any) -> dict[str, float]:
         return leaf.addressable_data(0) if is_global else leaf
 
     try:
-        computed = jax.tree.map(local, total).compute()
+        computed = _mean(total) if isinstance(total, list) else jax.tree.map(local, total).compute()
     except Exception as error:
         note(error, f"metric_fn: in compute of the metric {name!r}")
         raise
     values = computed if isinstance(computed, Mapping) else {None: computed}
-    numbers: dict[str, float] = {}
+    what, numbers = f"metric_fn: the metric {name!r}: compute returned", {}
     for key, value in values.items():
         if key is not None and not isinstance(key, str):
-            raise TypeError(f"metric_fn: the metric {name!r}: compute returned the key {key!r}: must be a string")
+            raise TypeError(f"{what} the key {key!r}: must be a string")
         if not is_number(value):
             at = "" if key is None else f" at {key!r}"
-            raise TypeError(
-                f"metric_fn: the metric {name!r}: compute returned {kind(value)}{at}: must be a number, or a dict of "
-                "numbers"
-            )
+            raise TypeError(f"{what} {kind(value)}{at}: must be a number, or a dict of numbers")
         with internal_transfers():
             numbers[name if key is None else f"{name}/{key}"] = float(host(value))
     return numbers

@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, as_function, as_text, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
-from jstep.differentiate.lanes import Lanes, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
@@ -127,24 +127,17 @@ class EvaluationHook(RunHook):
     ) -> None:
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
         self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
+        self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
-        if callbacks is None:
-            self._callbacks = Callbacks(then, "then")
-        elif isinstance(then, tuple) and not then:
-            self._callbacks = Callbacks(callbacks, "callbacks")
-        else:
+        if callbacks is not None and then != ():
             raise TypeError("then and callbacks are two names of one argument: give one of them")
+        self._callbacks = Callbacks(then, "then") if callbacks is None else Callbacks(callbacks, "callbacks")
         # The state is sharded over all processes, so all of them evaluate it.
         self.cadence = cadence(clock, together=True, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None
         self._owed: int | None = None
-
-    @property
-    def watches(self) -> str:
-        """The prefix, which identifies the hook among others of its class."""
-        return self.prefix
 
     @property
     def why(self) -> str | None:
@@ -444,7 +437,7 @@ def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Any, a
         lanes = lanes._replace(number=1, axes=())
     leaves, treedef = trees.flatten(args)
     indices = [i for i, leaf in enumerate(leaves) if np.ndim(leaf)]
-    whole, filled = arrays_of((params, leaves))
+    whole, filled = trees.arrays_of((params, leaves))
 
     def part(i: Any, whole: Any, rows: Any) -> Any:
         params, leaves = filled(whole)

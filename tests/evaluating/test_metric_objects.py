@@ -259,10 +259,10 @@ def test_shapes_that_cannot_be_merged_are_explained(count):
 
 def test_leaves_that_are_not_arrays_are_named():
     cls = make(lambda self, other: type(self)("text"), x_of)
-    state = make_state()
-    with pytest.raises(TypeError, match=r"the metric 'm' is a Mine that holds a str at .*register other fields as st"):
+    state, words = make_state(), "a Mine: the leaf at .* is a str, 'text', .*; register other fields as static"
+    with pytest.raises(TypeError, match=f"the metric 'm' is {words}"):
         jstep.evaluator(lambda params, x: {"m": cls("text")}, in_batches(5, X))(state)
-    with pytest.raises(TypeError, match=r"the metric 'm': merge of a Mine returned a str at .*register other fields"):
+    with pytest.raises(TypeError, match=f"the metric 'm': merge of a Mine returned {words}"):
         jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(state)
 
 
