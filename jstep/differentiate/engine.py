@@ -21,7 +21,7 @@ from jstep.core.selection import VarList, check_form, selected
 from jstep.core.trees import Array, IndexedSlices, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.gradients import tables
-from jstep.differentiate.lanes import Lanes, alike, arrays_of, as_lanes, of_each_lane, on_lanes, sum_over_lanes
+from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 
 # Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
@@ -130,10 +130,6 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     symbolic zero for a leaf that nothing depends on. It leaves no trace in the compiled program.
     """
 
-    @jax.custom_vjp
-    def identity(leaves: list[Array]) -> list[Array]:
-        return leaves
-
     def forward(leaves: Any) -> tuple[list[Array], None]:
         return [leaf.value for leaf in leaves], None
 
@@ -141,8 +137,9 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
         connected.update(i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero))
         return ([None if isinstance(ct, SymbolicZero) else ct for ct in cotangents],)
 
+    identity = jax.custom_vjp(lambda leaves: leaves)
     identity.defvjp(forward, backward, symbolic_zeros=True)
-    return identity(leaves)
+    return list(identity(leaves))
 
 
 def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
@@ -156,16 +153,15 @@ def split_outputs(out: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, 
         return out, None, None
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
     options = f"has_aux={has_aux}" + (", has_model_state=True" if has_model_state else "")
-    if not (isinstance(out, tuple | list) and len(out) == 2):
-        raise TypeError(f"loss_fn returned {_kind(out)}; with {options} it must return {want}")
-    loss, rest = out
-    if not has_model_state:
-        return loss, None, rest
-    if not has_aux:
-        return loss, rest, None
-    if not (isinstance(rest, tuple | list) and len(rest) == 2):
-        raise TypeError(f"loss_fn returned (loss, {_kind(rest)}); with {options} it must return {want}")
-    return loss, rest[0], rest[1]
+
+    def pair(value: Any, form: str) -> Any:
+        if not (isinstance(value, tuple | list) and len(value) == 2):
+            raise TypeError(f"loss_fn returned {form.format(_kind(value))}; with {options} it must return {want}")
+        return value
+
+    loss, rest = pair(out, "{}")
+    model_state, aux = pair(rest, "(loss, {})") if has_model_state and has_aux else (rest, rest)
+    return loss, model_state if has_model_state else None, aux if has_aux else None
 
 
 def _kind(x: Any) -> str:
@@ -186,16 +182,8 @@ def checked_loss(loss: Any) -> Array:
 
 def checked_aux(aux: Any) -> Any:
     """Convert the auxiliary values to arrays."""
-
-    def leaf(keys: Any, x: Any) -> Array:
-        if not trees.is_array_or_number(x):
-            raise TypeError(
-                f"aux: the leaf at {trees.quoted(trees.path_str(keys))} is {x!r}, which is not an array or number and "
-                "cannot leave a compiled step"
-            )
-        return jnp.asarray(x)
-
-    return jax.tree_util.tree_map_with_path(leaf, aux)
+    trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
+    return jax.tree.map(jnp.asarray, aux)
 
 
 def same_kind(old: Any, new: Any) -> Any:
@@ -372,12 +360,9 @@ class Differentiation:
     def __call__(self, given: Inputs) -> Part:
         """Return the loss, new model_state, aux, gradients (a tree like params) and summaries."""
         params = given.params
-        for path, leaf in trees.leaves_with_paths(params):
-            if not (trees.is_array(leaf) or isinstance(leaf, bool | int | float)):
-                raise TypeError(
-                    f"params: the leaf at {trees.quoted(path)} is {type(leaf).__name__}, which is not an array or "
-                    "number; keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
-                )
+        trees.require_arrays(
+            params, "params", "; keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
+        )
         if given.lanes is not None:
             return self._of_batch(given)
         given = given._replace(
@@ -453,13 +438,9 @@ class Differentiation:
         leaves of model_state are means, the others are those of lane 0.
         """
         alone = dataclasses.replace(self, lanes=None, squares=False)
-        first, size = microbatches.rows_of_batch(given.args, f"lanes={lanes.number}")
-        if size % lanes.number or size == 0:
-            raise ValueError(
-                f"lanes={lanes.number} does not divide the batch: {first} has {size} rows; use a multiple of it"
-            )
+        size = microbatches.rows_of_part(given.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(given.args)
-        whole, filled = arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
+        whole, filled = trees.arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             here = filled(whole)
@@ -476,7 +457,7 @@ class Differentiation:
             state = jax.tree.map(functools.partial(_of_state, i), found.model_state)
             norms = None
             if self.squares:
-                of_lane = jnp.float32(size // lanes.number) if weight is None else weight
+                of_lane = jnp.float32(size) if weight is None else weight
                 norms = of_each_lane(lanes, i, (of_lane, microbatches.squared_norm(found.gradients, here.scale)))
             return grads, microbatches.weighed(found.loss, weight), weight, others, state, norms
 

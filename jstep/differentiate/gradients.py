@@ -41,10 +41,6 @@ class Tables:
     def rows(self, place: int, table: Array, ids: Array) -> Array:
         """Return the rows; their gradient is recorded here and does not reach the table."""
 
-        @jax.custom_vjp
-        def rows(table: Array, ids: Array) -> Array:
-            return _rows(table, ids)
-
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
             return _rows(table, ids), ids
 
@@ -52,6 +48,7 @@ class Tables:
             self._taken.append((place, ids, gradient))
             return None, None
 
+        rows = jax.custom_vjp(_rows)
         rows.defvjp(forward, backward)
         return rows(table, ids)
 
@@ -175,15 +172,15 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     """
     as_function(fn, "fn", "of a tree of arrays")
     leaves, treedef = trees.flatten(xs)
-    for path, leaf in trees.leaves_with_paths(xs):
-        if not trees.is_array_or_number(leaf):
-            raise TypeError(f"xs: the leaf at {trees.quoted(path)} is {kind(leaf)}, which is not an array or number")
+    trees.require_arrays(xs, "xs")
     indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     if not indices:
         raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
 
     def of_some(some: list[Any]) -> Any:
-        return _checked(fn(treedef.unflatten(trees.with_leaves(leaves, indices, some))))
+        ys = fn(treedef.unflatten(trees.with_leaves(leaves, indices, some)))
+        trees.require_arrays(ys, "the result of fn")
+        return jax.tree.map(jnp.asarray, ys)
 
     def pulled_back(some: list[Any], weights: Any) -> list[Any]:
         ys, pull_back = jax.vjp(of_some, some)
@@ -193,13 +190,6 @@ def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     some = [jnp.asarray(leaves[i]) for i in indices]
     found = Attempts(getattr(fn, "__name__", "fn"))(pulled_back, some, grad_ys, place=meshes.sharded_like(some))
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, found))
-
-
-def _checked(ys: Any) -> Any:
-    for path, y in trees.leaves_with_paths(ys):
-        if not trees.is_array_or_number(y):
-            raise TypeError(f"fn returned {kind(y)} at {trees.quoted(path)}, which is not an array")
-    return jax.tree.map(jnp.asarray, ys)
 
 
 def _cotangents(ys: Any, grad_ys: Any) -> Any:
@@ -218,10 +208,8 @@ def _cotangents(ys: Any, grad_ys: Any) -> Any:
             return np.zeros(y.shape, jax.dtypes.float0)
         if weight is None:
             return jnp.ones_like(y)
-        if not (trees.is_array(weight) or isinstance(weight, int | float | complex)):
-            raise TypeError(
-                f"grad_ys: the leaf at {trees.quoted(path)} is {kind(weight)}, which is not an array or number"
-            )
+        if not trees.is_array_or_number(weight):
+            raise trees.not_an_array(weight, path, "grad_ys")
         if np.shape(weight) != y.shape:
             raise ValueError(
                 f"grad_ys: the leaf at {trees.quoted(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"

@@ -166,13 +166,6 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
     return Lanes(number, mesh, tuple(axes), tuple(name for name in mesh.axis_names if name in used.difference(axes)))
 
 
-def arrays_of(tree: Any) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
-    """Return the arrays of a tree, and a function from others to the tree that has these in their place."""
-    leaves, treedef = trees.flatten(tree)
-    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    return [leaves[i] for i in indices], lambda arrays: treedef.unflatten(trees.with_leaves(leaves, indices, arrays))
-
-
 def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """Trace a function for arrays or shapes, without any mesh or layout: its program is the same on all of them.
 
@@ -395,11 +388,11 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
     """
     if lanes is None:
         return fn(*args)
-    arrays, filled = arrays_of(args)
+    arrays, filled = trees.arrays_of(args)
     made: list[Any] = []
 
     def of_arrays(arrays: list[Array]) -> list[Array]:
-        found, rebuilt = arrays_of(fn(*filled(arrays)))
+        found, rebuilt = trees.arrays_of(fn(*filled(arrays)))
         made.append(rebuilt)
         return found
 

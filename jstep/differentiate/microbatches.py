@@ -215,43 +215,31 @@ def split(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> t
     Raises:
         ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
     """
-    first, size = rows_of_batch(args, f"num_microbatches={n}")
-    if size % n or size == 0:
-        raise ValueError(
-            f"num_microbatches={n} does not divide the batch: {first} has {size} rows; use a batch of a multiple of "
-            f"{n}, or max_rows_per_device instead of num_microbatches"
-        )
-
-    all_leaves: list[Any]
-    treedef: Any
-    all_leaves, treedef = jax.tree.flatten(args, is_leaf=trees.is_none)
-    devices = _devices_of_batch(all_leaves, specs)
-    if size // n % devices:
-        fitting = [k for k in range(1, n) if size % k == 0 and size // k % devices == 0]
+    advice = f"use a batch of a multiple of {n}, or max_rows_per_device instead of num_microbatches"
+    rows = rows_of_part(args, n, f"num_microbatches={n}", advice)
+    leaves, treedef = trees.flatten(args, is_leaf=trees.is_none)
+    devices = _devices_of_batch(leaves, specs)
+    if rows % devices:
+        fitting = [k for k in range(1, n) if rows * n % k == 0 and rows * n // k % devices == 0]
         advice = f"; use at most {fitting[-1]} microbatches" if fitting else ""
         text = "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all"
-        _logger.warning(f"{text} of their rows%s", n, size // n, devices, advice)
-
-    def in_parts(leaf: Any) -> Any:
-        return jnp.reshape(leaf, (size // n, n, *np.shape(leaf)[1:]))
+        _logger.warning(f"{text} of their rows%s", n, rows, devices, advice)
 
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:
             return None
-        mesh = _mesh_of(leaf)
+        mesh, shape = _mesh_of(leaf), (rows, n, *np.shape(leaf)[1:])
+        in_parts = functools.partial(jnp.reshape, shape=shape)
         if spec is None or mesh.empty:
             return in_parts(leaf)
-        rows, rest = dims_of(spec)[:1] or (None,), dims_of(spec)[1:]
-        whole = PartitionSpec(*rows, None, *rest)
-        shape = (size // n, n, *np.shape(leaf)[1:])
+        whole = PartitionSpec(*(dims_of(spec)[:1] or (None,)), None, *dims_of(spec)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if explicit_mesh(leaf) is not None:
             return without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)
         return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 
-    split_args: tuple[Any, ...] = treedef.unflatten(map(placed, all_leaves, specs))
-    return split_args
+    return tuple(treedef.unflatten(map(placed, leaves, specs)))
 
 
 def microbatch(parts: Any, i: Any) -> Any:
@@ -268,20 +256,36 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     leaves = trees.leaves_with_paths(args)
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
-    sizes = {}
-    for path, leaf in leaves:
-        place = f"batch argument {path}"
-        if np.ndim(leaf) == 0:
+    shapes = {f"batch argument {path}": np.shape(leaf) for path, leaf in leaves}
+    for place, shape in shapes.items():
+        if not shape:
             raise ValueError(
                 f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
                 "give it one value for each row"
             )
-        sizes[place] = np.shape(leaf)[0]
-    first, size = next(iter(sizes.items()))
-    for place, other in sizes.items():
+    (first, (size, *_)), *others = shapes.items()
+    for place, (other, *_) in others:
         if other != size:
             raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
     return first, size
+
+
+def rows_of_part(args: tuple[Any, ...], n: int, what: str, advice: str) -> int:
+    """Return the number of rows of each of n parts of a batch.
+
+    Args:
+        args: The batch.
+        n: The number of parts.
+        what: What asks for them, for errors.
+        advice: What to do if n does not divide the rows, for the error.
+
+    Raises:
+        ValueError: A leaf has no leading axis, the leading axes differ, or n does not divide them.
+    """
+    first, size = rows_of_batch(args, what)
+    if size % n or size == 0:
+        raise ValueError(f"{what} does not divide the batch: {first} has {size} rows; {advice}")
+    return size // n
 
 
 def _devices_of_batch(leaves: list[Any], specs: list[PartitionSpec | None]) -> int:

@@ -99,7 +99,7 @@ BAD = [
     (lambda: jstep.clip_by_value(jnp.array([1j]), 0.0, 1.0), TypeError, "has no order|no order"),
     (lambda: jstep.gradients(jnp.sum, "x"), TypeError, "xs: the leaf at .* is a str"),
     (lambda: jstep.gradients(3, jnp.ones(2)), TypeError, "fn=3: must be a function"),
-    (lambda: jstep.gradients(lambda x: "y", jnp.ones(2)), TypeError, "fn returned"),
+    (lambda: jstep.gradients(lambda x: "y", jnp.ones(2)), TypeError, "the result of fn"),
 ]
 
 
