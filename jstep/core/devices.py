@@ -184,7 +184,6 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-_A100 = _nvidia(312, 156, 19.5, 19.5, 624)
 _HOPPER_PEAKS = _nvidia(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
 
 
@@ -193,19 +192,17 @@ GPU_PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         **{f"Tesla V100-SXM2-{size}GB": _rates(f16=125, f32=15.7, f64=7.8) for size in (16, 32)},
         **{f"Tesla V100-PCIE-{size}GB": _rates(f16=112, f32=14, f64=7) for size in (16, 32)},
         "Tesla T4": _rates(f16=65, f32=8.1, f64=0.25, int8=130),
-        GPUS["a100"].description: _A100,
-        "NVIDIA A100-SXM4-40GB": _A100,
-        "NVIDIA A100-PCIE-40GB": _A100,
-        "NVIDIA A100 80GB PCIe": _A100,
+        **dict.fromkeys(
+            [GPUS["a100"].description, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"],
+            _nvidia(312, 156, 19.5, 19.5, 624),
+        ),
         "NVIDIA A10": _nvidia(125, 62.5, 31.2, 0.49, 250),
         "NVIDIA L4": _nvidia(121, 60.5, 30.3, 0.47, 242.5, 242.5),
         "NVIDIA L40S": _nvidia(362.05, 183, 91.6, 1.43, 733, 733),
         GPUS["h100"].description: _HOPPER_PEAKS,
         "NVIDIA H100 PCIe": _nvidia(756.5, 378, 51, 51, 1513, 1513),
         "NVIDIA H100 NVL": _nvidia(835.5, 417.5, 60, 60, 1670.5, 1670.5),
-        GPUS["h200"].description: _HOPPER_PEAKS,
-        "NVIDIA GH200 480GB": _HOPPER_PEAKS,
-        "NVIDIA GH200 120GB": _HOPPER_PEAKS,
+        **dict.fromkeys([GPUS["h200"].description, "NVIDIA GH200 480GB", "NVIDIA GH200 120GB"], _HOPPER_PEAKS),
         GPUS["b200"].description: _nvidia(2250, 1125, 75, 37, 4500, 4500),
         "NVIDIA GB200": _nvidia(2500, 1250, 80, 40, 5000, 5000),
     }

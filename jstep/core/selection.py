@@ -10,7 +10,6 @@ from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.trees import Params
 
 _BOXED = GetAttrKey("value")
 
@@ -66,7 +65,7 @@ VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | No
 _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a tree of bools"
 
 
-def selected(params: Params, var_list: VarList, argument: str = "var_list") -> list[int]:
+def selected(params: trees.Params, var_list: VarList, argument: str = "var_list") -> list[int]:
     """Return the indices, among the leaves of params, of those to differentiate.
 
     Args:
@@ -88,7 +87,7 @@ def selected(params: Params, var_list: VarList, argument: str = "var_list") -> l
     return indices
 
 
-def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list[bool]:
+def flags(params: trees.Params, var_list: VarList, argument: str = "var_list") -> list[bool]:
     """Return for each leaf of params, in order, whether `var_list` selects it; False for leaves that cannot be trained.
 
     Args:
@@ -106,7 +105,7 @@ def flags(params: Params, var_list: VarList, argument: str = "var_list") -> list
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
-def resolve(params: Params, var_list: VarList, argument: str) -> list[bool]:
+def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
     """Return for each leaf of params, in order, whether `var_list` selects it, for any dtype; None selects nothing.
 
     Raises:
@@ -130,7 +129,7 @@ def check_form(var_list: VarList, argument: str) -> None:
 
 
 def _chosen(
-    params: Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList, argument: str
+    params: trees.Params, named: list[tuple[str, Any]], trainable: list[bool], var_list: VarList, argument: str
 ) -> list[bool]:
     if var_list is None:
         return trainable
