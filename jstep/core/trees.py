@@ -31,7 +31,6 @@ class Schedule(Protocol):
 
     def __call__(self, step: Step, /) -> Array:
         """Return the value at `step`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,6 @@ class InitFn(Protocol):
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Return slots for `params`, created at `global_step`."""
-        ...
 
 
 class GradientNoise(NamedTuple):
@@ -117,7 +115,6 @@ class HyperparametersFn(Protocol):
 
     def __call__(self, step: Step, /) -> dict[str, Any]:
         """Return name → scalar."""
-        ...
 
 
 class Optimizer(NamedTuple):

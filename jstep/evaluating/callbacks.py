@@ -546,6 +546,7 @@ class KeepBest:
                 value = kept.get(self.metric) if isinstance(kept, Mapping) else None
                 if not isinstance(value, int | float):
                     raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
+                self.values[step] = float(value)
             except (CheckpointError, ValueError) as error:
                 if jax.process_index() == 0:
                     _logger.warning(
@@ -554,8 +555,6 @@ class KeepBest:
                         checkpoint_name(self._prefix, step),
                         error,
                     )
-                continue
-            self.values[step] = float(value)
         saver.claim()
         return saver
 
