@@ -464,8 +464,7 @@ def in_order(first: Array, *later: Array) -> list[Array]:
 
     if not later or not _is_traced((first, later)):
         return list(later)
-    same: list[Array] = jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later])
-    return same
+    return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))
 
 
 _IN_PLACE: contextvars.ContextVar[dict[int, Array] | None] = contextvars.ContextVar("_IN_PLACE", default=None)

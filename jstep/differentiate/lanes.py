@@ -443,8 +443,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
     def on_blocks(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
-        sums: list[Array] = sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness)
-        return sums
+        return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
     def on_whole_arrays(fn: Any, args: list[Array], shapes: Any) -> list[Array]:
         everywhere = PartitionSpec()

@@ -495,12 +495,11 @@ def merge_objects(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict
     Raises:
         TypeError: `merge` does not return an object of the same structure. The message contains the metric.
     """
-    merged: dict[str, Any] = without_explicit_axes(
-        lambda totals, objects: {name: _merged(name, total, objects[name]) for name, total in totals.items()},
-        totals,
-        objects,
-    )
-    return merged
+
+    def merged(totals: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _merged(name, total, objects[name]) for name, total in totals.items()}
+
+    return without_explicit_axes(merged, totals, objects)
 
 
 def _merged(name: str, total: Any, one: Any) -> Any:

@@ -423,8 +423,7 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [attempts(metrics, params, args)]
-        found: list[list[Metric]] = on_lanes(number, functools.partial(_of_lanes, metrics), params, args)
-        return found
+        return list(on_lanes(number, functools.partial(_of_lanes, metrics), params, args))
 
     compute.__name__ = name
     return compute
