@@ -266,7 +266,7 @@ def test_model_state_is_read_and_replaced() -> None:
     assert dict(with_some.roles) == dict(state.roles)
     with pytest.raises(TypeError, match=r"replace\(modelstate=…\): .*nearest: 'model_state'"):
         state.replace(modelstate=3)
-    with pytest.raises(TypeError, match="model_state: the leaf at 'name' is str 'bn'"):
+    with pytest.raises(TypeError, match="model_state: the leaf at 'name' is a str, 'bn'"):
         jstep.TrainState.create({"w": 1.0}, jstep.adam(0.1), model_state={"name": "bn"})
 
 
