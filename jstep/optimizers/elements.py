@@ -18,7 +18,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves, unit_axes_of
+from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves
 from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
@@ -97,11 +97,11 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
     Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
     """
-    hyperparameters.check_axes(axes)
+    axes_of = hyperparameters.unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
-            over = unit_axes_of(axes, *leaf, lambda shape: tuple(range(1, len(shape))))
+            over = axes_of(*leaf)
 
             def centred(g: Array) -> Array:
                 wide = g.astype(trees.compute_dtype(g.dtype))
@@ -679,7 +679,7 @@ def clip_gradients(
     ((how, limit),) = given.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={shown(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
-    hyperparameters.check_axes(axes)
+    axes_of = hyperparameters.unit_axes(axes, _unit_axes)
     hyper = _value_bounds(limit) if how == "by_value" else {f"clip_{how}": checked(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
@@ -694,8 +694,7 @@ def clip_gradients(
             return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
 
         def by_unit(g: Any, p: Array, leaf: tuple[str, Any]) -> Any:
-            over = unit_axes_of(axes, *leaf, _unit_axes)
-            return trees.on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], over), g)
+            return trees.on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), own_leaves(params))
 

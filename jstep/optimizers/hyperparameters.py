@@ -437,86 +437,78 @@ Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]
 MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def checked_axes(axes: Axes | None) -> Axes:
-    """Check the argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax."""
-    chosen: Axes | None = as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
-    return chosen or (lambda path, leaf: (-2, -1))
+def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> Callable[[str, Any], MatrixAxes]:
+    """`(path, leaf) -> (rows, columns)`, the axes of a leaf that form the rows and the columns of its matrix.
 
-
-def matrix_axes_of(path: str, leaf: Any, chosen: Axes, purpose: str, way_out: str) -> MatrixAxes:
-    """The axes of a leaf that form the rows of its matrix, and those that form the columns.
+    It raises a ValueError if the leaf has fewer than two axes, or lacks an axis that `axes` returns.
 
     Args:
-        path: The leaf's path.
-        leaf: The leaf; only its shape is used.
-        chosen: The function returned by `checked_axes`.
+        axes: The argument `axes`; by default the last two axes are the matrix, (in, out) as in Flax.
         purpose: Why a matrix is needed, for the error.
-        way_out: A partition that trains the other leaves, for the error.
-
-    Raises:
-        ValueError: The leaf has fewer than two axes, or lacks an axis that `chosen` returns.
+        label: The label of the matrices in a partition that trains the other leaves with AdamW, for the error.
+        optimizer: The code of their optimizer in it.
     """
-    shape = np.shape(leaf)
-    if len(shape) < 2:
-        raise ValueError(
-            f"params: the leaf at {trees.quoted(path)} has shape {shape}: must have two axes, a matrix, {purpose}; "
-            f"train the rest with another optimizer: {way_out}"
-        )
-    given = chosen(path, leaf)
-    if not (isinstance(given, tuple | list) and len(given) == 2):
-        raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(given)}")
-    try:
-        parts = [
-            tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
-            for part in given
-        ]
-    except (IndexError, TypeError) as error:
-        raise ValueError(f"axes: {shown(given)} for {path!r}: must be axes of shape {shape}") from error
-    flat = [axis for part in parts for axis in part]
-    if not all(parts) or len(set(flat)) != len(flat):
-        raise ValueError(f"axes: {shown(given)} for {path!r} of shape {shape}: must be two parts of different axes")
-    return parts[0], parts[1]
+    as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
 
+    def of_leaf(path: str, leaf: Any) -> MatrixAxes:
+        shape = np.shape(leaf)
+        if len(shape) < 2:
+            raise ValueError(
+                f"params: the leaf at {trees.quoted(path)} has shape {shape}: must have two axes, a matrix, {purpose}; "
+                f"train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
+                f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
+                "'adamw')"
+            )
+        given = (-2, -1) if axes is None else axes(path, leaf)
+        if not (isinstance(given, tuple | list) and len(given) == 2):
+            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {shown(given)}")
+        try:
+            parts = [
+                tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
+                for part in given
+            ]
+        except (IndexError, TypeError) as error:
+            raise ValueError(f"axes: {shown(given)} for {path!r}: must be axes of shape {shape}") from error
+        flat = [axis for part in parts for axis in part]
+        if not all(parts) or len(set(flat)) != len(flat):
+            raise ValueError(f"axes: {shown(given)} for {path!r} of shape {shape}: must be two parts of different axes")
+        return parts[0], parts[1]
 
-def partition_shown(label: str, optimizer: str) -> str:
-    """The code of a partition that trains matrices with one optimizer and the rest with AdamW, for errors."""
-    return (
-        f"jstep.partition({{'{label}': {optimizer}, 'adamw': jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if "
-        "leaf.ndim == 2 and 'embed' not in path else 'adamw')"
-    )
+    return of_leaf
 
 
 UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
 
 
-def check_axes(axes: UnitAxes) -> None:
-    """Check the argument `axes`."""
-    if not (axes is None or callable(axes)):
-        as_axes(axes, "axes")
+def unit_axes(
+    axes: UnitAxes, default: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Callable[[str, Any], tuple[int, ...]]:
+    """`(path, leaf) -> axes`, the axes to reduce over at a leaf; a ValueError if it has no such axis.
 
-
-def as_axes(axes: Any, where: str) -> tuple[int, ...]:
-    """Axes as a tuple."""
-    some = (axes,) if isinstance(axes, int) else axes
-    if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
-        raise TypeError(f"{where}={shown(axes)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
-    return tuple(some)
-
-
-def unit_axes_of(axes: UnitAxes, path: str, leaf: Any, default: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
-    """The axes to reduce over at one leaf.
-
-    Raises:
-        ValueError: The leaf has no such axis.
+    Args:
+        axes: The argument `axes`.
+        default: The axes for a shape, if `axes` is None.
     """
-    shape = np.shape(leaf)
-    if axes is None:
-        return default(shape)
-    some = as_axes(axes(path, leaf) if callable(axes) else axes, f"axes at {trees.quoted(path)}")
-    for axis in some:
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"axes={some}: the leaf at {trees.quoted(path)} of shape {shape} has no axis {axis}")
-    return some
+
+    def as_axes(given: Any, where: str) -> tuple[int, ...]:
+        some = (given,) if isinstance(given, int) else given
+        if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
+            raise TypeError(f"{where}={shown(given)}: must be a tuple of axes, or a function (path, leaf) -> tuple")
+        return tuple(some)
+
+    fixed = () if axes is None or callable(axes) else as_axes(axes, "axes")
+
+    def of_leaf(path: str, leaf: Any) -> tuple[int, ...]:
+        shape = np.shape(leaf)
+        if axes is None:
+            return default(shape)
+        some = as_axes(axes(path, leaf), f"axes at {trees.quoted(path)}") if callable(axes) else fixed
+        for axis in some:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(f"axes={some}: the leaf at {trees.quoted(path)} of shape {shape} has no axis {axis}")
+        return some
+
+    return of_leaf
 
 
 # Static values per leaf (masks, axes, factors), computed from paths, shapes and dtypes.

@@ -71,6 +71,19 @@ def wide_updates(updates: Updates) -> Updates:
     return jax.tree.map(wide, updates, is_leaf=trees.is_slices)
 
 
+def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
+    """An optimizer of this package whose `init` also calls `check(params)`, which raises if it cannot train them."""
+    made = optimizer.init
+    assert isinstance(made, Init)
+
+    def make(params: Params, global_step: Step) -> Slots:
+        slots = made.make(params, global_step)
+        check(params)
+        return slots
+
+    return optimizer._replace(init=dataclasses.replace(made, make=make))
+
+
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     """A chain element from a pure function, without slots or hyperparameters.
 

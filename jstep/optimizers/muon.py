@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,14 +17,13 @@ from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Init, Role, Roles
-from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
 from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
-from jstep.optimizers.hyperparameters import Axes, MatrixAxes, by_path, checked, held_names, matrix_axes_of
-from jstep.optimizers.leafwise import SLOW, Slot
-from jstep.optimizers.updates import loads_slots, match_gradients, missing_slot
+from jstep.optimizers.hyperparameters import Axes, Hyper, MatrixAxes, by_path, checked, matrix_axes
+from jstep.optimizers.leafwise import SLOW, Slot, checking, element
+from jstep.optimizers.updates import match_gradients
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 
@@ -48,9 +46,7 @@ class Layout(NamedTuple):
     columns: Names
 
 
-def layout_of_matrix(
-    sharding: NamedSharding | None, shape: tuple[int, ...], axes: tuple[tuple[int, ...], tuple[int, ...]]
-) -> Layout | None:
+def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> Layout | None:
     """The layout of an array viewed as a stack of matrices; None if it is unknown or cannot be expressed as one.
 
     Args:
@@ -330,7 +326,7 @@ def _length(x: Array) -> Array:
 newton_schulz = jax.jit(_newton_schulz, static_argnums=2)
 
 
-def as_matrix(x: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Array, Callable[[Array], Array]]:
+def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Array]]:
     """Reshape an array to matrices [batch..., in, out], and return the inverse function, too.
 
     Args:
@@ -402,13 +398,12 @@ def normalize_neurons(
     Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
     norm, while the paper sets the root mean square to 0.2.
     """
-    chosen = hyperparameters.checked_axes(axes)
+    matrix = matrix_axes(axes, "to normalize its neurons", "normuon", NORMUON)
     whose = one_of(over, "over", ["neuron", "short"])
-    wording = "to normalize its neurons", hyperparameters.partition_shown("normuon", NORMUON)
 
-    def mean_and_matrix(path: str, leaf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
         """The axes of the mean, and those of the matrix."""
-        rows, columns = matrix_axes_of(path, leaf, chosen, *wording)
+        rows, columns = matrix(path, leaf)
         sizes = [math.prod(np.shape(leaf)[axis] for axis in part) for part in (rows, columns)]
         return columns if whose == "short" and sizes[1] < sizes[0] else rows, rows + columns
 
@@ -496,15 +491,9 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
     and its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
-    chosen = hyperparameters.checked_axes(axes)
-    hyperball = "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
-    way_out = hyperparameters.partition_shown("ball", hyperball)
-
-    def matrix_axes(path: str, leaf: Any) -> MatrixAxes:
-        return matrix_axes_of(path, leaf, chosen, "to keep its norm", way_out)
-
+    matrix = matrix_axes(axes, "to keep its norm", "ball", HYPERBALL)
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
-    flags = {"axes": by_path(matrix_axes)}
+    flags = {"axes": by_path(matrix)}
     if callable(radius) and not isinstance(radius, type):
         of_leaf: Any = radius
         flags["radius"] = by_path(
@@ -512,22 +501,20 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         )
     elif radius is not None:
         hyper["radius"] = radius
-    optimizer = from_update("hyperball", hyperball_update, {}, hyper, flags=flags)
-    made = optimizer.init
-    assert isinstance(made, Init)
 
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        slots = made(params, global_step)
+    def check(params: Params) -> None:
         for path, leaf in hyperparameters.own_leaves(params):
             if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
-                axes = sum(matrix_axes(path, leaf), ())
+                axes = sum(matrix(path, leaf), ())
                 if trees.is_traced(leaf):  # its value is not known yet
                     when_concrete(path, _refuse_zero, axes)
                 else:
                     _refuse_zero(path, leaf, axes)
-        return slots
 
-    return optimizer._replace(init=dataclasses.replace(made, make=init))
+    return checking(from_update("hyperball", hyperball_update, {}, hyper, flags=flags), check)
+
+
+HYPERBALL = "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
 
 
 def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -709,43 +696,23 @@ def orthogonalize(
     iteration = Iteration(triples, None if dtype == np.float32 else dtype, safety, schatten)
     hyper = {"epsilon": checked("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[one_of(scale, "scale", list(SCALES))]
-    chosen = hyperparameters.checked_axes(axes)
     is_spread = as_bool(distribute, "distribute")
-    wording = "to be orthogonalized", hyperparameters.partition_shown("muon", "jstep.muon(1e-3)")
+    axes_of = by_path(matrix_axes(axes, "to be orthogonalized", "muon", "jstep.muon(1e-3)"))
 
-    def matrix_axes(params: Params) -> list[Any]:
-        return [
-            matrix_axes_of(path, leaf, chosen, *wording) if trees.is_trainable(leaf) else None
-            for path, leaf in hyperparameters.own_leaves(params)
-        ]
-
-    def init(params: Params, global_step: Step = 0) -> Slots:
-        matrix_axes(params)
-        return hyperparameters.held_slots(hyper)
-
-    @loads_slots
-    def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def orthogonal(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         gradients, treedef = match_gradients(updates, params), trees.structure(params)
-        for name in held_names(hyper):
-            if name not in given:
-                raise missing_slot(name, given)
-        small = hyperparameters.value_at("epsilon", hyper["epsilon"], step, given)
         new: list[Any] = [None] * len(gradients)
         matrices, ways, layouts = {}, {}, []
-        for i, (gradient, leaf, where, (path, _)) in enumerate(
-            zip(
-                gradients, jax.tree.leaves(params), matrix_axes(params), hyperparameters.own_leaves(params), strict=True
-            )
-        ):
+        lists = gradients, jax.tree.leaves(params), axes_of(params), hyperparameters.own_leaves(params)
+        for i, (gradient, leaf, where, (path, _)) in enumerate(zip(*lists, strict=True)):
             if gradient is not None:
                 sharding = layout_of(path) if is_spread else None
                 layouts.append(layout_of_matrix(sharding, leaf.shape, where))
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
                 matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
-        made = orthogonalized(list(matrices.values()), iteration, small, layouts)
+        made = orthogonalized(list(matrices.values()), iteration, h["epsilon"], layouts)
         for i, matrix in zip(matrices, made, strict=True):
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
-        return treedef.unflatten(new), {name: given[name] for name in held_names(hyper)}
+        return treedef.unflatten(new)
 
-    roles = Roles(dict.fromkeys(held_names(hyper), Role.HELD))
-    return Optimizer(Init(init, lambda params: roles), update, hyperparameters.report(hyper))
+    return checking(element(orthogonal, hyper), axes_of)
