@@ -10,7 +10,7 @@ from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
-from jstep.optimizers.elements import Result, Scalar, Values
+from jstep.optimizers.elements import Masked, Result, Scalar, Values
 from jstep.optimizers.hyperparameters import bias_correction, deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, SLOW, SQUARE, Slot
 
@@ -116,10 +116,9 @@ def adamw(
     """
     amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
     slots = {"m": Slot(dtype=m_dtype, holds="mean"), "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask)
-    return elements.from_direction("adamw", adam_direction, slots, hyper, flags=flags, prepare=corrections)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    return elements.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
 
 
 def scale_by_adam(
@@ -252,12 +251,11 @@ def nadam(
     `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask)
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
-        return elements.from_direction("nadam", nadam_direction, M_V, hyper, flags=flags, prepare=nadam_weights)
+        return elements.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
     slots, hyper = M_V | {"mu_product": Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
-    return elements.from_direction("nadam", nadam_direction, slots, hyper, flags=flags, prepare=growing_nadam_weights)
+    return elements.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -332,10 +330,9 @@ def radam(
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
     `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"threshold": threshold, "weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask)
-    return elements.from_direction("radam", radam_direction, M_V, hyper, flags=flags, prepare=rectification)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"threshold": threshold, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    return elements.from_direction("radam", radam_direction, M_V, hyper, prepare=rectification)
 
 
 def radam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -486,10 +483,10 @@ def ademamix(
     Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024); the results match
     `optax.contrib.ademamix`, with v in float32 whatever the dtype of the parameters.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "beta3": beta3}
-    hyper |= {"alpha": alpha, "weight_decay": weight_decay}
-    slots, flags = {"m1": MEAN, "m2": SLOW, "v": SQUARE}, elements.decay_mask(weight_decay_mask)
-    return elements.from_direction("ademamix", ademamix_direction, slots, hyper, flags=flags, prepare=corrections)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    slots = {"m1": MEAN, "m2": SLOW, "v": SQUARE}
+    return elements.from_direction("ademamix", ademamix_direction, slots, hyper, prepare=corrections)
 
 
 def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -540,10 +537,10 @@ def adan(
     Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code
     and timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "beta3": beta3}
-    hyper |= {"weight_decay": weight_decay}
-    slots, flags = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}, elements.decay_mask(weight_decay_mask)
-    return elements.from_update("adan", adan_update, slots, hyper, flags=flags, prepare=adan_corrections)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"beta3": beta3, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}
+    return elements.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:

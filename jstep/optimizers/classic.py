@@ -11,7 +11,7 @@ from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
-from jstep.optimizers.elements import BETA, RATE, Result, Rule, Values
+from jstep.optimizers.elements import BETA, RATE, Masked, Result, Rule, Values
 from jstep.optimizers.hyperparameters import checked
 from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE, Slot
 
@@ -149,9 +149,9 @@ def sgd(
             f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
-    slots, flags = {"momentum": MEAN} if keeps else {}, elements.decay_mask(weight_decay_mask)
+    slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Masked(weight_decay, weight_decay_mask)
     prepare = share_of_gradient if keeps and damped else None
-    return elements.from_update("sgd", rule, slots, hyper, flags=flags, prepare=prepare, by_rows=not decays)
+    return elements.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
@@ -166,7 +167,7 @@ def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> A
 #         hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
 #         return from_direction("lion", lion_direction, {"m": MEAN}, hyper)
 #
-# Weight decay is the hyperparameter `weight_decay` with `flags=decay_mask(weight_decay_mask)`. Bias correction needs
+# Weight decay is the hyperparameter `weight_decay`, a `Masked(weight_decay, weight_decay_mask)`. Bias correction needs
 # the age of the slots, h.age, which exists only if there is a `prepare`: a function that computes once, for all leaves,
 # what h has in addition. With `prepare=correction` a direction multiplies its average by h.unbias:
 #
@@ -208,7 +209,7 @@ DECAYED = "decayed"
 
 MISSING = {
     "age": "; h.age exists if there is a prepare=",
-    DECAYED: "; a weight_decay needs flags=decay_mask(weight_decay_mask)",
+    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
     "learning_rate": "; from_direction multiplies by it: add it to hyper",
 }
 """Name of an attribute of h → what an optimizer without it has to do."""
@@ -241,6 +242,10 @@ class Scalar(NamedTuple):
     initial: Any = 0.0
 
 
+Masked = collections.namedtuple("Masked", ["weight_decay", "mask"])
+"""A weight decay, and the leaves to which it applies: the argument `weight_decay_mask`."""
+
+
 class Sums(NamedTuple):
     """Scalars that depend on all leaves.
 
@@ -271,7 +276,8 @@ def from_update(
         rule: `rule(g, p, s, h)`, all floating arrays of one dtype.
         slots: Name of each slot → its initial value, a `Slot` or a `Scalar`; or a function from params to these. A slot
             comes after those that are computed from its old value.
-        hyper: Name of each hyperparameter → a number, an array, a schedule or `held`, to be checked by `BOUNDS`.
+        hyper: Name of each hyperparameter → a number, an array, a schedule or `held`, to be checked by `BOUNDS`. A
+            `weight_decay` is `Masked`.
         flags: Name → a static value of each leaf, in h: see `masks`.
         prepare: `prepare(h)` returns values to add to h, computed once for all leaves. With it, the optimizer keeps the
             age of its slots: h.age is 1 at their first update.
@@ -279,6 +285,10 @@ def from_update(
         by_rows: Whether the rule may be applied to the rows of a sparse gradient only, leaving the others unchanged.
     """
     given = {} if callable(slots) else slots
+    decay = hyper.get("weight_decay")
+    if isinstance(decay, Masked):
+        hyper = {**hyper, "weight_decay": decay.weight_decay}
+        flags = {DECAYED: hyperparameters.mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in given.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> Result:
@@ -308,7 +318,6 @@ def from_direction(
     slots: Mapping[str, Any],
     hyper: Mapping[str, Any],
     *,
-    flags: Mapping[str, Flag] | None = None,
     prepare: Prepare | None = None,
     by_rows: bool = False,
 ) -> Optimizer:
@@ -318,18 +327,16 @@ def from_direction(
         name: The optimizer's name, which run cards show.
         direction: `direction(g, p, s, h) -> (u, new slots)`.
         slots: As for `from_update`.
-        hyper: As for `from_update`, with a learning_rate. With a weight_decay, flags need those of `decay_mask`.
-        flags: As for `from_update`.
+        hyper: As for `from_update`, with a learning_rate.
         prepare: As for `from_update`.
         by_rows: As for `from_update`.
     """
-    decays = "weight_decay" in hyper
 
     def rule(g: Array, p: Array, s: Values, h: Values) -> Result:
         u, new = direction(g, p, s, h)
-        return -h.learning_rate * (with_decay(u, p, h) if decays else u), new
+        return -h.learning_rate * (with_decay(u, p, h) if "weight_decay" in h else u), new
 
-    return from_update(name, rule, slots, hyper, flags=flags, prepare=prepare, by_rows=by_rows)
+    return from_update(name, rule, slots, hyper, prepare=prepare, by_rows=by_rows)
 
 
 def _of_values(fn: Prepare) -> Callable[[Hyper], Hyper]:
@@ -344,11 +351,6 @@ def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:
 def positive(name: str, value: Any) -> Any:
     """A hyperparameter > 0 whose range in `BOUNDS` includes 0."""
     return checked(name, value, **POSITIVE)
-
-
-def decay_mask(weight_decay_mask: VarList) -> dict[str, Flag]:
-    """The flag for the leaves to which weight decay applies."""
-    return {DECAYED: hyperparameters.mask("weight_decay_mask", weight_decay_mask)}
 
 
 def decays(h: Values) -> bool:

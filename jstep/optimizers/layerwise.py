@@ -19,7 +19,7 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, U
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.elements import BETA, POSITIVE, Result, Values
+from jstep.optimizers.elements import BETA, POSITIVE, Masked, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
 from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates
 from jstep.optimizers.updates import match_gradients
@@ -64,8 +64,9 @@ def lion(
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
     slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean")}
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    return elements.from_direction("lion", lion_direction, slots, hyper, flags=elements.decay_mask(weight_decay_mask))
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    return elements.from_direction("lion", lion_direction, slots, hyper)
 
 
 def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99) -> Optimizer:
@@ -211,10 +212,9 @@ def lamb(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019); the results
     match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
     """
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask)
-    return elements.from_update("lamb", lamb_update, M_V, hyper, flags=flags, prepare=corrections)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    return elements.from_update("lamb", lamb_update, M_V, hyper, prepare=corrections)
 
 
 def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -264,9 +264,9 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
     `optax.lars`.
     """
-    hyper = {"learning_rate": learning_rate, "momentum": momentum, "trust_coefficient": trust_coefficient}
-    hyper |= {"epsilon": epsilon, "weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask) | {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum, "epsilon": epsilon}
+    hyper |= {"trust_coefficient": trust_coefficient, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    flags = {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
     def update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -316,10 +316,9 @@ def novograd(
     `optax.novograd`.
     """
     slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": weight_decay}
-    flags = elements.decay_mask(weight_decay_mask)
-    return elements.from_update("novograd", novograd_update, slots, hyper, flags=flags, prepare=share_of_old)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    return elements.from_update("novograd", novograd_update, slots, hyper, prepare=share_of_old)
 
 
 def novograd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -443,7 +442,7 @@ def adafactor(
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": elements.positive("epsilon", epsilon)}
-    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": weight_decay}
+    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
     optional |= {"momentum": None if momentum is None else checked("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}
@@ -471,8 +470,7 @@ def adafactor(
         "v_col": Slot(shape=functools.partial(without, which=0), keeps="columns"),
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
-    flags = elements.decay_mask(weight_decay_mask)
-    made = elements.from_update("adafactor", adafactor_update, slots, hyper, flags=flags, prepare=prepare)
+    made = elements.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
     assert isinstance(made.init, Init)
     return made._replace(init=dataclasses.replace(made.init, finished=True))  # also without a learning_rate
 

@@ -20,7 +20,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
-from jstep.optimizers.elements import BETA, Result, Values, average, decay_mask, from_direction, from_update, positive
+from jstep.optimizers.elements import BETA, Masked, Result, Values, average, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Axes, Hyper, MatrixAxes, by_path, checked, matrix_axes
 from jstep.optimizers.leafwise import SLOW, Slot, checking, element
 from jstep.optimizers.updates import match_gradients
@@ -631,12 +631,12 @@ def muon(
         m = average(s.momentum, g, h.momentum)
         return (average(m, g, h.momentum) if is_ahead else m), {"momentum": m}
 
-    hyper, flags = {"learning_rate": learning_rate, "weight_decay": weight_decay}, decay_mask(weight_decay_mask)
+    hyper = {"learning_rate": learning_rate, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     return chain(
         # Orthogonalization makes the smallest singular values as large as the others, and rounding to 8 bits with them.
         from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),
         orthogonalize(ns_steps, ns_coefficients, epsilon, scale, axes, ns_dtype, normalization, distribute),
-        from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper, flags=flags),
+        from_direction("muon_step", lambda g, p, s, h: (g, {}), {}, hyper),
     )
 
 

@@ -14,8 +14,7 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers import elements
-from jstep.optimizers.elements import POSITIVE, Result, Scalar, Sums, Values
+from jstep.optimizers.elements import POSITIVE, Masked, Result, Scalar, Sums, Values, average, from_update, with_decay
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
 from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE
 from jstep.optimizers.updates import find_slot
@@ -79,7 +78,7 @@ def prodigy(
     """
     first = checked("d0", d0, **POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
-    hyper |= {"d_coef": d_coef, "weight_decay": weight_decay}
+    hyper |= {"d_coef": d_coef, "weight_decay": Masked(weight_decay, weight_decay_mask)}
     if beta3 is not None:
         hyper["beta3"] = beta3
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
@@ -87,11 +86,9 @@ def prodigy(
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
     slots = {"m": MEAN, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
-    flags, sums = elements.decay_mask(weight_decay_mask), Sums(progress, estimate)
+    sums = Sums(progress, estimate)
     prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
-    return elements.from_update(
-        "prodigy", prodigy_update, slots | scalars, hyper, flags=flags, prepare=prepare, sums=sums
-    )
+    return from_update("prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, sums=sums)
 
 
 def decayed_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
     u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
-    return -h.size * elements.with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
+    return -h.size * with_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
 
 
 # Schedule-free optimizers, which average iterates instead of decaying the learning rate.
@@ -214,10 +211,10 @@ def schedule_free_adamw(
     (`AdamWScheduleFree`). Optax's wrapper has a counter of its own, so it weights steps by another rate during warmup.
     """
     beta1 = _beta1(beta1)
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": weight_decay}
-    slots, flags = {"z": COPY, "v": SQUARE} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
-    return elements.from_update("schedule_free_adamw", adamw_update, slots, hyper, flags=flags, prepare=adamw_weights)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    slots = {"z": COPY, "v": SQUARE} | _scalars(beta1)
+    return from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
 
 
 def schedule_free_sgd(
@@ -258,10 +255,10 @@ def schedule_free_sgd(
     Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree` (`SGDScheduleFree`).
     """
     beta1 = _beta1(beta1)
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
-    hyper |= {"weight_decay": weight_decay}
-    slots, flags = {"z": COPY} | _scalars(beta1), elements.decay_mask(weight_decay_mask)
-    return elements.from_update("schedule_free_sgd", sgd_update, slots, hyper, flags=flags, prepare=weights)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    slots = {"z": COPY} | _scalars(beta1)
+    return from_update("schedule_free_sgd", sgd_update, slots, hyper, prepare=weights)
 
 
 def _beta1(value: float) -> float:
@@ -291,7 +288,7 @@ def adamw_weights(h: Values) -> dict[str, Any]:
 
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, and z."""
-    u = elements.with_decay(g, p, h)
+    u = with_decay(g, p, h)
     z = s.z - h.learning_rate * u
     return h.c * (z - p) - h.of_u * u, {"z": z}
 
@@ -299,7 +296,7 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update of y, z and the second moment."""
     # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
-    v, g, p = compute_first(elements.average(s.v, g * g, h.beta2), g, p)
+    v, g, p = compute_first(average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
     return h.c * (z - p) - h.of_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
@@ -307,7 +304,7 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     """The direction u, with weight decay."""
-    return elements.with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
+    return with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
 @on_any_mesh

@@ -15,7 +15,7 @@ from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
-from jstep.optimizers.elements import Result, Values, decay_mask, decays, from_update
+from jstep.optimizers.elements import Masked, Result, Values, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
 from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
 from jstep.optimizers.updates import loads_slots, with_slots_loaded
@@ -292,10 +292,9 @@ def soap(
         squares = [(axis, Slot(shape=partial(square, axis=axis))) for axis in axes]
         return {"m": MEAN, "v": SQUARE} | {f"{name}_{axis}": slot for axis, slot in squares for name in ("gg", "q")}
 
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": weight_decay}
-    flags = decay_mask(weight_decay_mask)
-    moments = from_update("soap", soap_update, slots, hyper, flags=flags, prepare=sizes_and_shares)
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    moments = from_update("soap", soap_update, slots, hyper, prepare=sizes_and_shares)
 
     @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:

@@ -13,8 +13,8 @@ from jstep.optimizers.elements import from_direction
     ("direction", "hyper", "message"),
     [
         (lambda g, p, s, h: (g * h.age, {}), {}, r"age: must be one of \[.*'learning_rate'.*prepare="),
-        (lambda g, p, s, h: (g, {}), {"weight_decay": 0.1}, r"decayed: must be one of .*flags=decay_mask"),
         (lambda g, p, s, h: (g * h.betta1, {}), {"beta1": 0.9}, r"betta1: must be one of \[.*'beta1'"),
+        (lambda g, p, s, h: (g, {}), {"weight_decay": 0.1}, r"decayed: must be one of .*Masked"),
         (lambda g, p, s, h: (s.v, {}), {}, r"v: must be one of \['m'\]"),
     ],
 )
