@@ -22,7 +22,7 @@ from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
 from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, value_at
 from jstep.optimizers.leafwise import Slot
-from jstep.optimizers.updates import add, apply_updates, find_slot, per_leaf
+from jstep.optimizers.updates import add, apply_updates, find_slot, on_leaves
 from jstep.state.train_state import TrainState, values_of
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
@@ -304,12 +304,13 @@ def with_moving_average(
                 rates[id(start)] = now.rate(after, age), first
             return rates[id(start)]
 
-        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
-            if averages[i] is None:
-                continue
-            rate = rates_of(at.starts[i] if at.starts else None)[gradients[i] is None]
-            if rate is not None:
-                averages[i] = per_leaf(_followed, path, {NAME: averages[i]}, p, found[i], rate)[1][NAME]
+        def call(average: Any, p: Any, u: Any, gradient: Any, start: Any) -> Any:
+            rate = None if average is None else rates_of(start)[gradient is None]
+            return None if rate is None else (_followed, p, u, rate)
+
+        starts = at.starts or [None] * len(found)
+        calls = map(call, averages, jax.tree.leaves(params), found, gradients, starts)
+        on_leaves(params, {NAME: averages}, calls)
         return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
 
     copied = initial is None and not ema.starts_at_zeros
@@ -464,12 +465,11 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
         slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
-        for i, ((path, p), u) in enumerate(zip(trees.leaves_with_paths(params), found, strict=True)):
-            start = at.starts[i]
-            if u is not None and start is not None:
-                due = age_of(at.step, start) % period == 0
-                found[i], new = per_leaf(_synchronised, path, {SLOW: slows[i]}, u, p, rate, due)
-                slows[i] = new[SLOW]
+        def call(u: Any, p: Any, start: Any) -> Any:
+            is_left = u is None or start is None
+            return None if is_left else (_synchronised, u, p, rate, age_of(at.step, start) % period == 0)
+
+        found = on_leaves(params, {SLOW: slows}, map(call, found, jax.tree.leaves(params), at.starts))
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
@@ -570,10 +570,8 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
         updates, inner = leafwise.update_masters(optimizer, updates, inner, whole, params, step, at.context, _rounded)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        for i, (path, p) in enumerate(trees.leaves_with_paths(params)):
-            if not trees.is_none(found[i]):
-                found[i], new = per_leaf(_moved_master, path, {MASTER: kept[i]}, found[i], p)
-                kept[i] = new[MASTER]
+        calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(found, leaves, strict=True)]
+        found = on_leaves(params, {MASTER: kept}, calls)
         return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
     def inner_roles(roles: Roles) -> Roles:

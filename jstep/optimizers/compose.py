@@ -1,6 +1,7 @@
 """Optimizers made of others: wrappers, chains, partitions, cautious updates, projections."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +18,7 @@ from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Upd
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.updates import NoGradientsError, apply_updates, loads_slots, missing_slot
+from jstep.optimizers.updates import NoGradientsError, apply_updates, loads_slots, require_slots
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.
@@ -97,19 +98,15 @@ class Ages(NamedTuple):
 
     def after(self, starts: Slots, gradients: Sequence[Any], own: Own, step: Step) -> Slots:
         """The slots that the wrapper keeps, after an update: later by one if it did not count for their leaves."""
-        updated = (
-            {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None} if self.slots else set()
-        )
-        new: Slots = {}
-        for slot in (name for name, is_own in self.slots.items() if is_own):
-            start = starts[slot]
-            waits = None if own.counted is None else ~own.counted(step)
+        # Without an age there are no slots of leaves.
+        updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=False) if g is not None}
+
+        def later(slot: str, start: Array) -> Array:
             if slot not in updated:
-                start = start + 1
-            elif waits is not None:
-                start = start + waits.astype(start.dtype)
-            new[slot] = start
-        return new
+                return start + 1
+            return start if own.counted is None else start + (~own.counted(step)).astype(start.dtype)
+
+        return {slot: later(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
 
 
 def trained(optimizer: Optimizer, params: Params) -> Params:
@@ -155,35 +152,28 @@ def wrap_optimizer(
     age_role = Role.AGE if own.counted is None else Role.OWN_AGE
     age_scope = by if own.age_scope is None else own.age_scope
 
-    def labels(params: Params) -> Labels | None:
-        with hyperparameters.partial_params(params):
-            return labels_of(optimizer, params)
-
     def age_slots(params: Params) -> Ages:
-        inner, found = roles_of(optimizer, params), labels(params) if own.aged else None
         if not own.aged:
             return Ages([], {})
+        inner, found = roles_of(optimizer, params), labels_of(optimizer, params)
+
+        def free(slot: str) -> str:
+            while inner.get(slot, age_role) is not age_role:  # that of an optimizer that skips steps
+                slot = f"{by}/{slot}"
+            return slot
+
         if found is None:
-            slot = START_STEP if own.counted is None else f"{age_scope}/{START_STEP}"
-            slots: Labels = [slot] * len(jax.tree.leaves(params))
-            known = {slot}
-        else:
-            slots = [None if label is None else f"{age_scope}/{label}/{START_STEP}" for label in found]
-            known = {slot for slot in slots if slot is not None}
-        free = {slot: slot for slot in known}
-        for slot in known:
-            while inner.get(free[slot], age_role) is not age_role:  # that of an optimizer that skips steps
-                free[slot] = f"{by}/{free[slot]}"
-        return Ages([free.get(slot or "") for slot in slots], {name: name not in inner for name in free.values()})
+            slot = free(START_STEP if own.counted is None else f"{age_scope}/{START_STEP}")
+            return Ages([slot] * len(jax.tree.leaves(params)), {slot: slot not in inner})
+        slots = [None if label is None else free(f"{age_scope}/{label}/{START_STEP}") for label in found]
+        return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
 
     def init(params: Params, global_step: Step) -> Slots:
         with hyperparameters.partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-            ages = age_slots(params)
         slots = leafwise.merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
-        return slots | {
-            age: hyperparameters.new_start_step(global_step) for age, is_own in ages.slots.items() if is_own
-        }
+        ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
+        return slots | {age: hyperparameters.new_start_step(global_step) for age in ages}
 
     def all_roles(params: Params) -> Roles:
         ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
@@ -194,25 +184,17 @@ def wrap_optimizer(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         ages = age_slots(params)
-        for name in (*own_roles, *ages.slots):
-            if name not in slots:
-                raise missing_slot(name, slots)
+        mine, starts = require_slots(own_roles, slots), require_slots(ages.slots, slots)
         inner = leafwise.own_slots(optimizer, slots, params)
-        mine = {name: slots[name] for name in own_roles}
-        starts = {name: slots[name] for name in ages.slots}
         later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices), own, step)
         h, of_leaves = values_at(own.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
         at = StepInputs(params, step, context, h, of_leaves)
         updates, inner, changed = update(updates, inner, mine, at)
         return updates, mine | later | changed | inner
 
-    is_safe = leafwise.is_guarded(optimizer) if guarded is None else guarded
-    return Optimizer(
-        Init(init, all_roles, leafwise.makes_finished_updates(optimizer), guarded=is_safe, labels=labels),
-        whole,
-        leafwise.merged_hyperparameters(parts),
-        optimizer.takes_context or takes_context,
-    )
+    made = leafwise.wrapped_init(optimizer, init, all_roles, guarded)
+    hyper = leafwise.merged_hyperparameters(parts)
+    return Optimizer(made, whole, hyper, optimizer.takes_context or takes_context)
 
 
 # Chain optimizers and gradient transformations, and prefix the names of one.
@@ -324,11 +306,10 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         inner = labels_of(optimizer, params)
         return None if inner is None else [None if label is None else f"{name}/{label}" for label in inner]
 
-    init = Init(
+    init = leafwise.wrapped_init(
+        optimizer,
         lambda params, global_step: leafwise.prefixed(name, optimizer.init(params, global_step)),
         lambda params: roles_of(optimizer, params).prefixed(name),
-        leafwise.makes_finished_updates(optimizer),
-        guarded=leafwise.is_guarded(optimizer),
         labels=labels,
     )
     return optimizer._replace(
@@ -414,10 +395,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
 
     def roles(params: Params) -> Roles:
         with hyperparameters.partial_params(params):
-            found = Roles()
-            for part in split(params).values():
-                found = found.joined(roles_of(part.optimizer, part.params))
-        return found.hiding(*OUTERMOST)
+            found = [roles_of(part.optimizer, part.params) for part in split(params).values()]
+        return functools.reduce(Roles.joined, found).hiding(*OUTERMOST)
 
     @loads_slots
     def update(

@@ -13,7 +13,7 @@ from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.hyperparameters import as_arrays, check_prefix, checked, report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.updates import match_gradients, missing_slot
+from jstep.optimizers.updates import match_gradients, require_slots
 
 
 def from_optax(
@@ -106,9 +106,7 @@ def from_optax(
             [dense(g, p) if trees.is_trainable(p) else None for g, p in zip(gradients, leaves, strict=True)]
         )
         shape = skeleton(params)
-        for slot in shape.slots:
-            if slot not in slots:
-                raise missing_slot(slot, slots)
+        require_slots(shape.slots, slots)
         with _standard_promotion():
             extra = {key: value for key, value in _extra_arguments(context, grads, params).items() if takes(key)}
             try:

@@ -18,7 +18,7 @@ from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
 from jstep.optimizers.leafwise import Slot, call_update, fresh_slot
-from jstep.optimizers.updates import match_gradients, only_if, per_leaf, slot_leaves
+from jstep.optimizers.updates import match_gradients, on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 
@@ -443,13 +443,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
             GRADIENT_SUM: slot_leaves(own, GRADIENT_SUM, params),
             GRADIENT_COUNT: slot_leaves(own, GRADIENT_COUNT, params, _scalar),
         }
-        means: list[Any] = [None] * len(gradients)
-        for i, (path, g) in enumerate(zip(trees.paths_of(params), gradients, strict=True)):
-            if g is not None:
-                of_leaf = {name: leaves[i] for name, leaves in mine.items()}
-                means[i], new = per_leaf(_mean_and_rest, path, of_leaf, g, due)
-                for name, leaf in new.items():
-                    mine[name][i] = leaf
+        means = on_leaves(params, mine, [None if g is None else (_mean_and_rest, g, due) for g in gradients])
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 

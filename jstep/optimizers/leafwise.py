@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Role, Roles, abstractly, roles_of
+from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Labels, Role, Roles, abstractly, labels_of, roles_of
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
@@ -20,8 +20,8 @@ from jstep.optimizers.updates import (
     can_load_slots,
     loads_slots,
     match_gradients,
-    missing_slot,
-    per_leaf,
+    on_leaves,
+    require_slots,
     slot_leaves,
     with_slots_loaded,
 )
@@ -44,12 +44,8 @@ def element(
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        for name in held:
-            if name not in slots:
-                raise missing_slot(name, slots)
-        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), {
-            name: slots[name] for name in held
-        }
+        kept = require_slots(held, slots)
+        return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
     def init(params: Params, step: Step) -> Slots:
         return held_slots(hyper)
@@ -250,12 +246,6 @@ def update_masters(
         return call_update(optimizer, wide_updates(updates), slots, masters, step, at_params, exact=True)
 
 
-def slot_names(optimizer: Optimizer, params: Params) -> list[str] | None:
-    """The names of an optimizer's slots for some parameters; None if they are not known."""
-    roles = roles_of(optimizer, params)
-    return list(roles) if roles.complete else None
-
-
 def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
     """Select the slots of one optimizer, under the names it uses itself.
 
@@ -265,10 +255,9 @@ def own_slots(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = 
         params: The parameters they are for.
         prefix: The prefix of its names in `slots`.
     """
-    names: Iterable[str] | None = slot_names(optimizer, params)
-    if names is None:
-        names = [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
-    return {name: slots[prefix + name] for name in names if prefix + name in slots}
+    roles = roles_of(optimizer, params)
+    known = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
+    return {name: slots[prefix + name] for name in known if prefix + name in slots}
 
 
 def hyperparameter_names(optimizer: Optimizer) -> list[str]:
@@ -292,6 +281,19 @@ def makes_finished_updates(optimizer: Optimizer) -> bool:
     except Exception:  # a user-defined function, which may need a concrete step
         return False
     return any(name.rsplit("/", 1)[-1] == "learning_rate" for name in names)
+
+
+def wrapped_init(
+    optimizer: Optimizer,
+    make: Callable[[Params, Step], Slots],
+    roles: Callable[[Params], Roles],
+    guarded: bool | None = None,
+    labels: Callable[[Params], Labels | None] | None = None,
+) -> Init:
+    """The `init` of a wrapper; what it does not change is as in the optimizer inside."""
+    is_safe = is_guarded(optimizer) if guarded is None else guarded
+    labels = labels or functools.partial(labels_of, optimizer)
+    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels)
 
 
 Parts = Mapping[str, Optimizer]
@@ -544,45 +546,35 @@ def leafwise(
         gradients = match_gradients(updates, params)
         treedef, specs = trees.structure(params), specs_for(params)
         mine = {name: slot_leaves(given, name, params, spec.shape) for name, spec in specs.items()}
-        for name in scalar_names:
-            if name not in given:
-                raise missing_slot(name, given)
-        kept = {name: given[name] for name in scalar_names}
+        kept = require_slots(scalar_names, given)
         h = values_at(hyper, step, given) | {"step": jnp.asarray(step)}
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
             h["age"] = hyperparameters.age_of(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
         statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
-        leaves, paths = jax.tree.leaves(params), trees.paths_of(params)
-        updated = [i for i, gradient in enumerate(gradients) if gradient is not None]
 
-        def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[tuple[Any, LeafSlots]]:
+        def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
             floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
             arrays = jax.lax.optimization_barrier({name: one for name, one in h.items() if trees.is_array(one)})
-            found = []
-            for i in updated:
 
-                def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper, own: Any = statics[i]) -> Any:
+            def call(g: Any, p: Any, own: Any) -> Any:
+                def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> Any:
                     return fn(g, p, slots, arrays, (*floats, *own))
 
-                old = {name: values[i] for name, values in mine.items()}
-                found.append(per_leaf(rule, paths[i], old, gradients[i], leaves[i], arrays))
-            return found
+                return None if g is None else (rule, g, p, arrays)
+
+            return on_leaves(params, mine, map(call, gradients, jax.tree.leaves(params), statics))
 
         if prepare is not None:
             h |= prepare(h)
         if measure_leaf is not None:
-            parts = [part for part, _ in of_leaves(measure_leaf)]
+            parts = [part for part in of_leaves(measure_leaf) if part is not None]
             h |= {name: sum(jnp.asarray(part[name], trees.default_float()) for part in parts) for name in parts[0]}
         if conclude is not None:
             h |= conclude(h)
-        new_updates: list[Any] = [None] * len(gradients)
-        for i, (new_update, new_slots) in zip(updated, of_leaves(on_leaf), strict=True):
-            new_updates[i] = new_update
-            for name, value in new_slots.items():
-                mine[name][i] = value
+        new_updates = of_leaves(on_leaf)
         new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 

@@ -2,7 +2,8 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -187,6 +188,27 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     return found
 
 
+def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
+    """Compute rules leaf by leaf, each as `per_leaf` does, and put the new slots in the place of the old ones.
+
+    Args:
+        params: The parameters.
+        slots: Name → the leaves of the slot, in order; they are replaced.
+        calls: For each leaf, in order: `(rule, *args)`, or None for a leaf that stays as it is.
+
+    Returns:
+        The result of each leaf; None for a leaf that stays as it is.
+    """
+    results: list[Any] = [None] * len(jax.tree.leaves(params))
+    for i, (path, call) in enumerate(zip(trees.paths_of(params), calls, strict=True)):
+        if call is not None:
+            rule, *args = call
+            results[i], new = per_leaf(rule, path, {name: leaves[i] for name, leaves in slots.items()}, *args)
+            for name, leaf in new.items():
+                slots[name][i] = leaf
+    return results
+
+
 def _replaced(made: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
     """Return the index of the array, among all in slots and args, that each array made by a rule replaces, or None.
 
@@ -312,9 +334,7 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
     Raises:
         ValueError: There is no such slot, or it belongs to other parameters.
     """
-    if name not in held:
-        raise missing_slot(name, held)
-    leaves = trees.flatten_like(params, held[name], f"slot {name!r}")
+    leaves = trees.flatten_like(params, require_slots([name], held)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
         want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None
@@ -329,14 +349,21 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
     return leaves
 
 
-def missing_slot(name: str, held: Slots) -> ValueError:
-    """The error for a missing slot."""
-    # An element of a chain gets its own slots only: if it has none, the state may still have others.
-    has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
-    return ValueError(
-        f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
-        "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
-    )
+def require_slots(names: Collection[str], held: Slots) -> Slots:
+    """Return some of the slots of a state.
+
+    Raises:
+        ValueError: One of them is missing.
+    """
+    for name in names:
+        if name not in held:
+            # An element of a chain gets its own slots only: if it has none, the state may still have others.
+            has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
+            raise ValueError(
+                f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
+                "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+            )
+    return {name: held[name] for name in names}
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:
