@@ -292,13 +292,13 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
     return name in ELEMENTWISE and set(shapes) <= {(), shape}
 
 
-def on_slices(body: Subprogram, values: Sequence[Any], length: int) -> list[Any]:
-    """Evaluate an elementwise program on slices of its arrays, of a length along the first axis."""
+def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Evaluate an elementwise program on slices of its arrays, of a shape."""
 
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         if operation.kind == "call":
-            return on_slices(operation.bodies[0], values, length)
-        return on_part(operation, values, (length, *operation.eqn.outvars[0].aval.shape[1:]))
+            return on_slices(operation.bodies[0], values, shape)
+        return on_part(operation, values, shape)
 
     return evaluate(body, values, on_slice)
 

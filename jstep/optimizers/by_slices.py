@@ -8,8 +8,8 @@ the loop, and everything before them, such as a global norm or a product of matr
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
-from jstep.core.programs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, on_part, variables
+from jstep.core.programs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, variables
 from jstep.core.slot_roles import Blocks
 from jstep.core.trees import Array
 
@@ -51,82 +51,57 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
         whole = {1: _TILE[min(len(shape), 2)], 2: _ROWS}.get(from_end, 1)
         multiple = math.lcm(whole, blocks.size if blocks is not None and axis == blocks.axis else 1)
         rest = math.prod(part) // part[axis]
-        lengths = [n for n in _divisors(shape[axis]) if n % multiple == 0]
+        lengths = [n for n in range(multiple, shape[axis] + 1, multiple) if shape[axis] % n == 0]
         if lengths:
             part[axis] = max((n for n in lengths if n * rest <= SLICE), default=min(lengths))
     return tuple(part)
 
 
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def ending_of(
+    program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
+) -> Subprogram:
+    """The operations at the end of a program from which some of its variables are computed, as a program.
 
-
-class Ending(NamedTuple):
-    """The elementwise operations at the end of a program from which some of its results are computed.
-
-    Attributes:
-        numbers: The indices of these results among all.
-        operations: The operations, in order.
-        needs: The variables that they read and do not compute.
-        results: The results, as variables or literals.
-    """
-
-    numbers: list[int]
-    operations: list[Operation]
-    needs: list[Any]
-    results: list[Any]
-
-    def on_slice(self, known: Mapping[Any, Any], part: Shape) -> list[Any]:
-        """Compute the results for a slice, from the values of what the operations need."""
-        env = dict(known)
-        for operation in self.operations:
-            values = [read(env, atom) for atom in operation.eqn.invars]
-            env.update(zip(operation.eqn.outvars, on_part(operation, values, part), strict=True))
-        return [read(env, atom) for atom in self.results]
-
-
-def ending_of(program: Subprogram, results: list[int], shape: Shape) -> Ending:
-    """The end of a program without calls that computes some of its results, all of one shape.
+    Its arguments are the variables that these operations read and do not compute.
 
     Args:
         program: The program.
-        results: Their indices among all results.
-        shape: Their shape.
+        results: The variables or literals.
+        is_part: Whether an operation may be one of them.
     """
-    wanted = [program.jaxpr.outvars[i] for i in results]
-    needs = dict.fromkeys(variables(wanted))
+    needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
-        made = [var for var in operation.eqn.outvars if var in needs]
-        if made and made[0].aval.shape == shape and is_elementwise_operation(operation, shape):
+        made = operation.eqn.outvars
+        if not needs.keys().isdisjoint(made) and is_part(operation):
             operations.append(operation)
-            needs = {var: None for var in needs if var not in made}
-            needs |= dict.fromkeys(variables(operation.eqn.invars))
-    return Ending(results, operations[::-1], list(needs), wanted)
+            needs = {var: None for var in needs if var not in made} | dict.fromkeys(variables(operation.eqn.invars))
+    jaxpr = program.jaxpr.replace(constvars=[], invars=list(needs), outvars=list(results), eqns=[])
+    return Subprogram(jaxpr, (), tuple(operations[::-1]))
 
 
-def values_of(program: Subprogram, given: Sequence[Any], wanted: Iterable[Any]) -> dict[Any, Any]:
+def is_of_leaf(shape: Shape, operation: Operation) -> bool:
+    """Whether an operation computes each element of an array of this shape from the elements at its place."""
+    is_whole = any(var.aval.shape == shape for var in operation.eqn.outvars)
+    return is_whole and is_elementwise_operation(operation, shape)
+
+
+def values_of(program: Subprogram, given: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute some variables of a program, and nothing that they do not need."""
-    env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *given], strict=True))
-    missing = set(variables(wanted)) - env.keys()
-    needed = []
-    for operation in reversed(program.operations):
-        if missing.intersection(operation.eqn.outvars):
-            needed.append(operation)
-            missing.update(variables(operation.eqn.invars))
+    known = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *given], strict=True))
     widened: dict[Any, Any] = {}
-    for operation in reversed(needed):
-        values = [read(env, atom) for atom in operation.eqn.invars]
-        made = operation.eqn.outvars[0]
-        if (
-            operation.eqn.primitive.name == "convert_element_type"
-            and operation.eqn.invars[0].aval.dtype.itemsize < made.aval.dtype.itemsize
-        ):
+
+    def by(operation: Operation, values: list[Any]) -> list[Any]:
+        if operation.kind == "cond":
+            return _narrow(operation, values, widened)
+        eqn, made = operation.eqn, operation.eqn.outvars[0]
+        is_conversion = eqn.primitive.name == "convert_element_type"
+        if is_conversion and eqn.invars[0].aval.dtype.itemsize < made.aval.dtype.itemsize:
             widened[made] = values[0]
-        results = _narrow(operation, values, widened) if operation.kind == "cond" else apply(operation, values)
-        env.update(zip(operation.eqn.outvars, results, strict=True))
-    return env
+        return apply(operation, values)
+
+    ending = ending_of(program, wanted)
+    return evaluate(ending, [known[var] for var in ending.jaxpr.invars], by)
 
 
 def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, Any]) -> list[Any]:
@@ -148,11 +123,6 @@ def _narrow(operation: Operation, values: Sequence[Any], widened: Mapping[Any, A
     return list(jax.lax.switch(values[0], branches, *given))
 
 
-def read(env: Mapping[Any, Any], atom: Any) -> Any:
-    """The value of a variable or a literal."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
 Body = Callable[[tuple[Any, ...], Any, Any], Any]
 """`body(position, carried, read) -> carried`, for the slices at a position."""
 
@@ -171,38 +141,30 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: Any, read: Any) 
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, part, strict=True)]
     cut_axes = [axis for axis, count in enumerate(counts) if count > 1]
+    slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
         """A view whose slices are elements along axes of their own, because XLA slices these without another layout."""
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([one for both in sizes for one in both])  # a scalar has no axes
 
-    def of_slices(x: Array) -> list[int]:
-        """The axes of the view along which the slices are."""
-        return [axis + i for i, axis in enumerate(cut_axes)] if x.ndim else []
-
     def one(i: Array, carried: Any) -> Any:
         places, rest = {}, i
         for axis in reversed(cut_axes):
             places[axis], rest = rest % counts[axis], rest // counts[axis]
-
-        def starts(x: Array) -> list[Any]:
-            found: list[Any] = [0] * x.ndim
-            for axis, at in zip(cut_axes, of_slices(x), strict=False):
-                found[at] = places[axis]
-            return found
+        position = tuple(places.get(axis, 0) * size for axis, size in enumerate(part))
+        starts: list[Any] = [
+            start for axis in range(len(shape)) for start in ([places[axis], 0] if axis in places else [0])
+        ]
 
         def cut(x: Array) -> Array:
-            axes = of_slices(x)
-            sizes = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
-            return jax.lax.dynamic_slice(x, starts(x), sizes).reshape(
-                [size for axis, size in enumerate(sizes) if axis not in axes]
-            )
+            sizes = [1 if axis in slice_axes else size for axis, size in enumerate(x.shape)]
+            kept = [size for axis, size in enumerate(x.shape) if axis not in slice_axes]
+            return jax.lax.dynamic_slice(x, starts[: x.ndim], sizes).reshape(kept)
 
         def put(x: Array, y: Array) -> Array:
-            return jax.lax.dynamic_update_slice(x, jnp.expand_dims(y, of_slices(x)), starts(x))
+            return jax.lax.dynamic_update_slice(x, jnp.expand_dims(y, slice_axes), starts)
 
-        position = tuple(places.get(axis, 0) * size for axis, size in enumerate(part))
         # Behind the barrier each slice is read from slow memory once.
         new = body(position, *jax.lax.optimization_barrier(jax.tree.map(cut, (carried, views[1]))))
         return jax.tree.map(put, carried, new)

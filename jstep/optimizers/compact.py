@@ -12,9 +12,9 @@ from jstep.core import slot_roles, trees
 from jstep.core.checks import as_int, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_shape, may_run_on, on_devices
-from jstep.core.programs import without_calls
+from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Init, Labels, Role, Roles, Turn
+from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper
@@ -22,7 +22,7 @@ from jstep.optimizers.compose import trained
 from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.updates import add, missing_slot
+from jstep.optimizers.updates import add, require_slots
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
 
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
         params: The parameters.
         slots: The slots of compact.
         halves: Name of a slot with two halves → the name of the second one.
-        names: The names of the slots of the optimizer inside.
+        inside: Those of the optimizer inside.
         blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
         step: The step.
     """
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
     params: Params
     slots: Slots
     halves: Mapping[str, str]
-    names: Sequence[str]
+    inside: Slots
     blocks: Sequence[Blocks | None]
     step: Step
 
@@ -86,8 +86,7 @@ class Stored(NamedTuple):
         """The slots and the parameters as the optimizer inside sees them."""
         rows, (leaves, treedef) = self.rows(self.slots), trees.flatten(self.params)
         masters = [value_of(p, row.get(REMAINDER)) for p, row in zip(leaves, rows, strict=True)]
-        slots = {name: self.slots[name] for name in self.names}
-        return self.trees([_values(row, self.halves) for row in rows], slots), treedef.unflatten(masters)
+        return self.trees([_values(row, self.halves) for row in rows], self.inside), treedef.unflatten(masters)
 
 
 def value_of(stored: Any, half: Any, flat: bool = False) -> Any:
@@ -109,19 +108,25 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
     if not ways:
         return _at_once(stored, inner, updates)
     conditions = Conditions()
-
-    def on(*platform: str) -> Any:
-        conditions.clear()
-        with hyper.collecting_conditions(conditions):
-            result = (_by_leaf if platform else _at_once)(stored, inner, updates, *platform)
-        return result, [condition for _, condition in conditions]
-
-    made = {platform: functools.partial(on, platform) for platform in ways}
-    result, values = jax.lax.platform_dependent(default=on, **made)
+    made = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
+    default = _collecting(conditions, _at_once, stored, inner, updates)
+    result, values = jax.lax.platform_dependent(default=default, **made)
     for (params, _), condition in zip(conditions, values, strict=True):
         report(params, condition)
     found: tuple[Updates, Slots] = result
     return found
+
+
+def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """`update(*first, …)`, to be traced: it also returns the conditions reported in it, which replace the others."""
+
+    def traced(*rest: Any) -> Any:
+        conditions.clear()
+        with hyper.collecting_conditions(conditions):
+            made = update(*first, *rest)
+        return made, [condition for _, condition in conditions]
+
+    return traced
 
 
 def _at_once(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
@@ -206,22 +211,20 @@ class _Leaf(NamedTuple):
         turns: The positions of their sequences.
         blocks: Their blocks.
         part: The shape of its slices.
-        ending: The operations that compute its update and the slots that it replaces.
-        is_value: Whether the update is a new value.
-        slots: The names of the slots of its shape → their variables before the update.
-        written: The names of those that the update replaces.
         master: The variable of the parameter.
+        slots: The names of the slots of its shape → their variables before the update.
+        made: The indices, among all results, of its update and of the slots that the update replaces, by name.
+        ending: The operations that compute these.
     """
 
     row: Row
     turns: dict[str, Turn]
     blocks: Blocks | None
     part: by_slices.Shape
-    ending: by_slices.Ending
-    is_value: bool
-    slots: Row
-    written: list[str]
     master: Any
+    slots: Row
+    made: tuple[Any, Row]
+    ending: Subprogram
 
 
 def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
@@ -229,39 +232,33 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     given, treedef = trees.flatten((updates, *values))
     conditions = Conditions()
-
-    def traced(*xs: Any) -> Any:
-        conditions.clear()
-        with hyper.collecting_conditions(conditions):
-            made = inner(*treedef.unflatten(xs))
-        return made, [condition for _, condition in conditions]
-
+    traced = _collecting(conditions, lambda *xs: inner(*treedef.unflatten(xs)))
     program, shapes = without_calls(traced, platform, *given)
     results, structure = program.jaxpr.outvars, trees.structure(shapes)
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
     (found, after), _ = structure.unflatten(range(len(results)))
     nodes = trees.flatten_like(stored.params, found, "updates", is_leaf=hyper.is_update)
-    rows = zip(
-        stored.rows(stored.slots), stored.turns(), stored.blocks, stored.rows(slots), stored.rows(after), strict=True
-    )
-    masters, large = jax.tree.leaves(masters), stored.large()
+    lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
+    large, after_rows = stored.large(), stored.rows(after)
     leaves: dict[int, _Leaf] = {}
-    for i, (row, turns, blocks, variables, numbers) in enumerate(rows):
-        u, shape = nodes[i], np.shape(named[i][1])
-        if large[i] and u is not None and not is_slices(u):
-            part = by_slices.slice_shape(named[i][0], shape, blocks) if platform == TPU else shape
-            mine = {name: var for name, var in variables.items() if results[numbers[name]].aval.shape == shape}
-            written = [name for name, var in mine.items() if results[numbers[name]] is not var]
-            wanted = [u.value if hyper.is_projected(u) else u, *(numbers[name] for name in written)]
-            ending = by_slices.ending_of(program, wanted, shape)
-            leaves[i] = _Leaf(row, turns, blocks, part, ending, hyper.is_projected(u), mine, written, masters[i])
-    done = {number for leaf in leaves.values() for number in leaf.ending.numbers}
-    rest = [None if number in done else var for number, var in enumerate(results)]
-    needed = [var for leaf in leaves.values() for var in leaf.ending.needs]
-    env = by_slices.values_of(program, given, [*(var for var in rest if var is not None), *needed])
-    (updates, new), reached = structure.unflatten([None if var is None else by_slices.read(env, var) for var in rest])
+    for i, (row, turns, blocks, master, before) in enumerate(zip(*lists, strict=True)):
+        path, shape = named[i][0], np.shape(named[i][1])
+        if large[i] and nodes[i] is not None and not is_slices(nodes[i]):
+            part = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
+            mine = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
+            replaced = {n: after_rows[i][n] for n, var in mine.items() if results[after_rows[i][n]] is not var}
+            made = nodes[i], replaced
+            wanted = [results[number] for number in jax.tree.leaves(made)]
+            ending = by_slices.ending_of(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
+            leaves[i] = _Leaf(row, turns, blocks, part, master, mine, made, ending)
+    done = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.made)}
+    needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
+    rest = [var for number, var in enumerate(results) if number not in done]
+    known = iter(by_slices.values_of(program, given, [*rest, *needed]))
+    (updates, new), reached = structure.unflatten([None if n in done else next(known) for n in range(len(results))])
     for (params, _), condition in zip(conditions, reached, strict=True):
         report(params, condition)
+    env = dict(zip(needed, known, strict=True))
     by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
     return _closed(stored, *values, updates, new, by_itself)
 
@@ -270,18 +267,19 @@ def _closed_by_itself(
     p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
     """The new value of a parameter, and what is stored of it and of its slots."""
-    own = {*leaf.written, *(halves.get(name) for name in leaf.written), REMAINDER}
+    own = {*leaf.made[1], *(halves.get(name) for name in leaf.made[1]), REMAINDER}
     only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - own
-    others = [var for var in leaf.ending.needs if var not in (leaf.master, *leaf.slots.values())]
+    others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
     def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
         (p, row), (given, kept) = now, read
         old, master = _values(row | kept, halves, platform == GPU), value_of(p, row.get(REMAINDER))
         known = dict(zip(others, given, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
-        made = leaf.ending.on_slice(known | {leaf.master: master}, leaf.part)
+        known[leaf.master] = master
+        made = on_slices(leaf.ending, [known[var] for var in leaf.ending.jaxpr.invars], leaf.part)
         # On TPUs the new slots are not computed again for their codes.
-        u, *new = jax.lax.optimization_barrier(made) if platform == TPU else made
-        return master, Projected(u) if leaf.is_value else u, dict(zip(leaf.written, new, strict=True))
+        made = jax.lax.optimization_barrier(made) if platform == TPU else made
+        return master, *trees.structure(leaf.made).unflatten(made)
 
     def body(position: tuple[Any, ...], now: Any, read: Any) -> Any:
         master, u, new = values(now, read)
@@ -293,8 +291,7 @@ def _closed_by_itself(
         def fractions(name: str) -> Array:
             return slot_roles.fractions_at(leaf.part, leaf.turns[name], position)
 
-        value = None if trees.is_none(u) else add(master, u)
-        return _closed_row(now[1], new, value, scales, fractions, leaf.blocks, halves, platform == GPU)
+        return _closed_row(now[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
 
     row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
     read = [env[var] for var in others], kept
@@ -410,41 +407,23 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         known = roles(params)
-        for name in (*known.halves, *known.halves.values(), *([REMAINDER] if REMAINDER in known else [])):
-            if name not in slots:
-                raise missing_slot(name, slots)
-        names = leafwise.slot_names(optimizer, params)
-        halves = {*known.halves.values(), REMAINDER}
-        names = [name for name in slots if name not in halves] if names is None else [n for n in names if n in slots]
-        stored = Stored(params, slots, known.halves, names, blocks_in(params), step)
+        halves = known.of(*HALVES)
+        require_slots((*known.halves, *halves), slots)
+        others = {name: tree for name, tree in slots.items() if name not in halves}
+        inside = leafwise.own_slots(optimizer, others, params)
+        stored = Stored(params, slots, known.halves, inside, blocks_in(params), step)
 
         def inner(updates: Updates, values: Slots, masters: Params) -> tuple[Updates, Slots]:
             return leafwise.update_masters(optimizer, updates, values, masters, params, step, context, _rounded)
 
         return updated(stored, inner, updates)
 
-    def labels(params: Params) -> Labels | None:
-        with hyper.partial_params(params):
-            return slot_roles.labels_of(optimizer, params)
-
-    return Optimizer(
-        Init(
-            init,
-            roles,
-            leafwise.makes_finished_updates(optimizer),
-            guarded=leafwise.is_guarded(optimizer),
-            labels=labels,
-        ),
-        update,
-        optimizer.hyperparameters,
-        optimizer.takes_context,
-    )
+    return optimizer._replace(init=leafwise.wrapped_init(optimizer, init, roles), update=update)
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:
     """The leaves of params in order, with None for those that are not updated."""
-    with hyper.partial_params(params):
-        found = trees.structure(params).flatten_up_to(trained(optimizer, params))
+    found = trees.structure(params).flatten_up_to(trained(optimizer, params))
     return [p if p is not None and trees.is_trainable(p) else None for p in found]
 
 

@@ -173,7 +173,7 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
         values = [current.get(k, x) for k, x in enumerate(given)]
         if rows:
             parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
-            new = on_slices(body, on_devices(parts), rows)
+            new = on_slices(body, on_devices(parts), (rows, *start[0].shape[1:]))
         else:
             new = evaluate(body, on_devices(jax.lax.optimization_barrier((values, i))[0]))
         new = [to_host(x) if is_on_host(old) else x for old, x in zip(start, new, strict=True)]
