@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -379,6 +379,26 @@ def arrays_of(
     leaves, treedef = flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
     return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
+
+
+def merged(parts: Iterable[tuple[str, Mapping[str, Any]]], refusal: Callable[[str, str, str], str]) -> dict[str, Any]:
+    """Merge dicts whose names must differ.
+
+    Args:
+        parts: The name of each part in errors, and its dict.
+        refusal: `refusal(name, first, second)`, the error for a name that two parts have.
+
+    Raises:
+        ValueError: A name occurs twice.
+    """
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for part, values in parts:
+        for name, value in values.items():
+            if name in found:
+                raise ValueError(refusal(name, owner[name], part))
+            found[name], owner[name] = value, part
+    return found
 
 
 def default_float() -> Any:

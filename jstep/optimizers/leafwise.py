@@ -310,19 +310,16 @@ def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str
     Raises:
         ValueError: A name occurs twice; the error suggests `scope`.
     """
-    merged: dict[str, Any] = {}
-    owner: dict[str, str] = {}
-    for part, values in parts:
-        for name, value in values.items():
-            if name in merged:
-                shown = hyperparameters.shown_name(name) if what == "slot" else None
-                of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
-                raise ValueError(
-                    f"{owner[name]} and {part} both have a {what} named {name!r}{of}; give one of them a prefix "
-                    f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
-                )
-            merged[name], owner[name] = value, part
-    return merged
+
+    def refusal(name: str, first: str, second: str) -> str:
+        shown = hyperparameters.shown_name(name) if what == "slot" else None
+        of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
+        return (
+            f"{first} and {second} both have a {what} named {name!r}{of}; give one of them a prefix "
+            f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
+        )
+
+    return trees.merged(parts, refusal)
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,21 +81,22 @@ def is_worth_loops(state: Any) -> bool:
     return bool(platform == "tpu")
 
 
-def with_small_ones_loaded(params: Params, slots: Slots) -> tuple[Slots, int]:
-    """Load the slots that need no loop, and return all slots and the limit in bytes for the others.
+def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
+    """Load the slots that need no loop, and return all slots and the limit in bytes for the others, None without loops.
 
     These are the slots that are not trees like params, and those of the smallest parameters.
     """
+    params, slots = state.params, state.slots
+    if not is_worth_loops(state):
+        return on_devices(slots), None
     leaves = {
         name: trees.flatten_like(params, tree, name) for name, tree in slots.items() if trees.is_like(params, tree)
     }
     sizes = [sum(map(_host_bytes, ones)) for ones in zip(*leaves.values(), strict=True)]
     limit = sum(sizes) // PARTS
-    small: set[int] = set()
-    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        if sum(sizes[j] for j in small) + sizes[i] > limit:
-            break
-        small.add(i)
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    totals = itertools.accumulate(sizes[i] for i in order)
+    small = {i for i, total in zip(order, totals, strict=True) if total <= limit}
     treedef = trees.structure(params)
     loaded = {
         name: treedef.unflatten([on_devices(leaf) if i in small else leaf for i, leaf in enumerate(leaves[name])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +34,6 @@ from jstep.optimizers.updates import (
     Transfers,
     apply_in_order,
     explain_missing_gradients,
-    is_worth_loops,
     match_gradients,
     using_transfers,
     with_small_ones_loaded,
@@ -114,12 +114,7 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
-    slots: Slots
-    limit: int | None
-    if is_worth_loops(state):
-        slots, limit = with_small_ones_loaded(state.params, state.slots)
-    else:
-        slots, limit = placement.on_devices(state.slots), None
+    slots, limit = with_small_ones_loaded(state)
 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
@@ -362,17 +357,15 @@ def _without_overlap(params: Params, var_lists: Mapping[str, VarList]) -> dict[s
     Raises:
         ValueError: Two losses train the same leaf. The message contains the paths.
     """
-    chosen: dict[str, list[int]] = {}
-    for name, var_list in var_lists.items():
-        chosen[name] = selected(params, var_list, f"loss_fn[{name!r}][1]")
-        for other, indices in chosen.items():
-            both = sorted(set(indices) & set(chosen[name]))
-            if both and other != name:
-                paths = trees.paths_of(params)
-                raise ValueError(
-                    f"loss_fn: the losses {other!r} and {name!r} both train {[paths[place] for place in both][:20]}; "
-                    "give each parameter to one of them"
-                )
+    chosen = {name: selected(params, one, f"loss_fn[{name!r}][1]") for name, one in var_lists.items()}
+    for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
+        both = sorted({*its} & {*others})
+        if both:
+            paths = trees.paths_of(params)
+            raise ValueError(
+                f"loss_fn: the losses {first!r} and {second!r} both train {[paths[place] for place in both][:20]}; "
+                "give each parameter to one of them"
+            )
     return chosen
 
 
@@ -579,11 +572,7 @@ def minimize(
 
     def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, dict[str, Any], Constants]:
         """Return the results of the step, given those of the loss."""
-        step, key, scale = (
-            step_of(state),
-            inputs.key,
-            guards.loss_scale_of(roles_of(optimizer, state.params), state.slots),
-        )
+        scale = guards.loss_scale_of(roles_of(optimizer, state.params), state.slots)
         context = EMPTY_CONTEXT
         if optimizer.takes_context:
             plain = replaced(differentiate, sharpness=None, adaptive=False, squares=False)
@@ -593,7 +582,8 @@ def minimize(
                 there = plain(inputs._replace(params=params))
                 return there.loss, there.gradients if scale is None else guards.unscaled(there.gradients, scale)
 
-            context = Context(part.loss, value_and_grad, None if key is None else jax.random.fold_in(key, OF_CONTEXT))
+            key = None if inputs.key is None else jax.random.fold_in(inputs.key, OF_CONTEXT)
+            context = Context(part.loss, value_and_grad, key)
         context = context._replace(noise=None if part.squares is None else estimated(part.squares))
         done = applied(state, part.gradients, optimizer, increment_global_step, context)
         new_state = done.state
@@ -613,13 +603,17 @@ def minimize(
             return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, new_state.params))
 
         named = {
-            "the optimizer's hyperparameters": optimizer.hyperparameters(step),
+            "the optimizer's hyperparameters": optimizer.hyperparameters(step_of(state)),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
             "the norms": {name: norm(name) for name in norms},
             "the noise scale": guards.noise_metrics(done.roles, done.slots) if measures_noise else {},
         }
-        return (new_state, *split_constants(_joined(named), SKIPPED if skipped else None))
+
+        def refusal(name: str, first: str, second: str) -> str:
+            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
+
+        return (new_state, *split_constants(trees.merged(named.items(), refusal), SKIPPED if skipped else None))
 
     run = parts if lanes is None else _in_lanes(lanes, parts)
     pure_step = PureStep(run, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows, lanes=lanes)
@@ -716,14 +710,3 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
             f"{str(error).rstrip('.')}. State and step need the same optimizer."
         ) from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
-
-
-def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for part, values in parts.items():
-        for name, value in values.items():
-            if name in joined:
-                raise ValueError(f"metrics: {part} and {origin[name]} both have {name!r}; rename it in {part}")
-            joined[name], origin[name] = value, part
-    return joined
