@@ -189,44 +189,40 @@ class _StateSlots:
         leaves, self._params = trees.flatten(params)
         self._trained = [trees.is_trainable(leaf) for leaf in leaves]
         self._of_trained = trees.structure(_trained_only(params))
-        nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=self._like_params)
+        nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: self._parts(x) is not None)
         self._state: Any = treedef
-        self._nodes = [(f"{prefix}/{trees.path_str(keys)}" if keys else prefix, node) for keys, node in nodes]
-        self.slots = {slot: self._slot(node) for slot, node in self._nodes}
-
-    def _like_params(self, node: Any) -> bool:
-        if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
-            return False
-        parts = self._parts(node)
-        return parts is not None and any(_is_array(part) for part in parts)
+        named = {f"{prefix}/{trees.path_str(keys)}" if keys else prefix: node for keys, node in nodes}
+        self._parts_of = {slot: self._parts(node) for slot, node in named.items()}
+        self.slots = {slot: self._slot(node, self._parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: Any) -> list[Any] | None:
-        """The value at each trained leaf: an array, or a node without leaves such as Optax's MaskedNode."""
+        """The values at the trained leaves if a node is like params: arrays, or nodes without leaves as MaskedNode."""
+        if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
+            return None
         try:
             parts: list[Any] = self._of_trained.flatten_up_to(node)
         except (ValueError, TypeError):
             return None
-        return parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
+        fits = any(map(_is_array, parts)) and all(_is_array(part) or not jax.tree.leaves(part) for part in parts)
+        return parts if fits else None
 
-    def _slot(self, node: Any) -> Any:
-        if not self._like_params(node):
+    def _slot(self, node: Any, parts: list[Any] | None) -> Any:
+        if parts is None:
             return node
-        parts = iter(self._parts(node) or ())
-        whole = [next(parts) if trained else None for trained in self._trained]
-        return self._params.unflatten([part if _is_array(part) else None for part in whole])
+        arrays = iter([part if _is_array(part) else None for part in parts])
+        return self._params.unflatten([next(arrays) if trained else None for trained in self._trained])
 
     def state_from(self, slots: Slots) -> Any:
         """Rebuild the Optax state from the values of these slots."""
 
-        def value(slot: str, node: Any) -> Any:
-            if not self._like_params(node):
+        def value(slot: str, parts: list[Any] | None) -> Any:
+            if parts is None:
                 return slots[slot]
             found = self._params.flatten_up_to(slots[slot])
             mine = [leaf for leaf, trained in zip(found, self._trained, strict=True) if trained]
-            parts = zip(mine, self._parts(node) or (), strict=True)
-            return self._of_trained.unflatten([part if leaf is None else leaf for leaf, part in parts])
+            return self._of_trained.unflatten([p if x is None else x for x, p in zip(mine, parts, strict=True)])
 
-        return self._state.unflatten([value(slot, node) for slot, node in self._nodes])
+        return self._state.unflatten([value(*item) for item in self._parts_of.items()])
 
 
 def _is_array(x: Any) -> bool:

@@ -1,6 +1,5 @@
 """Guards of updates: finite gradients, loss scales, noise scales, every so many steps."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
-from jstep.optimizers.leafwise import Slot, call_update, fresh_slot
+from jstep.optimizers.leafwise import Slot, call_update, fresh_slot, wide_updates
 from jstep.optimizers.updates import match_gradients, on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
@@ -245,17 +244,8 @@ def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
 
 def unscaled(updates: Updates, scale: Any) -> Updates:
     """The gradients divided by the scale, in at least float32: in float16 they would underflow."""
-
-    def leaf(g: Any) -> Any:
-        if isinstance(g, IndexedSlices):
-            return dataclasses.replace(g, values=leaf(jnp.asarray(g.values)))
-        if not trees.is_array(g) or not trees.is_floating(g.dtype):
-            return g
-        dtype = trees.compute_dtype(g.dtype)
-        # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
-        return g.astype(dtype) * (1 / scale).astype(dtype)
-
-    return jax.tree.map(leaf, updates, is_leaf=trees.is_slices)
+    # XLA recomputes a product in each kernel that reads it, but would store a quotient in memory.
+    return wide_updates(updates, lambda g: g * (1 / scale).astype(g.dtype))
 
 
 # The gradient noise scale, averaged over steps.

@@ -178,10 +178,8 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
         raise ValueError(f"value={value!r}: does not fit float32")
     if isinstance(old, jnp.ndarray) and not old.is_fully_addressable:
         fresh = jax.make_array_from_callback(shape, old.sharding, lambda index: whole[index])
-    elif isinstance(old, jnp.ndarray) and old.committed:
-        fresh = jax.device_put(whole, old.sharding)
     else:
-        fresh = jax.device_put(whole)
+        fresh = jax.device_put(whole, old.sharding if isinstance(old, jnp.ndarray) and old.committed else None)
     return state.replace(slots={**state.slots, slot: fresh})
 
 
@@ -568,16 +566,7 @@ def first_match(argument: str, entries: Iterable[str]) -> Flag:
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
     """The leaves of params with their paths, with the shapes and dtypes that they have in the state."""
-    whole = _whole(params)
-    if whole is None:
-        return trees.leaves_with_paths(params)
-    here = _with_nones(params)[0]
-    everywhere = jax.tree_util.tree_leaves_with_path(whole, is_leaf=trees.is_none)
-    return [
-        (trees.path_str(keys), leaf if true is None else true)
-        for (keys, true), leaf in zip(everywhere, here, strict=True)
-        if leaf is not None
-    ]
+    return on_whole(params, trees.leaves_with_paths)
 
 
 def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:

@@ -54,15 +54,20 @@ def element(
     return Optimizer(Init(init, lambda params: roles, finished), update, hyperparameters.report(hyper))
 
 
-def wide_updates(updates: Updates) -> Updates:
-    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots."""
+def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
+    """The updates in float32 at least: what is rounded to the dtype of low-precision gradients is lost to slots.
+
+    Args:
+        updates: The updates.
+        fn: What to compute of each array of numbers.
+    """
 
     def wide(u: Any) -> Any:
         if trees.is_slices(u):
             return dataclasses.replace(u, values=wide(jnp.asarray(u.values)))
         if not (trees.is_array(u) and trees.is_floating(u.dtype)):
             return u
-        return u.astype(trees.compute_dtype(u.dtype))
+        return fn(u.astype(trees.compute_dtype(u.dtype)))
 
     return jax.tree.map(wide, updates, is_leaf=trees.is_slices)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_number, one_of
+from jstep.core.checks import Bounds, as_number, one_of
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import steps as exact
@@ -46,10 +46,7 @@ def exponential_decay(
     Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
     in floats, which cannot represent every step from 2^24.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
-    length = arithmetic.period("decay_steps", decay_steps)
-    rate = arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True)
-    staircase = arithmetic.flag("staircase", staircase)
+    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
         return start * arithmetic.power(rate, None, arithmetic.split(exact(step), length), staircase=staircase)
@@ -83,10 +80,7 @@ def natural_exp_decay(
 
     Source: `tf.train.natural_exp_decay`.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
-    length = arithmetic.period("decay_steps", decay_steps)
-    rate = arithmetic.scalar("decay_rate", decay_rate)
-    staircase = arithmetic.flag("staircase", staircase)
+    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase)
 
     def schedule(step: Step, /) -> Any:
         base, log = (arithmetic.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
@@ -121,16 +115,21 @@ def inverse_time_decay(
 
     Source: `tf.train.inverse_time_decay`.
     """
-    start = arithmetic.scalar("learning_rate", learning_rate)
-    length = arithmetic.period("decay_steps", decay_steps)
-    rate = arithmetic.scalar("decay_rate", decay_rate, low=0, finite=True)
-    staircase = arithmetic.flag("staircase", staircase)
+    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.split(exact(step), length)
         return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
 
     return schedule
+
+
+def _checked(
+    learning_rate: Any, decay_steps: Any, decay_rate: Any, staircase: Any, **bounds: Unpack[Bounds]
+) -> tuple[Any, Fraction, Any, bool]:
+    start, length = arithmetic.scalar("learning_rate", learning_rate), arithmetic.period("decay_steps", decay_steps)
+    rate = arithmetic.scalar("decay_rate", decay_rate, **bounds)
+    return start, length, rate, arithmetic.flag("staircase", staircase)
 
 
 def polynomial_decay(
