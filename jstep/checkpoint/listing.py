@@ -378,9 +378,7 @@ def _checksum(path: str, at: int) -> str:
     return f"{value:08x}"
 
 
-def find_corruption(
-    checkpoint: str, manifest: Manifest, share: tuple[int, int] = (0, 1), threads: int = 8, *, every: bool = False
-) -> list[str]:
+def find_corruption(checkpoint: str, manifest: Manifest, share: tuple[int, int], *, every: bool) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if it is intact.
 
     Wrong sizes are found without reading, and then no checksum is computed. A corrupted file that nothing
@@ -390,7 +388,6 @@ def find_corruption(
         checkpoint: The path of the checkpoint.
         manifest: Its manifest.
         share: (i, n) to check only every n-th of the large files, starting at the i-th.
-        threads: The number of threads that read.
         every: Whether a corrupted file that nothing reads is a problem, too.
     """
     large = [path for path in sorted(manifest.files) if manifest.files[path]["bytes"] > _PIECE]
@@ -406,21 +403,21 @@ def find_corruption(
             read[path] = record
         else:
             try:
-                problems |= _differences(checkpoint, {path: record}, threads)
+                problems |= _differences(checkpoint, {path: record})
             except OSError as error:
                 problems[path] = error.strerror or "it cannot be read"
-    problems |= _differences(checkpoint, read, threads)
+    problems |= _differences(checkpoint, read)
     return _problems(checkpoint, {path: problems[path] for path in expected}, is_first=share[0] == 0, every=every)
 
 
-def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]], threads: int) -> dict[str, str]:
+def _differences(checkpoint: str, expected: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return how each file differs from its record; "" if it does not."""
     found = {}
     for path, record in expected.items():
         whole = os.path.join(checkpoint, path)
         found[path] = difference(record, {"bytes": os.path.getsize(whole)} if may_be_file(whole) else None)
     if not any(found.values()):
-        for path, actual in records(checkpoint, expected, threads).items():
+        for path, actual in records(checkpoint, expected, threads=8).items():
             found[path] = difference(expected[path], actual)
     return found
 

@@ -322,9 +322,7 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
     return out
 
 
-def find_corruption(
-    start_read: StartRead, above: str, manifest: Manifest, share: tuple[int, int] = (0, 1)
-) -> list[str]:
+def find_corruption(start_read: StartRead, above: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
     try:
         blocks = _blocks(start_read, above, manifest)

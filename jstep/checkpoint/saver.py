@@ -85,10 +85,7 @@ class RetentionManager:
         """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
 
     def commit_of(
-        self,
-        manifest: Manifest,
-        left_out: Callable[[], tuple[LeftOut, ...]],
-        flushes: Iterable[Callable[[], None]] = (),
+        self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]], flushes: Iterable[Callable[[], None]]
     ) -> Commit:
         """Return the commit of a save.
 

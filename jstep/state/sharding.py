@@ -121,12 +121,7 @@ def checked(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
 
 
 def state_shardings(
-    params: Params,
-    slots: Slots,
-    mesh: AnyMesh,
-    param_specs: ParamSpecs,
-    slot_axis: Any = None,
-    roles: Roles = NO_ROLES,
+    params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: Any, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots, NamedSharding]:
     """Return a sharding for each leaf of params and slots (arrays or shapes), and one for scalars.
 
