@@ -1,5 +1,6 @@
 """`MetricSums`: exact sums of metrics over intervals, on the device, with few dispatches."""
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,12 @@ from jstep.hooks.metric_sums_program import columns_of
 from jstep.training.step import Constants
 
 
+@functools.cache
+def compiled(columns):
+    """Return the functions of the columns that a loop runs, compiled."""
+    return jax.jit(columns.row), jax.jit(columns.add)
+
+
 def add(sums, first, rows, **kwargs):
     """Add the metrics of some steps, one dict each: those of one as a call of a step, those of several as by a loop."""
     if len(rows) == 1:
@@ -21,10 +28,11 @@ def add(sums, first, rows, **kwargs):
         return
     arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
     columns = columns_of(arrays, kwargs.get("skip", "skipped"), sums.limits)
-    numbers = [columns.row({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
+    row_of, add_rows = compiled(columns)
+    numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
-    sums.ran(first, len(rows), columns.add(sums.begin(columns, None), stacked, jnp.int32(len(rows))), NONE)
+    sums.ran(first, len(rows), add_rows(sums.begin(columns, None), stacked, jnp.int32(len(rows))), NONE)
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
