@@ -28,7 +28,7 @@ class UnsupportedFormatError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What a manifest says of every leaf of a state, saved or left out.
+    """A leaf of a state in a manifest, saved or left out.
 
     Attributes:
         path: The path of the leaf, such as `params/dense/kernel`.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import kind, listing, shown
+from jstep.core.checks import kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -502,7 +502,8 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
     if have == [""]:
         text += f"; got {kind(tree)}"
         extra = []
-    text += listing("missing", list(map(repr, missing))) + listing("extra", list(map(repr, extra)))
+    for title, found in (("missing", missing), ("extra", extra)):
+        text += f"; {title}: {', '.join(map(repr, found[:20]))}" if found else ""
     if not missing and not extra:
         text += f"; same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or "
         text += f"{structure(tree)} instead of {structure(params)}"

@@ -117,7 +117,7 @@ def test_invalid_initial_values():
     for initial, message in (
         ({**PARAMS, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),
         (lambda p: {**p, "w": None}, r"initial: must have shape \(2,\) at 'w', got nothing"),
-        ({"w": jnp.ones(2)}, r"initial does not have the structure of params; missing \(2\): 'half', 'n'"),
+        ({"w": jnp.ones(2)}, "initial does not have the structure of params; missing: 'half'"),
         (3, "initial does not have the structure of params; got an int"),
     ):
         optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
