@@ -346,8 +346,11 @@ class LocalLines:
             raise OSError(f"{wrote} of {len(line)} bytes were written")
 
     def sync(self, *, to_disk: bool) -> None:
-        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already."""
-        if not to_disk:
+        """Flush the lines durably with `to_disk`, and the name of a new file; the operating system has them already.
+
+        A closed file was flushed when it was closed: a save that a run did not wait for may call this afterwards.
+        """
+        if not to_disk or self._file.closed:
             return
         sync(self._file.fileno(), self.path, data_only=True)
         if not self._is_named:

@@ -256,3 +256,27 @@ train(100, hooks=[jstep.every(5, interrupt)], checkpoint_dir=directory)
     assert "KeyboardInterrupt: SIGINT came twice: the run was left at once, at step 5" in err
     assert len(err.splitlines()) < 40
     assert "deep" not in err
+
+
+def test_a_save_in_progress_ends_after_a_second_sigint(tmp_path):
+    script = """
+class Interrupts(jstep.Hook):
+    def after_step(self, step, state, metrics):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+import threading
+left = threading.Event()
+saver = jstep.Saver(directory)
+with saver.flushing(lambda: left.wait(60)):  # the disk is slow
+    try:
+        train(10, hooks=[Interrupts()], checkpoint_dir=saver, save_checkpoint_steps=2)
+    except KeyboardInterrupt as error:
+        say("left", error)
+    left.set()
+    saver.wait()
+say(saver.all_steps())
+"""
+    out, _ = end(start(script, tmp_path))
+    assert "the run was left at once, at step 3" in out
+    assert out.endswith("[2]\n")
