@@ -338,7 +338,7 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> Match:
-    """Find the saved leaves like `match`, for a target `{"params": params}`; if there are none, `check` refuses it.
+    """Find the saved leaves like `match`, for a target `{"params": params}`; if no leaf has one, `check` refuses it.
 
     Args:
         target: The tree to restore into.
@@ -361,7 +361,7 @@ def match_params(
     found = match(target, manifest, averages, whole, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
-    if found.differences() and any(wanted.source for wanted in found.wanted):
+    if found.differences() and (not found.wanted or any(wanted.source for wanted in found.wanted)):
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
             "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."

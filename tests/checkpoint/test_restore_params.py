@@ -84,6 +84,8 @@ def test_error_lists_what_does_not_fit(saver):
     assert "slots" not in str(error.value)
     with pytest.raises(ValueError, match="nothing in common"):
         saver.restore_params({"other": jnp.zeros(3)})
+    with pytest.raises(ValueError, match=r"target_params does not fit .*extra in the checkpoint \(3\)"):
+        saver.restore_params({"layers": None})  # no leaf, as of a model whose arrays were filtered out
 
 
 def test_error_suggests_a_target_without_missing_entries(tmp_path):
