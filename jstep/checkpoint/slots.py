@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -165,8 +166,14 @@ def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def unique(paths: Iterable[str]) -> list[str]:
-    """Return a name for each path: the path, followed by a number from its second occurrence on."""
-    return [path if number == 1 else f"{path}#{number}" for path, number in ids(paths)]
+    """Return a name for each path, all different: the path, followed by a number from its second occurrence on."""
+    paths = list(paths)
+    names, taken = [], set(paths)
+    for path, number in ids(paths):
+        numbered = (f"{path}#{n}" for n in itertools.count(number))
+        names.append(path if number == 1 else next(name for name in numbered if name not in taken))
+        taken.add(names[-1])
+    return names
 
 
 # Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.

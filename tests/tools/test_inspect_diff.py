@@ -72,6 +72,13 @@ def test_inspect_a_checkpoint(save, capsys):
     assert leaves["global_step"]["max"] == 7
 
 
+def test_leaves_that_share_a_path_have_names_of_their_own(save, capsys):
+    _, path = save("run", {"a": {"b": 1.0}, "a/b": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0})
+    assert main(["inspect", path, "--json"]) == 0
+    values = {leaf["path"]: leaf["max"] for leaf in strict(capsys.readouterr().out)["leaves"]}
+    assert values == {"a/b": 1.0, "a/b#3": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0}
+
+
 def test_inspect_a_directory(save, capsys):
     directory, _ = save("run", state(1), state(2))
     save("run", state(2), prefix="best")
