@@ -469,7 +469,9 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
             is_left = u is None or start is None
             return None if is_left else (_synchronised, u, p, rate, age_of(at.step, start) % period == 0)
 
-        found = on_leaves(params, {SLOW: slows}, map(call, found, jax.tree.leaves(params), at.starts))
+        made = on_leaves(params, {SLOW: slows}, map(call, found, jax.tree.leaves(params), at.starts))
+        # A leaf without an age is not synchronized, but an element of a chain may move it.
+        found = [u if new is None else new for u, new in zip(found, made, strict=True)]
         return treedef.unflatten(found), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:

@@ -148,3 +148,11 @@ def test_lookahead_matches_optax() -> None:
         jstep.lookahead(jstep.adam(), 0)
     with pytest.raises(ValueError, match="slow_step_size=2"):
         jstep.lookahead(jstep.adam(), slow_step_size=2.0)
+
+
+def test_lookahead_keeps_the_update_of_a_leaf_without_an_age() -> None:
+    frozen = jstep.partition({"a": jstep.gradient_descent(0.5)}, lambda path, leaf: "a" if path == "w" else None)
+    moved = jstep.stateless(lambda updates, params, step: {**updates, "b": jnp.array([0.25])})
+    params, grads = {"w": jnp.array([1.0]), "b": jnp.array([1.0])}, {"w": jnp.array([1.0]), "b": jnp.array([1.0])}
+    new = run_jstep(jstep.lookahead(jstep.chain(frozen, moved), 1, 0.5), [grads], params).params
+    np.testing.assert_allclose([*new["w"], *new["b"]], [0.75, 1.25])
