@@ -298,7 +298,9 @@ def is_array_or_number(x: Any) -> bool:
 
 def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError:
     """Return the error for a leaf that is neither an array nor a number."""
-    given = f"{what}: the leaf at {quoted(path)} is {kind(leaf)}, {shown(leaf, 60)}"
+    # `kind` calls everything with a shape and a dtype an array, also a tensor of another library.
+    whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else kind(leaf)
+    given = f"{what}: the leaf at {quoted(path)} is {whose}, {shown(leaf, 60)}"
     return TypeError(f"{given}, which is not an array or number{remedy}")
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import types
 from typing import Any
 
 import jax
@@ -268,6 +269,9 @@ def test_model_state_is_read_and_replaced() -> None:
         state.replace(modelstate=3)
     with pytest.raises(TypeError, match="model_state: the leaf at 'name' is a str, 'bn'"):
         jstep.TrainState.create({"w": 1.0}, jstep.adam(0.1), model_state={"name": "bn"})
+    tensor = types.SimpleNamespace(shape=(2,), dtype="torch.float32")  # of another library
+    with pytest.raises(TypeError, match=r"params: the leaf at 'w' is of type SimpleNamespace, .* not an array"):
+        jstep.TrainState.create({"w": tensor}, jstep.adam(0.1))
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
