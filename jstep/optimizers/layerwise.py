@@ -264,8 +264,9 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
     `optax.lars`.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum, "epsilon": epsilon}
-    hyper |= {"trust_coefficient": trust_coefficient, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum}
+    hyper |= {"trust_coefficient": trust_coefficient, "epsilon": epsilon}
+    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     flags = {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
