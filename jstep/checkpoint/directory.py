@@ -122,7 +122,7 @@ class Claim:
     def __init__(self, directory: str, prefix: str) -> None:
         self.path = file_of(directory, prefix)
         self.handle = _locked(self.path, directory, prefix)
-        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle)
+        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle, os.getpid())
         _HELD.add(self)
 
     def is_held(self) -> bool:
@@ -194,7 +194,9 @@ def _read(handle: int) -> dict[str, Any]:
     return {}
 
 
-def _unlock(path: str, handle: int) -> None:
+def _unlock(path: str, handle: int, pid: int) -> None:
+    if pid != os.getpid():
+        return  # a fork that began while the claim was being made, so that nothing detached its finalizer
     with contextlib.suppress(OSError):
         if _same_file(handle, path):
             os.unlink(path)
