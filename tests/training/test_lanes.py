@@ -98,6 +98,8 @@ def resharded(params, x, y):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("loss", [constrained, constrained_on_devices, averaged, mapped, resharded])
 def test_a_loss_that_names_the_axis_of_the_rows(loss, kind):
+    if loss is resharded and jax.__version_info__ < (0, 10, 2):
+        pytest.skip("JAX before 0.10.2 refuses this product also on the mesh, so that its own error is raised")
     on = mesh(8, kind)
     given, batch = jstep.shard_state(state(), on), jstep.shard_batch((X, Y), on)
     refused(jstep.minimize(loss, SGD, lanes=8), given, *batch, match="lanes=8: the loss names the mesh axes 'data'")
