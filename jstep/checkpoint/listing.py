@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import os
-import pathlib
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -352,8 +351,12 @@ _AT_ONCE = 4
 
 def files_below(checkpoint: str) -> list[str]:
     """Return the sorted paths, relative to the checkpoint, of all its files except the manifest."""
-    files = (path for path in pathlib.Path(checkpoint).rglob("*") if not path.is_dir())
-    return sorted({path.relative_to(checkpoint).as_posix() for path in files} - {NAME})
+    found = {
+        os.path.relpath(os.path.join(folder, name), checkpoint).replace(os.sep, "/")
+        for folder, _, names in os.walk(checkpoint)
+        for name in names
+    }
+    return sorted(found - {NAME})
 
 
 def records(checkpoint: str, paths: Iterable[str], threads: int = 2) -> dict[str, dict[str, Any]]:
