@@ -146,7 +146,8 @@ class Steps:
 
     def numbered(self, start: int, stop: int | None = None) -> Iterator[tuple[int, range]]:
         """Yield the ranges of steps numbered `start` up to `stop`, each with its first number."""
-        for first, part in zip(self.firsts, self.parts, strict=True):
+        for i in range(max(bisect.bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
+            first, part = self.firsts[i], self.parts[i]
             low = max(start - first, 0)
             high = count_of(part) if stop is None else min(stop - first, count_of(part))
             if high > low:
@@ -237,9 +238,13 @@ class Sizes(NamedTuple):
 
     runs: tuple[Run, ...]
 
+    def number_of(self, step: int) -> int:
+        """Return the number of the run that contains a step; the last run for the step after the end."""
+        return bisect.bisect_right(self.runs, step, key=_FIRST) - 1
+
     def run_of(self, step: int) -> Run:
         """Return the run that contains a step; the last run for the step after the end."""
-        return self.runs[bisect.bisect_right(self.runs, step, key=_FIRST) - 1]
+        return self.runs[self.number_of(step)]
 
     def at(self, step: int) -> int:
         """Return the rows of the batch of a step."""
@@ -251,10 +256,13 @@ class Sizes(NamedTuple):
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
         """Split steps into ranges within one run each, in their order."""
-        for run in self.runs if steps.step > 0 else reversed(self.runs):
-            inner = within(steps, run.first, run.stop)
+        if not steps:
+            return
+        ends = self.number_of(steps[0]), self.number_of(steps[-1])
+        for i in range(ends[0], ends[1] + 1) if steps.step > 0 else range(ends[0], ends[1] - 1, -1):
+            inner = within(steps, self.runs[i].first, self.runs[i].stop)
             if inner:
-                yield inner, run
+                yield inner, self.runs[i]
 
 
 class Share:
