@@ -133,7 +133,9 @@ class EvaluationHook(RunHook):
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         self._callbacks = Callbacks(then, "then") if callbacks is None else Callbacks(callbacks, "callbacks")
         # The state is sharded over all processes, so all of them evaluate it.
-        self.cadence = cadence(clock, together=True, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        self.cadence = cadence(
+            clock, together=True, steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs)
+        )
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None

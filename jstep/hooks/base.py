@@ -186,33 +186,29 @@ def every(name: str, value: Any, **more: Any) -> Cadence:
     return Cadence(as_int(value, name, 1, "a number of steps"), **more)
 
 
-def cadence(clock: Clock, *, together: bool = False, at_last: bool = False, **intervals: Any) -> Cadence:
-    """Make a cadence whose errors name the caller's arguments.
+def cadence(clock: Clock, *, steps: tuple[str, Any], secs: tuple[str, Any], **more: bool) -> Cadence:
+    """Make a cadence whose errors name the caller's arguments, given as (name, value).
 
     Steps that are `UNSET` are used only if no seconds are given.
-
-    Args:
-        clock: As in `Cadence`, like `together` and `at_last`.
-        **intervals: The steps, and then the seconds, by the names of the caller's arguments.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An interval is not positive, or there is none.
     """
-    found = cadence_or_never(clock, together=together, at_last=at_last, **intervals)
+    found = cadence_or_never(clock, steps=steps, secs=secs, **more)
     if found.steps is None and found.secs is None:
-        raise ValueError(f"{' and '.join(f'{name}=None' for name in intervals)}: say how often, with one of them")
+        raise ValueError(f"{steps[0]}=None and {secs[0]}=None: say how often, with one of them")
     return found
 
 
-def cadence_or_never(clock: Clock, *, together: bool = False, at_last: bool = False, **intervals: Any) -> Cadence:
+def cadence_or_never(clock: Clock, *, steps: tuple[str, Any], secs: tuple[str, Any], **more: bool) -> Cadence:
     """Like `cadence`; without both intervals, the hook is never due."""
     if not callable(clock):
         raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
-    (steps, number), (secs, seconds) = intervals.items()
+    name, number = steps
     if number is UNSET:
-        number = None if seconds is not None else int(UNSET)
-    return Cadence(positive(steps, number), positive_secs(secs, seconds), clock, together=together, at_last=at_last)
+        number = None if secs[1] is not None else int(UNSET)
+    return Cadence(positive(name, number), positive_secs(*secs), clock, **more)
 
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.

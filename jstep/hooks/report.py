@@ -100,7 +100,8 @@ class LoggingHook(ReportingHook):
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        cadence = base.cadence(clock, at_last=True, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
+        cadence = base.cadence(clock, steps=steps, secs=secs, at_last=True)
         super().__init__(cadence, mean, self._log)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
@@ -306,7 +307,7 @@ class SummarySaverHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         # The state is sharded over all processes, so all of them compute histograms.
-        cadence = base.cadence(clock, together=True, save_steps=save_steps, save_secs=save_secs)
+        cadence = base.cadence(clock, together=True, steps=("save_steps", save_steps), secs=("save_secs", save_secs))
         super().__init__(cadence, mean, self._write)
         self._given_writer = base.check_writer(summary_writer)
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")

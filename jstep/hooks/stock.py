@@ -116,7 +116,7 @@ class StepCounterHook(RunHook):
         flops_per_step: float | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.cadence = cadence(clock, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        self.cadence = cadence(clock, steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs))
         self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
@@ -272,7 +272,9 @@ class CheckpointSaverHook(RunHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        self.cadence = cadence_or_never(clock, together=True, save_steps=save_steps, save_secs=save_secs)
+        self.cadence = cadence_or_never(
+            clock, together=True, steps=("save_steps", save_steps), secs=("save_secs", save_secs)
+        )
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = _functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
