@@ -338,7 +338,7 @@ def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
 def match_params(
     target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> Match:
-    """Find the saved leaves like `match`, for a target `{"params": params}`; if no leaf has one, `check` refuses it.
+    """Find and check the saved leaves like `match` and `check`, for a target `{"params": params}`.
 
     Args:
         target: The tree to restore into.
@@ -359,9 +359,10 @@ def match_params(
     whole = _whole_names(names, set(trees.paths_of(target)), set(manifest.paths()))
     # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
     found = match(target, manifest, averages, whole, where)
+    check(found, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
-    if found.differences() and (not found.wanted or any(wanted.source for wanted in found.wanted)):
+    if found.differences():
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
             "maps leaves with another path; Saver.restore({'params': target_params}, partial=True) restores what fits."

@@ -4,7 +4,7 @@ import concurrent.futures
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,17 +52,20 @@ class Reader:
         partial: bool,
         averages: Sequence[str] | None,
         names: Names | None,
-        matched: Callable[..., Match] = match.match,
+        of_params: bool = False,
     ) -> Any:
-        """See `Saver.restore`; `matched` finds the saved leaves: `match.match_params` of a tree of parameters alone."""
+        """See `Saver.restore`; with `of_params` the target is `{"params": params}`, as for `Saver.restore_params`."""
 
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
                 arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
                 return match.nested_values(manifest.leaves, arrays, averages)
-            found = matched(target, manifest, averages, names, path)
-            match.check(found, manifest, partial, path)
+            if of_params:
+                found = match.match_params(target, manifest, averages, names, path)
+            else:
+                found = match.match(target, manifest, averages, names, path)
+                match.check(found, manifest, partial, path)
             values = self._read_leaves(path, manifest, found)
             self._log_differences(path, manifest.step, target, found, values)
             return jax.tree.unflatten(trees.structure(target), values)

@@ -17,7 +17,7 @@ import numpy as np
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.listing import Commit, Files, Store, name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
-from jstep.checkpoint.match import Names, match_params
+from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.slots import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
@@ -506,7 +506,7 @@ class Saver:
             self.wait()
             refuse_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
-            return self._reader.restore(target, step, True, averages, names, match_params)[PARAMS]
+            return self._reader.restore(target, step, False, averages, names, of_params=True)[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
         """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
