@@ -302,8 +302,12 @@ def _is_committed(leaf: Any) -> bool:
 
 def _without_aliases(leaves: list[Any]) -> list[Any]:
     """Copy leaves that occur more than once: an array cannot be donated twice."""
-    first = {id(leaf): i for i, leaf in reversed([*enumerate(leaves)])}
-    return [leaf if first[id(leaf)] == i else leaf.copy() for i, leaf in enumerate(leaves)]
+    seen: set[int] = set()
+    distinct = []
+    for leaf in leaves:
+        distinct.append(leaf.copy() if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return distinct
 
 
 def _difference(new: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
@@ -242,8 +241,16 @@ class Scalar(NamedTuple):
     initial: Any = 0.0
 
 
-Masked = collections.namedtuple("Masked", ["weight_decay", "mask"])
-"""A weight decay, and the leaves to which it applies: the argument `weight_decay_mask`."""
+class Masked(NamedTuple):
+    """A weight decay, and the leaves to which it applies.
+
+    Attributes:
+        weight_decay: The hyperparameter.
+        mask: The argument `weight_decay_mask`.
+    """
+
+    weight_decay: ScalarOrSchedule
+    mask: VarList
 
 
 class Sums(NamedTuple):
