@@ -16,7 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
 from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, state_of
 
 # The `Hook` protocol and the information about a run that stock hooks receive.
 
@@ -98,9 +98,9 @@ class RunInfo:
         last_step: The step at which the run ends; None if the batches or a hook end it.
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
-        state: The state after the latest step, with the changes that hooks made.
+        carried: The state after the latest step, with the changes that hooks made, as the calls hand it on.
         first: The step at which the run begins; 0 until it is known.
-        step: The step of `state`.
+        step: The step of the state.
         metrics: The metrics of the last step; None before the first one.
         rows: The number of rows of its batch; None if not known.
         examples: The number of examples of the run so far, and that of the steps whose number of rows is not known.
@@ -129,7 +129,7 @@ class RunInfo:
     last_step: int | None
     sums: Any
     transfers: Any
-    state: Any = None
+    carried: Any = None
     first: int = 0
     step: int = 0
     metrics: Any = None
@@ -151,6 +151,15 @@ class RunInfo:
     before_save: Callable[[int], bool] = lambda step: False
     before_off_cadence: Callable[[], None] = lambda: None
     flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @property
+    def state(self) -> Any:
+        """The state after the latest step."""
+        return state_of(self.carried)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.carried = state
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

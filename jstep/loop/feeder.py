@@ -24,6 +24,7 @@ from jstep.distributed import processes
 from jstep.hooks.hook import NEVER
 from jstep.hooks.timeline import Stopwatch
 from jstep.queues.queues import until_end
+from jstep.state.train_state import state_of
 
 # Graceful shutdown on SIGTERM and SIGINT.
 
@@ -621,7 +622,7 @@ class Loop(Protocol):
     """The current step and state: a `LoopState`, or the `Run` of `train`."""
 
     step: int
-    state: Any
+    carried: Any
     metrics: Any
     rows: int | None
     shape: Any
@@ -633,17 +634,22 @@ class LoopState:
 
     Attributes:
         step: The step of the last complete state.
-        state: That state.
+        carried: That state, as the calls hand it on.
         metrics: The metrics of the last step; None before the first call.
         rows: The number of examples per step; None if not known.
         shape: The shape of one leaf of the batch.
     """
 
     step: int
-    state: Any
+    carried: Any
     metrics: Any = None
     rows: int | None = None
     shape: Any = None
+
+    @property
+    def state(self) -> Any:
+        """The state after `step`."""
+        return state_of(self.carried)
 
 
 def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
@@ -654,7 +660,7 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
         run_call: Runs the steps.
         call: The batches, from `jstep.loop.feeder.make_calls`.
     """
-    result = run_call(loop.state, call)
+    result = run_call(loop.carried, call)
     # The size of one leaf, a cheap check for changes: it runs at each call.
     leaf = call.args[0] if call.args else None
     if type(leaf) is dict:
@@ -662,7 +668,7 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
     shape = getattr(leaf, "shape", None)
     if shape != loop.shape or loop.metrics is None:
         loop.shape, loop.rows = shape, _rows(call)
-    loop.state, loop.metrics = result
+    loop.carried, loop.metrics = result
     loop.step = call.first + call.steps
 
 

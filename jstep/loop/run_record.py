@@ -231,7 +231,7 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         last_step=options.end,
         sums=sums,
         transfers=TransferQueue(),
-        state=state,
+        carried=state,
         logdir=options.logdir,
         constant_metrics=lambda: programs.constant_metrics,
         stop_requested=signals.to_stop,

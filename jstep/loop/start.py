@@ -32,7 +32,7 @@ from jstep.loop.hook_runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSa
 from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, state_of
 
 # Restore the newest checkpoint, or start from the given state.
 
@@ -344,7 +344,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = trace_step(step, state, args).out_info[0]
+        new = state_of(trace_step(step, state, args).out_info[0])
     except Exception as error:
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +298,103 @@ def keep_roles(old: Any, new: Any) -> Any:
         return new
     same = isinstance(new.slots, dict) and new.slots.keys() == old.slots.keys()
     return TrainState(new.params, new.slots, new.global_step, roles=roles_in(old)) if same else new
+
+
+# A state between two calls of its step, without names.
+
+
+class _Structure:
+    """The structure of a state: in a run it is one object, so that JAX need not compare names at every call."""
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+
+    @functools.cached_property
+    def step_index(self) -> int:
+        """Which of the leaves is the global step."""
+        return int(self.treedef.unflatten(range(self.treedef.num_leaves)).global_step)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Structure) and bool(self.treedef == other.treedef))
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+
+class _Key(NamedTuple):
+    """The key of a leaf, which JAX shows as it shows those of the state's own nodes."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class FlatState:
+    """A state as the tuple of its leaves: what a run hands from one call of a compiled step to the next.
+
+    A step that is called with a `FlatState` returns one. Its program is that of the state with names, but the calls of
+    a small step take a fifth less: Python flattens, compares and rebuilds nothing.
+    """
+
+    __slots__ = ("__weakref__", "_state", "_structure", "leaves")
+
+    def __init__(self, structure: _Structure, leaves: tuple[Any, ...]) -> None:
+        self.leaves, self._structure = leaves, structure
+        self._state: Any = None
+
+    @classmethod
+    def of(cls, state: Any) -> "FlatState":
+        """Flatten a state."""
+        leaves, treedef = trees.flatten(state)
+        return cls(_Structure(treedef), tuple(leaves))
+
+    @property
+    def state(self) -> Any:
+        """The state, always the same object."""
+        if self._state is None:
+            self._state = self.named()
+        return self._state
+
+    @property
+    def global_step(self) -> Any:
+        """The global step of the state."""
+        return self.leaves[self._structure.step_index]
+
+    def named(self) -> Any:
+        """Return a new object of the state."""
+        return self._structure.treedef.unflatten(self.leaves)
+
+    def current(self) -> "FlatState":
+        """Return this state as it is now: whoever had its `state` may have changed a dict in it."""
+        return self if self._state is None else FlatState.of(self._state)
+
+    def followed_by(self, new: Any) -> "FlatState":
+        """Return a new state, in the same structure object if it is the same structure with the same roles."""
+        flat = FlatState.of(new)
+        same = flat._structure == self._structure and roles_in(new) is roles_in(self.named())
+        return FlatState(self._structure, flat.leaves) if same else flat
+
+    def _children(self) -> tuple[tuple[Any, ...], _Structure]:
+        return self.leaves, self._structure
+
+    def _children_with_keys(self) -> tuple[list[tuple[_Key, Any]], _Structure]:
+        keyed = jax.tree_util.tree_leaves_with_path(self._structure.treedef.unflatten(range(len(self.leaves))))
+        keys = [_Key(jax.tree_util.keystr(keys)) for keys, _ in keyed]
+        return list(zip(keys, self.leaves, strict=True)), self._structure
+
+
+jax.tree_util.register_pytree_with_keys(
+    FlatState,
+    FlatState._children_with_keys,
+    lambda structure, leaves: FlatState(structure, tuple(leaves)),
+    FlatState._children,
+)
+
+
+def state_of(carried: Any) -> Any:
+    """Return the state that a run carries, with its names."""
+    return carried.state if type(carried) is FlatState else carried
 
 
 def _fresh(

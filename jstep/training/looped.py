@@ -13,7 +13,7 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import dims_of
 from jstep.core.placement import Unroll, as_unroll, first_row, is_slow_in_loops, scan
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, state_of
 from jstep.training.step import Constants, PureStep, TrainStep, pure
 
 
@@ -175,7 +175,8 @@ class LoopedStep(TrainStep):
             state, _, rows = carry
             args = jax.tree.map(lambda x: _at(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
-            state, computed, _ = jax.tree.unflatten(out, values)
+            new, computed, _ = jax.tree.unflatten(out, values)
+            state = state_of(new)
             # Reading the numbers must not change how XLA compiles the step.
             row = made.row(jax.lax.optimization_barrier(computed))
             rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)

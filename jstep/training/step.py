@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.optimizers.hyperparameters import SKIPPED
-from jstep.state.train_state import TrainState, keep_roles, require_alive
+from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, state_of
 
 # Constant metrics: hyperparameters that are plain numbers and need not be computed.
 #
@@ -240,6 +240,9 @@ def _buffer(leaf: Any) -> Any:
 
 # The compiled training step, which donates its state.
 
+_SMALL = 1_000_000
+"""The most numbers in a state whose step may be compiled twice: with the names of its leaves, and without."""
+
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
 """`parts(state, args, batch_specs) -> (state, computed, constants)`: a step that separates the metrics it computes from
@@ -363,6 +366,9 @@ class TrainStep:
         # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
         self._keeps_roles = True
+        # The only form of the state that the step is compiled for: flat or not; None if for both, or not known yet.
+        self._is_flat: bool | None = None
+        self._is_settled = False
 
     def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
         """The shardings of the computed and the constant metrics, for those of a state on a mesh."""
@@ -382,8 +388,11 @@ class TrainStep:
         if key not in self._programs:
             parts = self._pure.parts if kind == "call" else functools.partial(whole, self._pure.parts)
 
-            def function(state: TrainState, *args: Any) -> Any:
-                return traced(parts, shardings, state, args, batch_specs)
+            def function(state: Any, *args: Any) -> Any:
+                if type(state) is not FlatState:
+                    return traced(parts, shardings, state, args, batch_specs)
+                new, *others = traced(parts, shardings, state.named(), args, batch_specs)
+                return state.followed_by(new), *others
 
             function.__name__ = function.__qualname__ = self.__name__
             # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
@@ -395,34 +404,68 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
-        new, metrics, constants = self.run(state, *args)
+        new, metrics, constants = self.run(self.carried(state) if self._is_flat else state, *args)
         if constants.values:
             metrics.update(constants.arrays)
-        return new, metrics
+        return state_of(new), metrics
 
-    def run(self, state: TrainState, *args: Any) -> tuple[TrainState, Any, Constants]:
-        """Call the compiled step; return the metrics that it computed and the constant ones apart."""
+    def run(self, state: Any, *args: Any) -> tuple[Any, Any, Constants]:
+        """Call the compiled step; return the metrics that it computed and the constant ones apart.
+
+        The state may be a `FlatState`, and the new one then is, too, unless the batch put it on a mesh.
+        """
         last, program, mesh = self._latest
         # The state that this step last returned has the same sharding as before; only others are inspected.
         is_latest = last() is state and program is not None
+        named = state_of(state)
         if not is_latest:
-            refuse_shapes((state, args), "state and batch")
+            refuse_shapes((named, args), "state and batch")
+            self._settle(named, is_flat=type(state) is FlatState)
         if not is_latest or self._pure.looks_at_rows:
-            program, mesh = self._for(state, args), mesh_of((state, args))
+            program, mesh = self._for(named, args), mesh_of((named, args))
         if mesh is not None and self.donate and not _debugs():
-            refuse_shared_buffers(state, args, by_identity=is_latest)
+            refuse_shared_buffers(named, args, by_identity=is_latest)
         if mesh is None:
             new, metrics, constants = self._run(program, state, args, is_latest)
         else:
             with using_mesh(mesh):
                 new, metrics, constants = self._run(program, state, args, is_latest)
         self._constants = constants
-        kept = keep_roles(state, new)  # the step may have been compiled for a state made by hand
+        made = new.named() if type(new) is FlatState else new
+        kept = keep_roles(named, made)  # the step may have been compiled for a state made by hand
         if isinstance(kept, TrainState):
             mesh = mesh_of(kept.global_step) if mesh is None and not is_latest else mesh
+            self._keeps_roles = kept is made
+            if self._keeps_roles and mesh is None:  # the batch may have put it on a mesh
+                kept = new
             self._latest = weakref.ref(kept), program, mesh
-            self._keeps_roles = kept is new
         return kept, metrics, constants
+
+    def carried(self, state: Any) -> Any:
+        """Return what a run hands to the calls of this step in place of a state: a `FlatState`, or the state itself.
+
+        It is the state for one on a mesh, whose errors and shardings need its names, and for a step that does not
+        donate it. It may be one of shapes.
+        """
+        if not (self.donate and self._keeps_roles) or self._pure.looks_at_rows:
+            return state_of(state)
+        if type(state) is FlatState:
+            return state.current()
+        if not isinstance(state, TrainState) or mesh_of(state) is not None or self._is_flat is False:
+            return state
+        self._settle(state, is_flat=True)
+        return FlatState.of(state)
+
+    def _settle(self, state: Any, *, is_flat: bool) -> None:
+        """Decide, at the first call, whether the step is compiled for one form of the state, or for both.
+
+        By hand and in a run, a small step is called with the form that is quicker there. The step of a large state
+        takes so long to compile, and to run, that the second program is not worth it.
+        """
+        if not self._is_settled:
+            self._is_settled = True
+            is_large = sum(np.size(leaf) for leaf in jax.tree.leaves(state)) > _SMALL
+            self._is_flat = is_flat if is_large else None
 
     def program_after(self, state: Any) -> Callable[..., Any] | None:
         """Return the program for the state that the last call returned, if running it is all that calls have to do.
@@ -436,7 +479,7 @@ class TrainStep:
 
     def explain(self, error: Exception, state: Any, args: tuple[Any, ...]) -> None:
         """Raise a clearer error for one of the program, if the arguments reveal the cause, or add a note to it."""
-        explain(error, state, args, was_spent=False, donates=self.donate)
+        explain(error, state_of(state), args, was_spent=False, donates=self.donate)
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
         was_spent = not is_latest and is_spent(state)
@@ -449,7 +492,7 @@ class TrainStep:
             with transfers:
                 return program(state, *args)
         except Exception as error:
-            explain(error, state, args, was_spent=was_spent, donates=self.donate)
+            explain(error, state_of(state), args, was_spent=was_spent, donates=self.donate)
             raise
 
     def lower(self, state: TrainState, *args: Any) -> Any:
@@ -463,9 +506,9 @@ class TrainStep:
             return self._for(state, args, "whole").trace(state, *args)
 
     def traced_call(self, state: TrainState, *args: Any) -> Any:
-        """Return the trace of the program that a call runs; once it is compiled, the call does not recompile."""
+        """Return the trace of the program that a call of a run runs; once it is compiled, that does not recompile."""
         with using_mesh(mesh_of((state, args))):
-            return self._for(state, args).trace(state, *args)
+            return self._for(state, args).trace(self.carried(state), *args)
 
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""

@@ -1,0 +1,137 @@
+"""The form of the state that a run hands from one call of a compiled step to the next: leaves without names."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jstep
+from jstep.core.slot_roles import roles_in
+from jstep.state.train_state import FlatState, state_of
+from jstep.training import step as step_module
+
+OPTIMIZER = jstep.adam(0.1)
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.sum((params["dense"]["kernel"] * x + params["bias"]) ** 2)
+
+
+def fresh(**options: Any) -> jstep.TrainState:
+    params = {"dense": {"kernel": jnp.arange(3.0)}, "bias": jnp.ones(3)}
+    return jstep.TrainState.create(params, OPTIMIZER, **options)
+
+
+def by_hand(step: Any, state: Any, count: int) -> Any:
+    for n in range(count):
+        state, _ = step(state, batch(n))
+    return state
+
+
+def run(step: Any, state: Any, last_step: int, **options: Any) -> Any:
+    return jstep.train(step, state, batch, last_step, log_steps=None, progress=False, **options)
+
+
+def batch(step: int) -> Any:
+    return np.full(3, step, np.float32)
+
+
+def test_it_has_the_leaves_of_its_state_and_gives_the_state_back() -> None:
+    state = fresh()
+    flat = FlatState.of(state)
+    assert all(one is other for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(state), strict=True))
+    assert flat.global_step is state.global_step
+    assert flat.state is flat.state
+    assert flat.state == state
+    assert roles_in(flat.state) is roles_in(state)
+    assert jax.tree.structure(flat) == jax.tree.structure(FlatState.of(fresh()))
+    assert jax.tree.structure(flat) != jax.tree.structure(FlatState.of(fresh(model_state={"seen": 0})))
+    assert state_of(flat) == state_of(state) == state
+
+
+def test_its_program_and_its_errors_show_the_names_of_the_leaves() -> None:
+    state, step = fresh(), jstep.minimize(loss, OPTIMIZER)
+    program = step._for(state, (batch(0),))
+    flat = program.trace(FlatState.of(state), batch(0)).lower().as_text(debug_info=True)
+    named = program.trace(state, batch(0)).lower().as_text(debug_info=True)
+    names = [name for name in ("params['dense']['kernel']", "slots['m']['bias']", "global_step") if name in named]
+    assert len(names) >= 2
+    assert all(name in flat for name in names)
+    texts = [program.trace(one, batch(0)).lower().as_text() for one in (FlatState.of(state), state)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("order", ["hand, run", "run, hand", "run, run, hand, run", "hand, run, hand"])
+def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_large_step_is_compiled_once(
+    order: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_module, "_SMALL", 1_000 if small else 5)
+    expected = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3 * len(order.split(", ")))
+    step, state, done = jstep.minimize(loss, OPTIMIZER), fresh(), 0
+    for how in order.split(", "):
+        if how == "run":
+            state = run(step, state, done + 3)
+        else:
+            for n in range(done, done + 3):
+                state, _ = step(state, batch(n))
+        done += 3
+        assert type(state) is jstep.TrainState
+    assert state == expected
+    assert step._cache_size() == (2 if small else 1)
+
+
+def test_a_change_that_a_hook_makes_to_a_dict_of_the_state_counts() -> None:
+    class Change(jstep.Hook):
+        def after_step(self, step: int, state: Any, metrics: Any) -> None:
+            if step == 3:
+                state.params["bias"] = jnp.zeros(3)
+
+    expected = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3)
+    expected.params["bias"] = jnp.zeros(3)
+    step = jstep.minimize(loss, OPTIMIZER)
+    for n in range(3, 6):
+        expected, _ = step(expected, batch(n))
+    assert run(jstep.minimize(loss, OPTIMIZER), fresh(), 6, hooks=[Change()]) == expected
+
+
+@pytest.mark.parametrize("first", ["with roles", "without"])
+def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: str) -> None:
+    made = fresh()
+    without = jstep.TrainState(made.params, made.slots, made.global_step)
+    states = [fresh(), without] if first == "with roles" else [without, fresh()]
+    seen = []
+    for call in (run, by_hand):
+        step = jstep.minimize(loss, OPTIMIZER)
+        ends = [call(step, jax.tree.map(jnp.copy, state), 3) for state in states]
+        seen.append([dict(roles_in(end)) for end in ends])
+        assert ends[0] == ends[1]
+    assert seen[0] == seen[1]
+
+
+def test_a_run_whose_batches_are_on_a_mesh_goes_on_there() -> None:
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+    where = NamedSharding(mesh, PartitionSpec())
+    step = jstep.minimize(loss, OPTIMIZER)
+    state = jstep.train(step, fresh(), lambda n: jax.device_put(batch(n), where), 3, log_steps=None, progress=False)
+    assert state.params["bias"].sharding.is_equivalent_to(where, 1)
+    on_mesh = by_hand(jstep.minimize(loss, OPTIMIZER), jax.device_put(fresh(), where), 3)
+    assert all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(on_mesh)))
+
+
+def test_stages_of_which_one_does_not_donate() -> None:
+    kept = jstep.minimize(loss, OPTIMIZER, donate=False)
+    stages = {0: jstep.minimize(loss, OPTIMIZER), 2: kept, 4: lambda state, x: kept(state, x), 6: kept}
+    assert run(stages, fresh(), 8) == by_hand(kept, fresh(), 8)
+
+
+def test_the_state_of_an_error_is_that_before_the_batch_and_has_names() -> None:
+    def batches(n: int) -> Any:
+        return batch(n) if n < 3 else np.ones((2, 2), np.float32)
+
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jstep.train(jstep.minimize(loss, OPTIMIZER), fresh(), batches, 6, log_steps=None, progress=False)
+    assert caught.value.state == by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3)
