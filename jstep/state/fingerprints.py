@@ -35,10 +35,13 @@ MASK = 0xFFFFFFFF
 
 
 def scrambled(x: Any) -> Any:
-    """The finalizer of MurmurHash3, a 32-bit bijection with full avalanche."""
-    x = (x ^ (x >> U(16))) * U(MULTIPLIERS[0])
-    x = (x ^ (x >> U(13))) * U(MULTIPLIERS[1])
-    return x ^ (x >> U(16))
+    """The finalizer of MurmurHash3, a 32-bit bijection with full avalanche; overwrites a NumPy array."""
+    x ^= x >> U(16)
+    x *= U(MULTIPLIERS[0])
+    x ^= x >> U(13)
+    x *= U(MULTIPLIERS[1])
+    x ^= x >> U(16)
+    return x
 
 
 def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
@@ -50,9 +53,13 @@ def lanes(low: Any, high: Any, key: Any) -> tuple[Any, Any]:
         key: The keys of the positions: `position · STRIDE` modulo 2^32, uint32.
     """
     first = scrambled(low ^ key)
-    second = first + (key ^ U(SECOND))
-    second = scrambled(second if high is None else second + high)
-    return first + second, second
+    second = key ^ U(SECOND)
+    second += first
+    if high is not None:
+        second += high
+    second = scrambled(second)
+    first += second
+    return first, second
 
 
 def split_at(shape: tuple[int, ...]) -> int:
@@ -87,9 +94,9 @@ def sealed(sums: Any, key: Any) -> Any:
     return a, b
 
 
-# Sums of fingerprints over arrays in host memory, in chunks that fit a core's cache.
+# Sums of fingerprints over arrays in host memory, in chunks that fit into a cache.
 
-_PIECE = 2**15
+_PIECE = 2**16
 
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -112,7 +112,7 @@ def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: 
     assert seen[0] == seen[1]
 
 
-def test_a_run_whose_batches_are_on_a_mesh_goes_on_there() -> None:
+def test_a_run_whose_batches_are_on_a_mesh_stays_there() -> None:
     mesh = jax.make_mesh((len(jax.devices()),), ("data",))
     where = NamedSharding(mesh, PartitionSpec())
     step = jstep.minimize(loss, OPTIMIZER)
