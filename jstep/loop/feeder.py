@@ -128,7 +128,7 @@ class StopSignals:
 # makes the calls quicker.
 
 _SHARE = 0.05
-"""The share of the time of a step that a change must gain."""
+"""The share of the time of a step that a thread must gain."""
 _LOSSES = 0.01
 """The share of the run's time that trials may cost."""
 _APART = 16
@@ -156,6 +156,7 @@ class Choice(NamedTuple):
         ahead: Whether a thread reads them ahead of the loop.
         calls: The number of calls until the next decision.
         is_trial: Whether this way of reading is on trial.
+        is_second: Whether the other way has won a trial, and this is the way before, on trial once more.
         usual: During a trial, the cost of the other way, in seconds per step.
         trial: The number of calls of the next trial.
         patience: The seconds until the next trial; negative if it is overdue.
@@ -164,6 +165,7 @@ class Choice(NamedTuple):
     ahead: bool = False
     calls: int = 4
     is_trial: bool = False
+    is_second: bool = False
     usual: float = 0.0
     trial: int = 8
     patience: float = 0.0
@@ -172,12 +174,12 @@ class Choice(NamedTuple):
 def cost(calls: Sequence[TimedCall]) -> tuple[float, float]:
     """Return the typical seconds per step that the loop waited, and those of everything.
 
-    Some waits are long by chance, such as those in which another process had the core: the longest eighth is left out.
+    Some waits are long by chance, as when another process had the core: the longest of every sixteen are left out.
     The others count on average, as loaders may be slow at every second or third batch. Of the rest, the median counts:
     some calls save or evaluate, which has nothing to do with the batches.
     """
     waits = sorted(waited / steps for waited, _, steps in calls)
-    waits = waits[: len(waits) - len(waits) // 8]
+    waits = waits[: len(waits) - -(-len(waits) // 16)]
     waited = sum(waits) / len(waits)
     return waited, waited + sorted(rest / steps for _, rest, steps in calls)[len(calls) // 2]
 
@@ -186,8 +188,10 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
     """Return how to read the next batches.
 
     Trials last longer and longer, for better estimates. After each, the next one waits until its loss is a small share
-    of the time of the run. As long as the loop reads the batches itself and waits next to nothing for them, or less
-    than handing them over would take, a thread could gain nothing and there is no trial.
+    of the time of the run. A way that wins must do so twice, against the calls before it and those after it, because a
+    machine may become quicker at any time. A thread must gain a share of the time, whichever way is on trial. As long
+    as the loop reads the batches itself and waits next to nothing for them, or less than handing them over would take,
+    a thread could gain nothing and there is no trial.
 
     Args:
         choice: How batches were read.
@@ -196,10 +200,13 @@ def decide(choice: Choice, calls: Sequence[TimedCall]) -> Choice:
     waited, now = cost(calls)
     steps = sum(steps for _, _, steps in calls)
     if choice.is_trial:
-        wins = now < (1 - _SHARE) * choice.usual
-        patience = max((now - choice.usual) * steps / _LOSSES, _APART * now * steps)
+        thread, alone = (now, choice.usual) if choice.ahead else (choice.usual, now)
+        ahead = thread < (1 - _SHARE) * alone
+        if ahead == choice.ahead and not choice.is_second:
+            return choice._replace(ahead=not ahead, is_second=True, usual=now)
+        loss = 0.0 if choice.is_second else (now - choice.usual) * steps
         longer = min(2 * choice.trial, _MOST_CALLS)
-        return Choice(choice.ahead if wins else not choice.ahead, calls=choice.trial, trial=longer, patience=patience)
+        return Choice(ahead, calls=choice.trial, trial=longer, patience=max(loss / _LOSSES, _APART * now * steps))
     patience = choice.patience - now * steps
     if patience > 0 or not (choice.ahead or waited > max(_SHARE * now, _HAND_OVER)):
         return choice._replace(calls=min(2 * choice.calls, _MOST_CALLS), patience=patience)

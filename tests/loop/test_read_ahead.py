@@ -19,7 +19,7 @@ def test_the_cost_of_a_step():
     saves = [*calls(1.0, 2.0), (1.0, 500.0, 1)]
     assert cost(saves) == (1.0, 3.0)
     every_second = [*calls(0.0, 2.0), *calls(1.0, 2.0)]
-    assert cost(every_second) == (6 / 14, 2.0 + 6 / 14)
+    assert cost(every_second) == (7 / 15, 2.0 + 7 / 15)
     preempted = [*calls(1.0, 2.0, 7), (500.0, 2.0, 1)]
     assert cost(preempted) == (1.0, 3.0)
 
@@ -38,14 +38,31 @@ def test_waiting_starts_a_trial():
     assert decide(Choice(), calls(0.5, 1.0)) == Choice(ahead=True, calls=8, is_trial=True, usual=1.5, trial=8)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize(("now", "wins"), [(0.5, True), (0.94, True), (0.96, False), (1.0, False), (3.0, False)])
-def test_a_trial_must_win(ahead, now, wins):
+@pytest.mark.parametrize(("ahead", "now"), [(True, 0.96), (True, 1.0), (True, 3.0), (False, 1.06), (False, 3.0)])
+def test_a_trial_that_does_not_win_ends(ahead, now):
     choice = decide(Choice(ahead=ahead, is_trial=True, usual=1.0, trial=8), calls(0.0, now))
-    assert (choice.ahead, choice.is_trial) == (ahead == wins, False)
+    assert (choice.ahead, choice.is_trial) == (not ahead, False)
     assert choice.trial == 16
     # The loss is at most one percent of the time until the next trial.
     assert choice.patience == pytest.approx(max(16 * now * 8, 100 * (now - 1.0) * 8))
+
+
+@pytest.mark.parametrize(("ahead", "now"), [(True, 0.5), (True, 0.94), (False, 0.5), (False, 1.04)])
+@pytest.mark.parametrize("again", [0.9, 0.94, 0.96, 1.04, 1.06, 2.0])
+def test_a_trial_must_win_against_the_calls_after_it_too(ahead, now, again):
+    won = decide(Choice(ahead=ahead, is_trial=True, usual=1.0, trial=8), calls(0.0, now))
+    assert won == Choice(ahead=not ahead, calls=won.calls, is_trial=True, is_second=True, usual=now, trial=8)
+    choice = decide(won, calls(0.0, again * now))
+    # A thread must gain five percent.
+    assert choice.ahead == (again > 1 / 0.95 if ahead else again < 0.95)
+    assert (choice.is_trial, choice.is_second) == (False, False)
+    assert choice.patience == pytest.approx(16 * again * now * 8)
+
+
+def test_a_machine_that_becomes_quicker_during_a_trial_changes_nothing():
+    _, ways = run(lambda n: tuple((1.0 if n < 8 else 0.5) * time for time in (0.2, 0.4, 0.3, 0.4)), 400)
+    assert sum(ways) < 60
+    assert not ways[-1]
 
 
 def test_the_next_trial_waits_for_its_time_and_then_happens_whichever_way_is_used():

@@ -144,3 +144,41 @@ def test_calls_with_more_to_do_have_no_program_alone() -> None:
     on_mesh = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
     step = jstep.minimize(lambda params: jnp.sum(params["w"]), optimizer)
     assert step.program_after(step(on_mesh)[0]) is None, "shared buffers are refused, and the mesh is set"
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_step_that_fails_on_the_device_runs_once(donate: bool) -> None:
+    ran = []
+
+    def fail_at_third(w: Any) -> Any:
+        ran.append(1)
+        if len(ran) == 3:
+            raise ValueError("the third call")
+        return np.float32(0)
+
+    def loss(params: Any) -> Any:
+        return jnp.sum(params["w"]) + jax.lax.stop_gradient(
+            jax.pure_callback(fail_at_third, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(params["w"]))
+        )
+
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(loss, optimizer, donate=donate)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    for _ in range(2):
+        state, _ = step(state)
+    with pytest.raises(Exception, match="the third call"):
+        jax.block_until_ready(step(state))
+    assert len(ran) == 3
+
+
+def test_an_error_before_the_program_runs_leaves_the_state_alone() -> None:
+    optimizer = jstep.momentum(0.1, 0.9)
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x) ** 2, optimizer)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    for _ in range(2):
+        state, _ = step(state, np.ones(3, np.float32))
+    with pytest.raises(TypeError):
+        step(state, np.ones(4, np.float32))
+    with jax.transfer_guard("disallow"):
+        state, _ = step(state, np.ones(3, np.float32))
+    assert jstep.global_step(state) == 3
