@@ -159,7 +159,8 @@ class RunInfo:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.carried = state
+        if state is not state_of(self.carried):
+            self.carried = state
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

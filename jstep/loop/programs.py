@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
@@ -522,7 +523,7 @@ class Programs:
                     new, metrics, constants = step.run(step.carried(state), *call.args)
                     self._program = program = step.program_after(new)
                 else:  # a quarter of the time of a small step less
-                    current = state.current() if type(state) is FlatState else state
+                    current = state.current() if type(state) is FlatState and state.shown is not None else state
                     try:
                         new, metrics, constants = program(current, *call.args)
                     except Exception as error:
@@ -533,6 +534,8 @@ class Programs:
                         new, metrics, constants = step.run(current, *call.args)
                 if program is not None:
                     self._last = weakref.ref(new)
+                    if type(new.global_step.sharding) is NamedSharding:  # the batch put the state on a mesh
+                        self._program = None
                 if sums.is_wanted and type(metrics) is dict:
                     sums.add(call.first, metrics, constants.skipped, constants)
             else:

@@ -240,8 +240,10 @@ def _buffer(leaf: Any) -> Any:
 
 # The compiled training step, which donates its state.
 
-_SMALL = 1_000_000
-"""The most numbers in a state whose step may be compiled twice: with the names of its leaves, and without."""
+UNKNOWN, NAMED, FLAT, BOTH = "unknown", "named", "flat", "both"
+"""The forms of the state that a step is compiled for: a `TrainState`, as in calls by hand, and a `FlatState`."""
+_SMALL = 100_000
+"""The most numbers in a state whose step may be compiled for both forms."""
 
 Step = Callable[..., tuple[TrainState, dict[str, Any]]]
 Parts = Callable[[Any, tuple[Any, ...], Any], tuple[Any, Any, Constants]]
@@ -366,9 +368,8 @@ class TrainStep:
         # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
         self._keeps_roles = True
-        # The only form of the state that the step is compiled for: flat or not; None if for both, or not known yet.
-        self._is_flat: bool | None = None
-        self._is_settled = False
+        # The forms of the state that the step is compiled for; UNKNOWN before its first call.
+        self._forms = UNKNOWN
 
     def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
         """The shardings of the computed and the constant metrics, for those of a state on a mesh."""
@@ -404,7 +405,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
-        new, metrics, constants = self.run(self.carried(state) if self._is_flat else state, *args)
+        new, metrics, constants = self.run(self.carried(state) if self._forms == FLAT else state, *args)
         if constants.values:
             metrics.update(constants.arrays)
         return state_of(new), metrics
@@ -420,9 +421,11 @@ class TrainStep:
         named = state_of(state)
         if not is_latest:
             refuse_shapes((named, args), "state and batch")
-            self._settle(named, is_flat=type(state) is FlatState)
+            self._settle(named, NAMED if state is named else FLAT)
         if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(named, args), mesh_of((named, args))
+            if mesh is not None and mesh_of(named) is not None:
+                state = named
         if mesh is not None and self.donate and not _debugs():
             refuse_shared_buffers(named, args, by_identity=is_latest)
         if mesh is None:
@@ -436,8 +439,8 @@ class TrainStep:
         if isinstance(kept, TrainState):
             mesh = mesh_of(kept.global_step) if mesh is None and not is_latest else mesh
             self._keeps_roles = kept is made
-            if self._keeps_roles and mesh is None:  # the batch may have put it on a mesh
-                kept = new
+            if type(new) is FlatState and mesh is None:  # the batch may have put it on a mesh
+                kept = new if self._keeps_roles else FlatState.of(kept)
             self._latest = weakref.ref(kept), program, mesh
         return kept, metrics, constants
 
@@ -447,25 +450,27 @@ class TrainStep:
         It is the state for one on a mesh, whose errors and shardings need its names, and for a step that does not
         donate it. It may be one of shapes.
         """
-        if not (self.donate and self._keeps_roles) or self._pure.looks_at_rows:
+        last, _, mesh = self._latest
+        if mesh is not None and last() is state:
+            return state
+        if not self.donate or self._pure.looks_at_rows or self._forms == NAMED or mesh_of(state) is not None:
             return state_of(state)
         if type(state) is FlatState:
             return state.current()
-        if not isinstance(state, TrainState) or mesh_of(state) is not None or self._is_flat is False:
+        if not isinstance(state, TrainState):
             return state
-        self._settle(state, is_flat=True)
+        self._settle(state, FLAT)
         return FlatState.of(state)
 
-    def _settle(self, state: Any, *, is_flat: bool) -> None:
+    def _settle(self, state: Any, form: str) -> None:
         """Decide, at the first call, whether the step is compiled for one form of the state, or for both.
 
-        By hand and in a run, a small step is called with the form that is quicker there. The step of a large state
-        takes so long to compile, and to run, that the second program is not worth it.
+        By hand and in a run, the step of a small state is called with the form that is quicker there. That of a large
+        one takes too long to compile twice, and to run, for the few microseconds to matter.
         """
-        if not self._is_settled:
-            self._is_settled = True
-            is_large = sum(np.size(leaf) for leaf in jax.tree.leaves(state)) > _SMALL
-            self._is_flat = is_flat if is_large else None
+        if self._forms == UNKNOWN and not any(map(trees.is_traced, jax.tree.leaves(state))):
+            is_small = sum(np.size(leaf) for leaf in jax.tree.leaves(state)) <= _SMALL
+            self._forms = BOTH if is_small else form
 
     def program_after(self, state: Any) -> Callable[..., Any] | None:
         """Return the program for the state that the last call returned, if running it is all that calls have to do.

@@ -1,11 +1,13 @@
 """The form of the state that a run hands from one call of a compiled step to the next: leaves without names."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -109,17 +111,77 @@ def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: 
         ends = [call(step, jax.tree.map(jnp.copy, state), 3) for state in states]
         seen.append([dict(roles_in(end)) for end in ends])
         assert ends[0] == ends[1]
+        assert step._cache_size() == 1
     assert seen[0] == seen[1]
 
 
-def test_a_run_whose_batches_are_on_a_mesh_stays_there() -> None:
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
-    where = NamedSharding(mesh, PartitionSpec())
-    step = jstep.minimize(loss, OPTIMIZER)
-    state = jstep.train(step, fresh(), lambda n: jax.device_put(batch(n), where), 3, log_steps=None, progress=False)
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 4])
+def test_a_run_whose_batches_come_to_be_on_a_mesh_stays_there(first: int, stage: int) -> None:
+    where = NamedSharding(jax.make_mesh((len(jax.devices()),), ("data",)), PartitionSpec())
+
+    def batches(n: int) -> Any:
+        return batch(n) if n < first else jax.device_put(batch(n), where)
+
+    stages = {0: jstep.minimize(loss, OPTIMIZER), stage: jstep.minimize(loss, OPTIMIZER)}
+    state = jstep.train(stages, fresh(), batches, 6, log_steps=None, progress=False)
     assert state.params["bias"].sharding.is_equivalent_to(where, 1)
-    on_mesh = by_hand(jstep.minimize(loss, OPTIMIZER), jax.device_put(fresh(), where), 3)
-    assert all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(on_mesh)))
+    alone = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 6)
+    assert all(map(np.allclose, jax.tree.leaves(state), jax.tree.leaves(alone)))
+
+
+def test_a_batch_that_is_a_buffer_of_a_state_that_came_to_a_mesh_is_refused() -> None:
+    where = NamedSharding(jax.make_mesh((len(jax.devices()),), ("data",)), PartitionSpec())
+
+    def batches(n: int, state: Any) -> Any:
+        return state.params["bias"] if n == 5 else batch(n) if n < 2 else jax.device_put(batch(n), where)
+
+    step = jstep.minimize(loss, OPTIMIZER)
+    with pytest.raises(ValueError, match="share one buffer"):
+        jstep.train(step, fresh(), jstep.from_state(batches), 8, log_steps=None, progress=False)
+
+
+def test_nodes_that_accept_only_arrays() -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Checked:
+        w: Any
+
+        def __post_init__(self) -> None:
+            assert self.w.shape == (3,)
+
+    def of_checked(params: Any, x: Any) -> Any:
+        return jnp.sum((params.w * x) ** 2)
+
+    optimizer = jstep.gradient_descent(0.1)
+    ends = []
+    for options in ({}, {"steps_per_call": 3}):
+        step = jstep.minimize(of_checked, optimizer)
+        ends.append(run(step, jstep.TrainState.create(Checked(jnp.ones(3)), optimizer), 6, **options))
+    assert np.allclose(ends[0].params.w, ends[1].params.w)
+
+
+def test_a_step_of_symbolic_shapes_can_be_exported() -> None:
+    (n,) = export.symbolic_shape("n")
+    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2), jstep.gradient_descent(0.1))
+    shapes = jstep.TrainState({"w": jax.ShapeDtypeStruct((n,), jnp.float32)}, {}, jax.ShapeDtypeStruct((), jnp.int32))
+    flat = jax.ShapeDtypeStruct((3,), jnp.float32)
+    exported = export.export(
+        jax.jit(lambda leaves, x: jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), x)[0]))
+    )
+    treedef = jax.tree.structure(shapes)
+    made = exported(jax.tree.leaves(shapes), flat)
+    assert made.call([jnp.ones(5), jnp.int32(0)], jnp.ones(3))[1] == 1
+
+
+def test_a_large_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_module, "_SMALL", 5)
+    first, later = jstep.minimize(loss, OPTIMIZER), jstep.minimize(loss, OPTIMIZER)
+    later(fresh(), batch(0))
+    run({0: first, 3: later}, fresh(), 6)
+    assert (first._cache_size(), later._cache_size()) == (1, 1)
 
 
 def test_stages_of_which_one_does_not_donate() -> None:
