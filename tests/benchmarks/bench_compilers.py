@@ -113,6 +113,7 @@ CLIPPED = "norm: gradients read twice; the conditional for an overflowing norm s
 FINITE = "gradients are read before the update to check that they are finite; one more read is not explained"
 NEWTON_SCHULZ = "five Newton–Schulz iterations of three products"
 BY_LEAF = "norms per leaf: their input is read twice"
+RATIOS = f"{BY_LEAF}; the conditional for an overflowing norm seldom runs but counts as one more read"
 WHY = {
     "chain": CLIPPED,
     "skip_nonfinite": FINITE,
@@ -126,8 +127,8 @@ WHY = {
     "normuon": NEWTON_SCHULZ,
     "normuonh": f"{NEWTON_SCHULZ}; {BY_LEAF}",
     "adamh": BY_LEAF,
-    "lamb": BY_LEAF,
-    "lars": BY_LEAF,
+    "lamb": RATIOS,
+    "lars": RATIOS,
     "novograd": BY_LEAF,
     "prodigy": "the sums for d: gradients, parameters and starting points are read before the update",
     "cautious": "the fraction of agreeing elements is computed before the update",
