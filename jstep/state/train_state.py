@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -318,15 +318,6 @@ class _Structure:
         return hash(self.treedef)
 
 
-class _Key(NamedTuple):
-    """The key of a leaf, which JAX shows as it shows those of the state's own nodes."""
-
-    path: str
-
-    def __str__(self) -> str:
-        return self.path
-
-
 class FlatState:
     """A state as the tuple of its leaves: what a run hands from one call of a compiled step to the next.
 
@@ -379,8 +370,10 @@ class FlatState:
     def _children(self) -> tuple[tuple[Any, ...], _Structure]:
         return self.leaves, self._structure
 
-    def _children_with_keys(self) -> tuple[list[tuple[_Key, Any]], _Structure]:
-        keys = [_Key(jax.tree_util.keystr(keys)) for keys, _ in jax.tree_util.tree_leaves_with_path(self.named())]
+    def _children_with_keys(self) -> tuple[list[tuple[Any, Any]], _Structure]:
+        # JAX shows the whole path in one key as it shows the keys of the state's own nodes: `.params['w']`.
+        paths = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(self.named())]
+        keys = [jax.tree_util.GetAttrKey(path.removeprefix(".")) for path in paths]
         return list(zip(keys, self.leaves, strict=True)), self._structure
 
 

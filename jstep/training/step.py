@@ -146,6 +146,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
         RuntimeError: A leaf was donated to an earlier step.
         ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
     """
+    state = state_of(state)
     arrays = [x for x in jax.tree.leaves((state, args)) if isinstance(x, jax.Array) and not trees.is_traced(x)]
     if not isinstance(error, RuntimeError | ValueError):
         if type(error).__name__ == "ShardingTypeError" and all(len(x.sharding.device_set) == 1 for x in arrays):
@@ -484,7 +485,7 @@ class TrainStep:
 
     def explain(self, error: Exception, state: Any, args: tuple[Any, ...]) -> None:
         """Raise a clearer error for one of the program, if the arguments reveal the cause, or add a note to it."""
-        explain(error, state_of(state), args, was_spent=False, donates=self.donate)
+        explain(error, state, args, was_spent=False, donates=self.donate)
 
     def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
         was_spent = not is_latest and is_spent(state)
@@ -497,7 +498,7 @@ class TrainStep:
             with transfers:
                 return program(state, *args)
         except Exception as error:
-            explain(error, state_of(state), args, was_spent=was_spent, donates=self.donate)
+            explain(error, state, args, was_spent=was_spent, donates=self.donate)
             raise
 
     def lower(self, state: TrainState, *args: Any) -> Any:
