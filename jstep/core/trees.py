@@ -343,6 +343,22 @@ def donated_leaf(tree: Any) -> str | None:
     return None
 
 
+def is_donated(tree: Any) -> bool:
+    """Whether a leaf was donated; quick, for every call of a step on a mesh."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_deleted")]
+    return any(not is_traced(leaf) and leaf.is_deleted() for leaf in arrays)
+
+
+def owned(tree: Any) -> Any:
+    """Return a tree whose NumPy arrays are copies, which no other code writes to: on a CPU JAX shares their memory.
+
+    It is done wherever arrays come into a state: a loader, a simulator or a hook may fill the same memory again.
+    """
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
 def concrete(x: Any) -> np.ndarray[Any, Any] | None:
     """Return the value of x on the host, or None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from jstep.core.meshes import internal_transfers
 
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
+_has_stopped = threading.Event()
+"""Whether the service has stopped a run of this program: it stops a program once."""
 _SMALLEST = 1024  # minimum number of bytes to exchange
 _T = TypeVar("_T")
 
@@ -31,9 +34,25 @@ def reached_stop() -> bool:
     device work.
     """
     try:
-        return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+        is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
     except RuntimeError:  # the service is off: jax_enable_preemption_service
         return False
+    if is_reached:
+        _has_stopped.set()
+    return is_reached
+
+
+def refuse_another_run() -> None:
+    """Refuse a run that no signal could stop, because one has stopped a run of this program before.
+
+    Raises:
+        RuntimeError: Several processes were stopped before.
+    """
+    if _has_stopped.is_set():
+        raise RuntimeError(
+            "train: a signal has stopped a run of these processes before, and JAX's preemption service stops a program "
+            "only once: nothing could stop this run. Let the processes exit on jstep.Preempted, and start them again"
+        )
 
 
 def request_stop() -> None:

@@ -418,9 +418,11 @@ class TrainStep:
         """
         last, program, mesh = self._latest
         # The state that this step last returned has the same sharding as before; only others are inspected.
-        is_latest = last() is state and program is not None
         named = state_of(state)
+        is_latest = last() is state and program is not None and not (mesh is not None and trees.is_donated(named))
         if not is_latest:
+            if (copied := trees.owned(named)) is not named:
+                state = named = copied
             refuse_shapes((named, args), "state and batch")
             self._settle(named, NAMED if state is named else FLAT)
         if not is_latest or self._pure.looks_at_rows:
@@ -430,10 +432,10 @@ class TrainStep:
         if mesh is not None and self.donate and not _debugs():
             refuse_shared_buffers(named, args, by_identity=is_latest)
         if mesh is None:
-            new, metrics, constants = self._run(program, state, args, is_latest)
+            new, metrics, constants = self._run(program, state, args)
         else:
             with using_mesh(mesh):
-                new, metrics, constants = self._run(program, state, args, is_latest)
+                new, metrics, constants = self._run(program, state, args)
         self._constants = constants
         made = new.named() if type(new) is FlatState else new
         kept = keep_roles(named, made)  # the step may have been compiled for a state made by hand
@@ -487,8 +489,8 @@ class TrainStep:
         """Raise a clearer error for one of the program, if the arguments reveal the cause, or add a note to it."""
         explain(error, state, args, was_spent=False, donates=self.donate)
 
-    def _run(self, program: Any, state: Any, args: tuple[Any, ...], is_latest: bool) -> Any:
-        was_spent = not is_latest and is_spent(state)
+    def _run(self, program: Any, state: Any, args: tuple[Any, ...]) -> Any:
+        was_spent = is_spent(state)
         transfers = internal_transfers()
         try:
             if isinstance(transfers, contextlib.nullcontext):
