@@ -80,7 +80,12 @@ class Hook:
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Called once after the last step if no exception was raised; may return a state, like `after_step`."""
+        """Called once after the last step if no exception was raised; may return a state, like `after_step`.
+
+        The checkpoint of the last step holds the returned state and records that the hooks have ended: a start that
+        takes no step does not call them again. If the process is killed before that, the next start calls them. A run
+        that is continued to a larger `last_step` calls them at its new end.
+        """
 
     def next_due(self, step: int) -> int | None:
         """Return the first step after `step` at which to call `after_step`; None to call it after every call.
@@ -303,7 +308,9 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
-    return jax.device_put(leaf, was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None)
+    return jax.device_put(
+        trees.owned(leaf), was.sharding if _is_committed(was) or isinstance(leaf, jax.Array) else None
+    )
 
 
 def _is_committed(leaf: Any) -> bool:
@@ -357,12 +364,16 @@ def key_of(hook: Any) -> str:
     return _owner(hook).key
 
 
+def is_public(named: Any) -> bool:
+    """Whether a class or function is one of jstep's public ones."""
+    return getattr(sys.modules["jstep"], named.__qualname__, None) is named
+
+
 def _class_names(hook: Any) -> tuple[str, str]:
     """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
     named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
     # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
-    is_public = getattr(sys.modules["jstep"], named.__qualname__, None) is named
-    made_by = f"{'jstep' if is_public else named.__module__}.{named.__qualname__}"
+    made_by = f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
     watches = getattr(hook, "watches", None)
     return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
 

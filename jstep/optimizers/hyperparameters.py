@@ -173,7 +173,7 @@ def set_hyperparameter(state: Any, name: str, value: Any) -> Any:
         fresh: Any = jnp.broadcast_to(jnp.asarray(value).astype(jnp.float32), shape)
         return state.replace(slots={**state.slots, slot: fresh})
     with np.errstate(over="ignore"):
-        whole = np.broadcast_to(np.asarray(value, np.float32), shape)
+        whole = np.broadcast_to(np.array(value, np.float32), shape)  # a copy: on a CPU JAX shares the memory
     if not np.all(np.isfinite(whole)):
         raise ValueError(f"value={value!r}: does not fit float32")
     if isinstance(old, jnp.ndarray) and not old.is_fully_addressable:

@@ -239,7 +239,8 @@ class TrainState:
         """Return a new state with some of `params`, `slots`, `global_step` and `model_state` replaced.
 
         Args:
-            **changes: The new values. `model_state=None` removes it; numbers in it become arrays.
+            **changes: The new values; NumPy arrays among them are copied. `model_state=None` removes it; numbers in it
+                become arrays.
 
         Raises:
             TypeError: There is no such field.
@@ -262,7 +263,7 @@ class TrainState:
             slots, made = dict(changes.get("slots", self.slots)), changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
             changes["slots"] = slots if made is None else {**slots, MODEL_STATE: _numbers_as_arrays(made)}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **{name: trees.owned(value) for name, value in changes.items()})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):

@@ -1,0 +1,202 @@
+"""NumPy memory that comes into a state is copied, whichever door it comes in by: other code may fill it again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+OPTIMIZER = jstep.gradient_descent(jstep.held("learning_rate", 0.0))  # the parameters must stay
+SIZE = 1024
+
+
+def aligned(shape: tuple[int, ...] = (SIZE,)) -> np.ndarray[Any, Any]:
+    """An array whose memory JAX shares on a CPU, if it may."""
+    size = int(np.prod(shape))
+    memory = np.zeros(size + 64, np.float32)
+    return memory[(-memory.ctypes.data // 4) % 16 :][:size].reshape(shape)
+
+
+def make_state(params: Any = None) -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.zeros(SIZE) if params is None else params}, OPTIMIZER)
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((params["w"] - x) ** 2)
+
+
+def make_step(**kwargs: Any) -> Any:
+    return jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
+
+
+def run(state: Any, hooks: Any = (), step: Any = None, **kwargs: Any) -> jstep.TrainState:
+    step = make_step(donate=False) if step is None else step
+    return jstep.train(step, state, lambda n: np.ones(SIZE, np.float32), 6, hooks=hooks, progress=False, **kwargs)
+
+
+def filled(array: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
+    array[...] = value
+    return array
+
+
+def refill(array: np.ndarray[Any, Any]) -> None:
+    """What a simulator or a loader does with its own memory."""
+    filled(array, 1000.0)
+
+
+Door = Callable[[np.ndarray[Any, Any], Path], Any]
+
+
+def once(array: np.ndarray[Any, Any], at: int = 2) -> Any:
+    """A function `(step, state, results) -> state` that gives the memory at one step, and fills it at the next."""
+
+    def give(step: int, state: Any, _: Any) -> Any:
+        if step == at:
+            return state.replace(params={"w": filled(array, 5.0)})
+        return refill(array)
+
+    return give
+
+
+def made_by_hand(state: Any, array: Any) -> jstep.TrainState:
+    return jstep.TrainState({"w": array}, state.slots, state.global_step)
+
+
+def by_create(array: Any, path: Path) -> Any:
+    return make_state(filled(array, 5.0))
+
+
+def by_replace(array: Any, path: Path) -> Any:
+    return make_state().replace(params={"w": filled(array, 5.0)})
+
+
+def by_model_state(array: Any, path: Path) -> Any:
+    state = make_state().replace(model_state={"w": filled(array, 5.0)})
+    return state.replace(params=state.model_state)
+
+
+def by_shard_state(array: Any, path: Path) -> Any:
+    state = make_state()
+    return jstep.shard_state(made_by_hand(state, filled(array, 5.0)), jax.make_mesh((2,), ("data",)))
+
+
+def by_a_step(array: Any, path: Path) -> Any:
+    """A step by hand reads the memory before it returns, or copies it: the program may run later."""
+    state, _ = make_step(donate=False)(made_by_hand(make_state(), filled(array, 5.0)), np.ones(SIZE, np.float32))
+    return state
+
+
+def by_a_run(array: Any, path: Path) -> Any:
+    hook = jstep.every(1, lambda step, state, metrics: refill(array))
+    return run(made_by_hand(make_state(), filled(array, 5.0)), [hook])
+
+
+def by_a_hook(array: Any, path: Path) -> Any:
+    return run(make_state(), [jstep.every(1, once(array))])
+
+
+def by_a_hook_of_a_donating_step(array: Any, path: Path) -> Any:
+    return run(make_state(), [jstep.every(1, once(array))], make_step())
+
+
+def by_a_hook_with_long_calls(array: Any, path: Path) -> Any:
+    return run(make_state(), [jstep.every(2, once(array))], steps_per_call=2)
+
+
+def by_end(array: Any, path: Path) -> Any:
+    class End(jstep.Hook):
+        def end(self, step: int, state: Any) -> Any:
+            return state.replace(params={"w": filled(array, 5.0)})
+
+    return run(make_state(), [End()], checkpoint_dir=path)
+
+
+def by_a_callback(array: Any, path: Path) -> Any:
+    class Keeps:
+        """Its array comes back from the checkpoint, and is given again."""
+
+        array: Any = None
+
+        def __call__(self, step: int, state: Any, results: Any) -> Any:
+            if step > 4 and self.array is not None:
+                return refill(self.array)
+            self.array = filled(array if self.array is None else self.array, 5.0)
+            return state.replace(params={"w": self.array})
+
+        def get_state(self) -> Any:
+            return self.array
+
+        def set_state(self, value: Any) -> None:
+            self.array = value
+
+    def part(last: int) -> Any:
+        hook = jstep.EvaluationHook(lambda state: {"x": 0.0}, every_n_steps=2, callbacks=[Keeps()])
+        step = make_step(donate=False)
+        rows = np.ones(SIZE, np.float32)
+        return jstep.train(step, make_state(), lambda n: rows, last, hooks=[hook], checkpoint_dir=path, progress=False)
+
+    part(3)
+    return part(8)
+
+
+def by_a_stage(array: Any, path: Path) -> Any:
+    """A stage that is not compiled gives its memory to the next one."""
+    second = make_step(donate=False)
+
+    def first(state: Any, x: Any) -> Any:
+        new = made_by_hand(jstep.increment_global_step(state), filled(array, 5.0))
+        return new, {"loss": 0.0}
+
+    hook = jstep.every(1, lambda step, state, metrics: refill(array))
+    return run(make_state(), [hook], {0: first, 3: second})
+
+
+def by_a_restore(array: Any, path: Path) -> Any:
+    """A checkpoint is restored into arrays of the host."""
+    with jstep.Saver(path) as saver:
+        saver.save(make_state(filled(array, 5.0)))
+        saver.wait()
+        on_host = made_by_hand(make_state(), filled(array, 7.0))
+        return saver.restore(on_host)
+
+
+DOORS: list[Door] = [
+    by_create,
+    by_replace,
+    by_model_state,
+    by_shard_state,
+    by_a_step,
+    by_a_run,
+    by_a_hook,
+    by_a_hook_of_a_donating_step,
+    by_a_hook_with_long_calls,
+    by_end,
+    by_a_callback,
+    by_a_stage,
+    by_a_restore,
+]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_memory_is_copied(door: Door, tmp_path: Path) -> None:
+    array = aligned()
+    state = door(array, tmp_path)
+    filled(array, 1000.0)
+    np.testing.assert_array_equal(np.asarray(state.params["w"]), np.full(SIZE, 5.0, np.float32))
+
+
+def test_a_held_value() -> None:
+    array = aligned((1,)).reshape(())
+    state = jstep.set_hyperparameter(make_state(), "learning_rate", filled(array, 0.5))
+    filled(array, 1000.0)
+    assert jstep.get_hyperparameter(state, "learning_rate") == 0.5
+
+
+def test_a_state_without_host_memory_stays_the_same_object() -> None:
+    state = make_state()
+    assert state.replace(params=state.params).params is state.params
