@@ -140,6 +140,7 @@ class EvaluationHook(RunHook):
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None
         self._owed: int | None = None
+        self._left: int | None = None  # the last step, if a signal interrupted its evaluation off the cadence
 
     @property
     def why(self) -> str | None:
@@ -168,7 +169,7 @@ class EvaluationHook(RunHook):
         Raises:
             Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
         """
-        self.results, self.newest, self._reported_step, self._owed = {}, None, None, None
+        self.results, self.newest, self._reported_step, self._owed, self._left = {}, None, None, None, None
         super().begin(state)
         if isinstance(self._evaluate, CheckedEvaluation):
             self._evaluate.check(state)
@@ -176,16 +177,17 @@ class EvaluationHook(RunHook):
 
     def get_state(self) -> Any:
         """Return the states of callbacks, the last step they have seen, and the step of an interrupted evaluation."""
-        return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state()}
+        left = {} if self._left is None else {"left": self._left}
+        return {"step": self._reported_step, "owed": self._owed, "then": self._callbacks.get_state(), **left}
 
     def set_state(self, value: Any) -> bool:
         """Restore the states; return True if a callback had stopped the run. A value of unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
-        steps = [fields.get("step", ""), fields.get("owed", "")]
+        steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]
         if not all(step is None or type(step) is int for step in steps):
             _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", key_of(self))
             return False
-        self._reported_step, self._owed = steps
+        self._reported_step, self._owed, self._left = steps
         return self._callbacks.set_state(fields.get("then"))
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
@@ -208,6 +210,16 @@ class EvaluationHook(RunHook):
         result = result.state if isinstance(result, StopWith) else result
         return result if isinstance(result, TrainState) else None
 
+    def owes_end(self, step: int) -> bool:
+        """Whether a signal interrupted the evaluation of this last step, so that callbacks have not seen it."""
+        return self._left == step
+
+    def repeat(self, step: int, state: TrainState) -> None:
+        """Evaluate the state of a finished run that is started again, without callbacks."""
+        self._reported_step = step
+        if step not in self.results:
+            self._evaluate_at(step, state, self._is_on_cadence(step))
+
     def before_save(self, step: int) -> bool | None:
         """Call `before_save` of the callbacks; return whether one of them prevents the save."""
         return any(self._callbacks.each("before_save", step))
@@ -223,7 +235,7 @@ class EvaluationHook(RunHook):
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
-        self._owed = step if on_cadence else None
+        self._owed, self._left = (step, None) if on_cadence else (None, step)
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self.run.transfers.deliver_all()  # rows of earlier steps precede these results
@@ -241,7 +253,7 @@ class EvaluationHook(RunHook):
                 f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
                 "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
             )
-        self._owed = None
+        self._owed = self._left = None
         if self._callbacks and not processes.is_single_process():
             values = {**values, **_of_process_0(values)}
         self.results[step] = values
@@ -253,7 +265,7 @@ class EvaluationHook(RunHook):
             with internal_transfers():
                 for name, value in named.items():
                     self._writer.add_summary(scalar(name, value), step)
-        # A finished run that is started again repeats its last evaluation, which callbacks must not see twice.
+        # Started again before its hooks had ended, a finished run repeats an evaluation that callbacks have seen.
         if self._reported_step == step:
             return None
         self._reported_step = step

@@ -51,6 +51,13 @@ class Compiled:
     unfinished: float = 0.0
     spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
 
+    def took(self, there: "Compiled") -> None:
+        """Count what another thread compiled for this one."""
+        self.programs += there.programs
+        self.hits += there.hits
+        self.seconds += there.seconds
+        self.unfinished = 0.0
+
 
 def compiled_here() -> Compiled:
     """The record of this thread, which is kept up to date."""
@@ -189,7 +196,7 @@ class BackgroundCompiler:
         self._jobs.clear()
         self.is_closed = True
         if not all(future.done() for _, future in self._begun):
-            _logger.info("a compilation in the background cannot be stopped: the process ends when it has finished")
+            _logger.info(_LEFT)
 
 
 def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
@@ -201,6 +208,31 @@ def is_done(future: "Future[Any]", is_over: Callable[[], bool]) -> bool:
         if is_over():
             return False
     return True
+
+
+def compile_apart(lowered: Any, is_over: Callable[[], bool]) -> None:
+    """Compile a program in a thread, and count it as compiled by this one: a wait can be ended, but XLA cannot.
+
+    Args:
+        lowered: The lowered program.
+        is_over: Whether the run is stopping and must not wait for it.
+
+    Raises:
+        StopWaiting: The run is stopping. The process ends only after the compilation.
+    """
+
+    def compiled() -> Compiled:
+        lowered.compile()
+        return compiled_here()
+
+    future = in_background(compiled, name="jstep-compile-due")
+    if not is_done(future, is_over):
+        _logger.info(_LEFT)
+        raise StopWaiting
+    compiled_here().took(future.result())
+
+
+_LEFT = "a compilation in the background cannot be stopped: the process ends when it has finished"
 
 
 def shapes_of(tree: Any) -> Any:

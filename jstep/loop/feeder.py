@@ -353,7 +353,8 @@ class StageBoundaries:
 class EndsAhead(Iterator[int]):
     """The steps at which calls end, computed in the thread of the loop and read in the thread that makes the batches.
 
-    They depend on the user's hooks, which must not be called from another thread.
+    They depend on the user's hooks, which must not be called from another thread. An error in one of them ends the run
+    at the last step that is known, however far ahead that was found.
 
     Args:
         ends: The steps, from `StageBoundaries.ends`.
@@ -361,24 +362,29 @@ class EndsAhead(Iterator[int]):
 
     def __init__(self, ends: Iterator[int]) -> None:
         self._ends, self._thread = ends, threading.get_ident()
-        self._known: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._known: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._is_over = False
 
     def extend(self) -> None:
         """Compute the next steps; must be called in the thread of the loop after each call."""
-        while self._known.qsize() < _AHEAD:
-            self._known.put(next(self._ends, None))
+        while self._known.qsize() < _AHEAD and not self._is_over:
+            try:
+                self._known.put(next(self._ends))
+            except Exception as error:
+                self._is_over = True
+                self._known.put(error)
 
     def close(self) -> None:
         """End the steps, for a thread that waits for one."""
-        self._known.put(None)
+        self._known.put(StopIteration())
 
     def __next__(self) -> int:
         if self._known.empty() and threading.get_ident() == self._thread:
             self.extend()
         end = self._known.get()
-        if end is None:
-            self._known.put(None)
-            raise StopIteration
+        if isinstance(end, Exception):
+            self._known.put(end)
+            raise end
         return end
 
 
@@ -408,6 +414,7 @@ class Call:
         steps: The number of steps.
         first: The step at which the call begins.
         position: The position of the source after these batches, from `copied_position`; None if not known.
+        shapes: The structure, shapes and dtypes of each of its batches.
         looped: As in `Plan`.
         most: As in `Plan`.
         is_stacked: As in `Plan`.
@@ -417,6 +424,7 @@ class Call:
     steps: int
     first: int
     position: Any = None
+    shapes: Any = None
     looped: Any = None
     most: int = 1
     is_stacked: bool = False
@@ -455,7 +463,8 @@ def make_calls(
     if plan is None:
         for step, (batch, position) in enumerate(items, start):
             placed = batch if one is None else one(batch)
-            yield Call(placed if type(placed) is tuple else arguments_of(placed), 1, step, position)
+            args = placed if type(placed) is tuple else arguments_of(placed)
+            yield Call(args, 1, step, position, _shapes_of(batch))
         return
     step = start
     some: list[tuple[Any, Any]] = []
@@ -474,7 +483,7 @@ def make_calls(
             else:
                 whole = _stacked([batch for batch, _ in some], most)
                 placed = whole if many is None else many(whole)
-            yield Call(arguments_of(placed), len(some), step, some[-1][1], looped, most, is_stacked)
+            yield Call(arguments_of(placed), len(some), step, some[-1][1], shapes, looped, most, is_stacked)
             step += len(some)
             some = later
 
@@ -632,7 +641,7 @@ class Loop(Protocol):
     carried: Any
     metrics: Any
     rows: int | None
-    shape: Any
+    shapes: Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -644,14 +653,14 @@ class LoopState:
         carried: That state, as the calls hand it on.
         metrics: The metrics of the last step; None before the first call.
         rows: The number of examples per step; None if not known.
-        shape: The shape of one leaf of the batch.
+        shapes: The shapes of its batch, as in `Call`.
     """
 
     step: int
     carried: Any
     metrics: Any = None
     rows: int | None = None
-    shape: Any = None
+    shapes: Any = None
 
     @property
     def state(self) -> Any:
@@ -668,13 +677,8 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
         call: The batches, from `jstep.loop.feeder.make_calls`.
     """
     result = run_call(loop.carried, call)
-    # The size of one leaf, a cheap check for changes: it runs at each call.
-    leaf = call.args[0] if call.args else None
-    if type(leaf) is dict:
-        leaf = next(iter(leaf.values()), None)
-    shape = getattr(leaf, "shape", None)
-    if shape != loop.shape or loop.metrics is None:
-        loop.shape, loop.rows = shape, _rows(call)
+    if call.shapes != loop.shapes or loop.metrics is None:
+        loop.shapes, loop.rows = call.shapes, _rows(call)
     loop.carried, loop.metrics = result
     loop.step = call.first + call.steps
 

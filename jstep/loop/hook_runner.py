@@ -1,7 +1,6 @@
 """Calling hooks when they are due, at the end, and when an error ends the run; the checkpoint of a run."""
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -19,7 +18,7 @@ from jstep.data.loaders import POSITION, POSITIONS, gather_positions
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import Due, RunHook, next_end
-from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, name_of
+from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, is_public, name_of
 from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import StateContents, listed
 from jstep.hooks.stock import CheckpointSaverHook
@@ -30,9 +29,9 @@ from jstep.state.train_state import TrainState
 
 # Checkpointing of everything that a run needs to resume.
 
-HOOK_STATES, STOPPED, HELD = "hooks", "stopped", "held"
+HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
 """Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
-that stopped the run, and the initial values of held hyperparameters."""
+that stopped the run, the step at which the hooks have ended, and the initial values of held hyperparameters."""
 
 
 class _Memory(NamedTuple):
@@ -66,7 +65,7 @@ class RunSaverHook(CheckpointSaverHook):
             before_save=(self._call_before,),
         )
         self.part = STEPPING  # it measures its own time when it saves
-        self._loop, self._hooks = run, list(run.hooks)
+        self._loop = run
         self._memory = self._of_this_save = _Memory({}, "{}")
 
     def _call_before(self, step: int) -> None:
@@ -112,8 +111,10 @@ class RunSaverHook(CheckpointSaverHook):
         return _as_text(self._remembered()) == self._memory.hooks and is_same
 
     def _remembered(self) -> dict[str, Any]:
-        states, by = get_states(self._hooks), self._stopped_by()
-        return ({HOOK_STATES: states} if states else {}) | ({STOPPED: by} if by is not None else {})
+        run, by = self._loop, self._stopped_by()
+        states = get_states(run.hooks)
+        known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        return {key: value for key, value in known.items() if value is not None}
 
     def _stopped_by(self) -> str | None:
         """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
@@ -156,6 +157,7 @@ class HookRunner:
     Attributes:
         precedes_calls: Whether a hook has a `before_step`, for which `before` must be called.
         is_done: Whether one of the hooks ends the run before any step.
+        ended_at: The step at which `end` of the hooks was called last, by this start or an earlier one, or None.
     """
 
     def __init__(self, run: Run) -> None:
@@ -167,6 +169,9 @@ class HookRunner:
         self._next_check = self._counted = run.first
         self._rows: int | None = None
         self.is_done = False
+        self.ended_at: int | None = run.extra.get(ENDED)
+        # Hooks of the user's own that have something to do at the end; what jstep's do there shows in the checkpoint.
+        self._ends_of_users = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in run.options.hooks)
 
     def begin(self) -> None:
         """Begin the hooks, one of which may end the run before any step."""
@@ -255,26 +260,31 @@ class HookRunner:
             part = part_of(hook)
             began = watch.switch(part)
             due.called = step
-            if errors.all and isinstance(hook, CheckpointSaverHook):
+            is_saver = isinstance(hook, CheckpointSaverHook)
+            if errors.all and is_saver and not errors.are_of_savers:
                 continue  # the handler of the error saves
             run.calling = (hook, "after_step")
             if not isinstance(hook, RunHook):
                 run.sums.flush()
             try:
-                result = hook.after_step(step, run.state, run.metrics)
-                stop = result is not None and result is not False and self._take(hook, "after_step", result)
+                self._apply(hook, hook.after_step(step, run.state, run.metrics))
                 if errors.all:
                     continue
-                if stop and run.stopped_by is None:
-                    run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
+                run.calling = (hook, "next_due")
                 due.done(step)
                 watch.record(thing_of(hook, "after_step", part), began)
             except Exception as error:
-                errors.add(error)
+                errors.add(error, of_saver=is_saver)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         errors.end()
         self._next_due = min((due.next for due in self._due), default=NEVER)
+
+    def _apply(self, hook: Any, result: Any) -> None:
+        """Apply the result of `after_step`."""
+        stops = result is not None and result is not False and self._take(hook, "after_step", result)
+        if stops and self._run.stopped_by is None:
+            self._run.stopped_by = getattr(hook, "stopped_by", None) or name_of(hook)
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
@@ -290,15 +300,15 @@ class HookRunner:
         run.is_over = True
         self._count_examples(run.step)
         pending, run.pending = run.pending, []
-        calls = [(hook, functools.partial(look, wait=True)) for hook, look in pending]
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
-        for hook in last.values():
-            calls.append((hook, functools.partial(hook.after_step, run.step, run.state, run.metrics)))
-        for hook, call in calls:
+        for hook, look in [*pending, *((hook, None) for hook in last.values())]:
             run.calling = (hook, "after_step")
             try:
                 with run.watch.part(HOOKS):
-                    call()
+                    if look is not None:
+                        look(wait=True)
+                    else:
+                        self._apply(hook, hook.after_step(run.step, run.state, run.metrics))
             except Exception as error:
                 errors.add(error)
         is_delivered = False
@@ -312,10 +322,53 @@ class HookRunner:
         errors.end(failed)
 
     def end(self) -> None:
-        """Call `end` of the hooks after a run that was not interrupted."""
-        for hook in self._hooks:
-            if hasattr(hook, "end"):
-                self._take(hook, "end", self._call(hook, "end", self._run.step, self._run.state))
+        """Call `end` of the hooks after a run that was not interrupted, once for each end of a run.
+
+        A start that takes no step only repeats the last evaluations, for whoever reads their results, unless the hooks
+        of the checkpoint that it restored had not ended. The savers come last, each is tried.
+        """
+        run, errors = self._run, _Errors(self._run)
+        hooks = self._hooks
+        if run.step == run.first and (run.restored is None or self.ended_at == run.step):
+            left = [hook for hook in run.evaluations if hook.owes_end(run.step)]
+            for hook in run.evaluations:
+                if hook not in left:
+                    self._call(hook, "repeat", run.step, run.state)
+            hooks = [*left, *run.savers] if left else []
+        for hook in hooks:
+            is_saver = isinstance(hook, CheckpointSaverHook)
+            if is_saver:
+                self.ended_at = run.step
+            if not hasattr(hook, "end"):
+                continue
+            try:
+                self._take(hook, "end", self._call(hook, "end", run.step, run.state))
+            except Exception as error:
+                if not is_saver:
+                    raise
+                errors.add(error)
+        errors.end()
+
+    def has_ended(self) -> bool:
+        """Whether the hooks have ended at this step, or have nothing left to do there but to save."""
+        run = self._run
+        if self.ended_at == run.step:
+            return True
+        is_last = run.step >= run.options.last_step or run.stopped_by is not None
+        is_evaluated = all(run.step in hook.results for hook in run.evaluations)
+        return is_last and is_evaluated and not (self._ends_of_users or run.is_interrupted)
+
+    def save(self) -> list[tuple[Any, bool | Exception]]:
+        """Save the state by each saver, the run's own first; return whether each has saved it, or its error."""
+        run, outcomes = self._run, list[tuple[Any, bool | Exception]]()
+        for hook in run.savers:
+            run.calling = (hook, "save")
+            try:
+                outcomes.append((hook, hook.save(run.step, run.state, wait=True)))
+            except Exception as error:
+                outcomes.append((hook, error))
+        run.calling = None
+        return outcomes
 
     def before_save(self, step: int) -> bool:
         """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
@@ -341,8 +394,13 @@ class HookRunner:
             due = NEVER
             for hook in known:
                 run.calling = (hook, "next_due")
-                due = min(due, next_end(hook, step))
-            run.calling = None
+                try:
+                    due = min(due, next_end(hook, step))
+                except Exception as error:  # raised once the run is there
+                    note(error, f"jstep: in {name_of(hook)}.next_due({step}), which says where calls end")
+                    raise
+                finally:
+                    run.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(run.first, run.options.last_step, due_after))
@@ -356,16 +414,23 @@ class HookRunner:
 
 
 class _Errors:
-    """The errors of hooks all of which are called; `run.calling` becomes the call that raised the first of them."""
+    """The errors of hooks all of which are called; `run.calling` becomes the call that raised the first of them.
+
+    Attributes:
+        all: The errors.
+        are_of_savers: Whether only savers raised some.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._calling: tuple[Any, str] | None = None
+        self.are_of_savers = True
         self.all: list[Exception] = []
 
-    def add(self, error: Exception) -> None:
+    def add(self, error: Exception, *, of_saver: bool = False) -> None:
         """Add the error of the call that is being made."""
         self._calling = self._calling or self._run.calling
+        self.are_of_savers = self.are_of_savers and of_saver
         self.all.append(error)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
@@ -469,7 +534,7 @@ def rescue(run: Run, error: BaseException) -> None:
     if runner is None:
         return
     if lost:
-        note(error, f"{where}. The state was donated to the step that failed: it is lost.")
+        note(error, f"{where}. The state was donated to a step: it is lost.")
         return
     saved = ""
     # Otherwise it is saved already, or must not be.
@@ -485,16 +550,30 @@ def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
     raise again.with_traceback(None) from None
 
 
+def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
+    """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
+    stopped = run.signals.stopped(f"after step {run.step}, while it closed")
+    stopped.state = state  # type: ignore[attr-defined]
+    raise stopped
+
+
 def exit_on_signal(run: Run) -> NoReturn:
     """Save the state and leave, after a signal."""
     when = f"after step {run.step}"
     if run.savers and (why := why_not_finite(run)):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         raise run.signals.stopped(f"{when}, which is not saved: {why}")
-    saved = [hook.save(run.step, run.state, wait=True) for hook in run.savers]
-    if saved:
-        outcome = "is saved; start the run again to resume" if all(saved) else "is not saved, as a hook demands"
-        when = f"{when}, which {outcome}"
+    outcomes, errors = run.runner.save(), _Errors(run)
+    for hook, outcome in outcomes:
+        if isinstance(outcome, Exception):
+            run.calling = (hook, "save")
+            errors.add(outcome)
+    errors.end()
+    if outcomes:
+        is_saved = all(outcome for _, outcome in outcomes)
+        when += (
+            f", which {'is saved; start the run again to resume' if is_saved else 'is not saved, as a hook demands'}"
+        )
     raise run.signals.stopped(when)
 
 
@@ -506,7 +585,7 @@ def save_while_it_hangs(run: Run) -> str:
             return f"step {step} is not saved: {why}"
         next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
     except Exception as error:
-        return f"step {step} could not be saved: {type(error).__name__}: {error}"
+        return f"step {step} could not be saved: {_text(error)}"
     later = run.runner.not_called() if method == "after_step" else []
     missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
     name = checkpoint_name(run.saver.prefix, step)
@@ -521,15 +600,19 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved"
     if why := why_not_finite(run):
         return f", and is not saved: {why}"
-    try:
-        saved = [hook.save(run.step, run.state, wait=True) for hook in run.savers]
-        if not all(saved):
-            return ", and is not saved, as a hook demands"
-    except Exception as failure:
-        if failure is error or str(failure) == str(error):
-            return ", and is not saved"
-        return f", and could not be saved: {type(failure).__name__}: {failure}"
-    return f", and is saved as {checkpoint_name(run.savers[-1].prefix, run.step)}; start the run again to resume"
+    (first, outcome), *others = run.runner.save()
+    for hook, failure in others:
+        if isinstance(failure, Exception) and str(failure) != str(error):
+            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
+    if isinstance(outcome, Exception):
+        return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
+    if not outcome:
+        return ", and is not saved, as a hook demands"
+    return f", and is saved as {checkpoint_name(first.prefix, run.step)}; start the run again to resume"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _doing(run: Run) -> str:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import kind, shown
-from jstep.core.meshes import in_background, mesh_of, using_mesh
+from jstep.core.meshes import in_background, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
 from jstep.data.to_devices import mesh_without_batch
@@ -26,10 +26,10 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stock import StepCounterHook
 from jstep.hooks.timeline import STARTING, Stopwatch
-from jstep.loop.compiler import BackgroundCompiler, compiled_here, shapes_of, stacked_shapes
-from jstep.loop.feeder import Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
+from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes
+from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, StopWaiting, TrainSteps, make_calls, name_of_step
 from jstep.state.global_step import get_global_step
-from jstep.state.train_state import FlatState, TrainState, keep_roles, require_state, state_of
+from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, require_state, state_of
 from jstep.training.looped import LoopedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 
@@ -137,18 +137,19 @@ class AutoSteps:
     """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
 
     It waits for the device during the calls that it times, so that their times are those of the device. Processes of
-    one run switch at the same call; for that, they wait for the compilation.
+    one run switch at the same step, which lies beyond all that a thread of any of them has read ahead; for that, they
+    wait for the compilation.
 
     Args:
         compile: `compile(most)` compiles the program of up to that many steps.
-        switch: `switch(most)` makes later calls of up to that many steps.
+        switch: `switch(most, first)` makes calls of up to that many steps, from step `first` on.
         clock: Returns seconds; replaced in tests.
     """
 
     def __init__(
         self,
         compile: Callable[[int], object],
-        switch: Callable[[int], object],
+        switch: Callable[[int, int], object],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._compile, self._switch, self._clock = compile, switch, clock
@@ -166,17 +167,17 @@ class AutoSteps:
             jax.block_until_ready(state)
         return self._clock()
 
-    def after(self, began: float, state: Any) -> None:
-        """Called after it, with the state that it returned."""
+    def after(self, began: float, state: Any, first: int) -> None:
+        """Called after it, with the state that it returned, and the step at which it began."""
         self._calls += 1
         if self._calls <= _UNTIMED:
             return
         jax.block_until_ready(state)
         self._seconds.append(self._clock() - began)
         if self.is_over:
-            self._choose(min(self._seconds))
+            self._choose(min(self._seconds), first + 1 + AHEAD)
 
-    def _choose(self, seconds: float) -> None:
+    def _choose(self, seconds: float, beyond: int) -> None:
         if not processes.is_single_process():
             (slowest,) = processes.max_over_processes(np.array([round(seconds * 1e6)], np.int32))
             seconds = float(slowest) / 1e6
@@ -186,17 +187,19 @@ class AutoSteps:
         if most == 1:
             return
         if processes.is_single_process():
-            in_background(functools.partial(self._prepare, most), name="jstep-compile")
+            in_background(functools.partial(self._prepare, most, beyond), name="jstep-compile")
         else:
-            self._prepare(most)
+            self._prepare(most, beyond)
 
-    def _prepare(self, most: int) -> None:
+    def _prepare(self, most: int, first: int) -> None:
+        failed = False
         try:
             self._compile(most)
         except Exception as error:
+            failed = True
             _logger.warning("the program of %d steps could not be compiled: %s: %s", most, type(error).__name__, error)
-        else:
-            self._switch(most)
+        if not processes.any_process(failed):
+            self._switch(most, first)
 
 
 def is_compiled(step: Any) -> bool:
@@ -227,7 +230,8 @@ class Stage:
         name: Its name, for logs.
         first: The first step of the stage.
         single: The step that runs calls of one step; a function that is not compiled is compiled if others are looped.
-        plans: Shapes of a batch → how calls are made.
+        plans: The most steps of a call, and the shapes of a batch → how calls are made.
+        known: The plans and shapes whose program is compiled.
         is_begun: Whether a call of it was made.
         is_slow_in_loops: Whether XLA runs it much slower in a loop than by itself, which is logged once.
         is_train_step: Whether `single` is a `TrainStep`, whose constant metrics are known.
@@ -238,6 +242,7 @@ class Stage:
     first: int
     single: Any
     plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    known: set[Any] = dataclasses.field(default_factory=set)
     is_begun: bool = False
     is_slow_in_loops: bool = False
     is_train_step: bool = dataclasses.field(init=False)
@@ -309,6 +314,7 @@ class Programs:
         sums: Receives the metrics of all steps.
         first_call: A context manager for the very first call.
         watch: The stopwatch of the run; compilation is not counted as time of the steps.
+        is_stopping: Whether a signal was received, so that the run must not wait for a program.
 
     Attributes:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
@@ -319,6 +325,7 @@ class Programs:
         after_call: Functions that are called after each call was dispatched, with a `Dispatched`.
         after_first: Functions that are called after the first call of each stage.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
+        may_be_left: Whether the next call's program is being traced, which a signal may interrupt: nothing is lost.
     """
 
     def __init__(
@@ -330,9 +337,13 @@ class Programs:
         sums: MetricSums | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         is_auto = steps_per_call == AUTO
-        self._firsts, self._most = stages, None if is_auto else int(steps_per_call)
+        self._firsts = stages
+        # The most steps of a call, None for one that is not stacked; from a step on, those that "auto" chose. One
+        # attribute, which a thread that plans calls reads.
+        self._most: tuple[int | None, float, int | None] = (None if is_auto else int(steps_per_call), math.inf, None)
         self.is_looped = several = steps_per_call != 1
         self._auto = AutoSteps(self._compile_most, self._switch) if is_auto else None
         self.stages = [
@@ -356,6 +367,8 @@ class Programs:
         self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
+        self._shapes: Any = None  # those of the latest call
+        self._is_stopping, self.may_be_left = is_stopping, False
         # What calls of the stage run for the state that the last one returned; None if a `TrainStep` has more to do.
         self._program: Callable[..., Any] | None = None
         self._last: Callable[[], Any] = lambda: None
@@ -383,16 +396,20 @@ class Programs:
             shapes: Identifies the shapes.
             args: Returns the arguments of one step, or their shapes.
         """
-        stage = self.stage_of(step)
-        found = stage.plans.get(shapes)
+        stage, most = self.stage_of(step), self._most_at(step)
+        found = stage.plans.get((most, shapes))
         if found is None:
             with self.tracing:  # the first program is compiled in a thread of its own
-                found = stage.plans[shapes] = self._new_plan(stage, args)
+                found = stage.plans[most, shapes] = self._new_plan(stage, most, args)
         return found
 
-    def _new_plan(self, stage: Stage, args: Callable[[], tuple[Any, ...]]) -> Plan:
+    def _most_at(self, step: int) -> int | None:
+        most, later, longer = self._most
+        return most if step < later else longer
+
+    def _new_plan(self, stage: Stage, most: int | None, args: Callable[[], tuple[Any, ...]]) -> Plan:
         try:
-            return self._looped_plan(stage, self._most, args())
+            return self._looped_plan(stage, most, args())
         except Exception as error:  # the step that needs it raises, where the error is described
             _logger.debug("%s cannot be looped: %s", stage.name, error)
             return Plan()
@@ -416,33 +433,34 @@ class Programs:
             return False
         self._prepared |= {key, stage.first}
         plan = self.plan(step, key, lambda: args) if self.is_looped else Plan()
-        if plan.looped is None:
-            with using_mesh(mesh_of(self.state_shapes)):
-                trace_step(stage.single, self.state_shapes, args).lower().compile()
-        else:
-            self._compile_looped(plan)
+        self._compile_plan(stage, plan, args)
         return True
 
-    def _compile_looped(self, plan: Plan) -> None:
-        looped: Looped = plan.looped
-        count = jax.ShapeDtypeStruct((), np.int32)
-        sums = shapes_of(self.sums.empty(looped.columns, self.state_shapes.global_step))
-        args = stacked_shapes(looped.args, plan.most) if plan.is_stacked else looped.args
+    def _compile_plan(self, stage: Stage, plan: Plan, args: tuple[Any, ...]) -> None:
+        """Compile the program of a plan, for the shapes of the state and of the arguments of one step."""
+        args = stacked_shapes(args, plan.most) if plan.is_stacked else args
         with using_mesh(mesh_of(self.state_shapes)):
-            looped.step.traced_call(self.state_shapes, count, sums, *args).lower().compile()
+            self._trace(stage, plan.looped, self.state_shapes, args).lower().compile()
+
+    def _trace(self, stage: Stage, looped: Looped | None, state: Any, args: tuple[Any, ...]) -> Any:
+        """The trace of the program of a call, for arrays or shapes; None if it is not compiled."""
+        if looped is None:
+            return trace_step(stage.single, state, args)
+        count = jax.ShapeDtypeStruct((), np.int32)
+        sums = shapes_of(self.sums.empty(looped.columns, state.global_step))
+        return looped.step.traced_call(state, count, sums, *args)
 
     def _compile_most(self, most: int) -> None:
         """Compile the programs of up to `most` steps, for the shapes that calls of one step have had."""
         stage = self._stage
         for plan in list(stage.plans.values()):
             if plan.looped is not None:
-                self._compile_looped(self._looped_plan(stage, most, plan.looped.args))
+                args = plan.looped.args
+                self._compile_plan(stage, self._looped_plan(stage, most, args), args)
 
-    def _switch(self, most: int) -> None:
-        """Make later calls of up to `most` steps."""
-        self._most = most
-        for stage in self.stages:
-            stage.plans = {}
+    def _switch(self, most: int, first: int) -> None:
+        """Make calls of up to `most` steps, from step `first` on."""
+        self._most = None, first, most
 
     def release(self) -> None:
         """Drop references to the run."""
@@ -462,7 +480,7 @@ class Programs:
     def __call__(self, state: Any, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
         # Calls of one step of `TrainStep` cost a small step no more than they must: the rest is decided before them.
-        if call.first >= self._attend_from or call.looped is not None:
+        if call.first >= self._attend_from or call.looped is not None or call.shapes != self._shapes:
             return self._attended(state, call)
         before, seconds = self._compiled.programs, self._compiled.seconds
         result = self._run(self._stage, state, call)
@@ -471,7 +489,7 @@ class Programs:
         return result
 
     def _attended(self, state: Any, call: Call) -> Any:
-        """Run the steps of a call that is the first of its stage, or looped, or that others look at."""
+        """Run the steps of a call that is the first of its stage or shapes, or looped, or that others look at."""
         if call.first >= self._until or call.first < self._stage.first:
             self._enter(call.first)
         if self.first_compiler is not None:
@@ -485,17 +503,15 @@ class Programs:
             self._log_compilation(stage, call)
         before, seconds = self._compiled.programs, self._compiled.seconds
         auto = None if self._auto is None or self._auto.is_over or call.looped is None else self._auto
-        began = 0.0 if auto is None else auto.before(state)
-        if self._first_call is None:
+        first_call, self._first_call = self._first_call, None
+        with contextlib.nullcontext() if first_call is None else first_call():
+            self._compile_new(stage, state, call)
+            began = 0.0 if auto is None else auto.before(state)
             result = self._run(stage, state, call)
-        else:
-            with self._first_call():
-                result = self._run(stage, state, call)
-            self._first_call = None
         if is_first:
             check_result(result)
         if auto is not None:
-            auto.after(began, result[0])
+            auto.after(began, result[0], call.first)
         if self._compiled.programs != before:
             self._compiled_again(stage, call, seconds, is_first=is_first)
         is_watched = bool(self.after_call) or self.ahead_compiler is not None
@@ -510,6 +526,36 @@ class Programs:
         if not is_first and (call.looped is not None or is_compiled(stage.single)):
             self._log_recompilation(stage, call)
 
+    def _compile_new(self, stage: Stage, state: Any, call: Call) -> None:
+        """Compile the program of a call whose shapes are new. What is wrong with the step, the call itself explains.
+
+        Raises:
+            StopWaiting: The run is stopping.
+        """
+        self._shapes, key = call.shapes, (call.most, call.shapes)
+        if key in stage.known or not is_compiled(stage.single) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return
+        stage.known.add(key)
+        state = state if stage.is_train_step else state_of(state)
+        with using_mesh(mesh_of((state, call.args))):
+            self.may_be_left = True
+            try:
+                if self._is_stopping():
+                    raise StopWaiting
+                traced = self._trace(stage, call.looped, state, call.args)
+                with internal_transfers():
+                    lowered = traced.lower()
+            except Exception:
+                return
+            finally:
+                self.may_be_left = False
+            try:
+                compile_apart(lowered, self._is_stopping)
+            except Exception as error:
+                if stage.is_train_step:
+                    stage.single.explain(error, state, call.args)
+                raise
+
     def _run(self, stage: Stage, state: Any, call: Call) -> Any:
         step, looped, sums = stage.single, call.looped, self.sums
         try:
@@ -519,7 +565,7 @@ class Programs:
                 sums.ran(call.first, call.steps, after, constants)
             elif stage.is_train_step:
                 program = self._program
-                if program is None or self._last() is not state:
+                if program is None or self._last() is not state or is_spent(state):
                     new, metrics, constants = step.run(step.carried(state), *call.args)
                     self._program = program = step.program_after(new)
                 else:  # a fifth of the time of a small step less
@@ -551,13 +597,15 @@ class Programs:
     def _run_other(self, stage: Stage, state: Any, call: Call) -> Any:
         """Run a step that jstep did not make."""
         state = state_of(state)
+        if trees.is_donated(state):  # on a mesh, JAX would crash
+            require_alive(state)
         result = stage.single(state, *call.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self._constants = Constants({}, skip_metric_of(stage.single))
         if self.sums.is_wanted and isinstance(result[1], Mapping):
             self.sums.add(call.first, result[1], self._constants.skipped)
-        return keep_roles(state, result[0]), result[1]
+        return trees.owned(keep_roles(state, result[0])), result[1]
 
     def _record(self, stage: Stage, call: Call, result: Any, is_first: bool) -> None:
         """Tell those who look that a call was dispatched."""

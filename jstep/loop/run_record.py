@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
@@ -142,7 +143,7 @@ class Run(RunInfo):
         signals: Receives SIGTERM and SIGINT.
         phase: One of the phases above.
         start: The step at which the run begins; None until it is known.
-        shape: The shape of one leaf of its batch.
+        shapes: The shapes of its batch, as in `Call`.
         latest: The newest checkpoint, known before it is restored, or None.
         given: The step of the given state; None if it is abstract or was donated.
         extra: The `extra` of the checkpoint that the run resumes from.
@@ -172,7 +173,7 @@ class Run(RunInfo):
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
-    shape: Any = None
+    shapes: Any = None
     latest: int | None = None
     given: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -195,7 +196,7 @@ class Run(RunInfo):
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
-        """All hooks that save, the user's before the stock one."""
+        """All hooks that save, the run's own first."""
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
 
     def begin_at(self, step: int) -> None:
@@ -207,10 +208,11 @@ class Run(RunInfo):
         return self.signals.interrupts
 
     def on_signal(self) -> None:
-        """Leave at once before the first step, and while waiting for a batch; the handler of the first signal."""
+        """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""
         if self.phase == STARTING:
             raise self.signals.stopped("before its first step")
-        if self.phase == RUNNING and self.feeder is not None and self.feeder.waiting:
+        is_waiting = self.feeder is not None and self.feeder.waiting
+        if self.phase == RUNNING and (is_waiting or self.programs.may_be_left):
             raise StopWaiting
 
     def release(self) -> None:
@@ -225,13 +227,21 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
     """The record of a run that has not begun."""
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
     sums = MetricSums(limit for limit in limits if limit is not None)
-    programs = Programs(stages, options.steps_per_call, state=state, sums=sums, first_call=times.compiling, watch=watch)
     signals = StopSignals()
+    programs = Programs(
+        stages,
+        options.steps_per_call,
+        state=state,
+        sums=sums,
+        first_call=times.compiling,
+        watch=watch,
+        is_stopping=lambda: signals.interrupts,
+    )
     run = Run(
         last_step=options.end,
         sums=sums,
         transfers=TransferQueue(),
-        carried=state,
+        carried=trees.owned(state),
         logdir=options.logdir,
         constant_metrics=lambda: programs.constant_metrics,
         stop_requested=signals.to_stop,

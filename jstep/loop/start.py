@@ -177,8 +177,8 @@ def build_hooks(run: Run) -> None:
     """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks."""
     options = run.options
     run.writer = _open_writer(run)
-    # Hooks that save come last: the checkpoint of a step includes the other hooks' changes to the state.
-    own = sorted(options.hooks, key=lambda hook: isinstance(hook, CheckpointSaverHook))
+    own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
+    savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
     _warn_of_methods_not_called(own)
     run.evaluations = tuple(hook for hook in own if isinstance(hook, EvaluationHook))
     run.counter = _first(own, StepCounterHook)
@@ -194,14 +194,15 @@ def build_hooks(run: Run) -> None:
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if run.writer is not None and options.save_summaries_steps is not None and not summed:
         run.hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
-    if (run.saver is not None or _first(own, CheckpointSaverHook)) and not _first(own, NanLossHook):
+    if (run.saver is not None or savers) and not _first(own, NanLossHook):
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
         if run.writer is not None:
             run.flushes.insert(0, run.writer.settle)
             run.before_saves.insert(0, run.writer.drain)
-        run.hooks.append(RunSaverHook(run))
+        savers.insert(0, RunSaverHook(run))
+    run.hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
     for hook in run.hooks:
         if isinstance(hook, RunHook):
             run.closing.callback(hook.close)

@@ -12,6 +12,7 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.data.loaders import check_batches
+from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.report import log_to_stderr
@@ -19,7 +20,7 @@ from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import StopWaiting, stages_of, take_steps
-from jstep.loop.hook_runner import exit_on_signal, leave_at_once, report_early_end, rescue
+from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
 from jstep.loop.progress import shown
 from jstep.loop.run_record import ENDING, Options, Run, new_run
@@ -141,6 +142,7 @@ def train(
     options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     stages = stages_of(train_step)
     check(state, options.last_step)
+    processes.refuse_another_run()
     check_batches(batches)
     options = options.for_batches(batches)
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
@@ -155,26 +157,33 @@ def train(
 
 def _train(run: Run, batches: Any) -> TrainState:
     """Run to the end and return the last state."""
-    with contextlib.ExitStack() as left:
-        for observe in OBSERVERS:
-            left.enter_context(observe(run))
-        left.enter_context(run.signals)
-        left.enter_context(run.closing)
-        try:
-            open_checkpoints(run)
-            begin(run, batches)
-            if run.feeder is not None:
-                _take_steps(run)
-            _finish(run)
-            state = run.state
-        except BaseException as error:
-            rescue(run, error)
-            if run.signals.at_once and isinstance(error, KeyboardInterrupt):
-                leave_at_once(run, error)
-            raise
-        finally:
-            run.watch.switch(SAVING)  # only waiting for pending writes is left
-            run.release()
+    state, is_heeded = None, False
+    try:
+        with contextlib.ExitStack() as left:
+            for observe in OBSERVERS:
+                left.enter_context(observe(run))
+            left.enter_context(run.signals)
+            left.enter_context(run.closing)
+            try:
+                open_checkpoints(run)
+                begin(run, batches)
+                if run.feeder is not None:
+                    _take_steps(run)
+                _finish(run)
+                state = run.state
+            except BaseException as error:
+                is_heeded = run.signals.received is not None
+                rescue(run, error)
+                state = getattr(error, "state", None)
+                if run.signals.at_once and isinstance(error, KeyboardInterrupt):
+                    leave_at_once(run, error)
+                raise
+            finally:
+                run.watch.switch(SAVING)  # only waiting for pending writes is left
+                run.release()
+    finally:
+        if run.signals.received is not None and not is_heeded:
+            leave_after_closing(run, state)
     return state
 
 
@@ -207,5 +216,5 @@ def _finish(run: Run) -> None:
     check_step(run.step, run.state)
     if not run.is_interrupted:
         run.runner.end()
-    if run.signals.received is not None:  # also if it arrived during the hooks above
+    if run.is_interrupted or run.signals.to_stop():  # also if it arrived during the hooks above
         exit_on_signal(run)

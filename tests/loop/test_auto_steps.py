@@ -4,13 +4,15 @@ import logging
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop.programs import AutoSteps, most_steps
+from jstep.loop.feeder import AHEAD, stages_of
+from jstep.loop.programs import AutoSteps, Programs, most_steps
 
 
 @pytest.mark.parametrize(
@@ -24,13 +26,15 @@ def timed(*seconds: float) -> list[Any]:
     """What `AutoSteps` does in a run whose first calls take this long."""
     now, done = [0.0], []
     auto = AutoSteps(
-        lambda most: done.append(("compile", most)), lambda most: done.append(("switch", most)), lambda: now[0]
+        lambda most: done.append(("compile", most)),
+        lambda most, first: done.append(("switch", most, first)),
+        lambda: now[0],
     )
-    for one in seconds:
+    for step, one in enumerate(seconds):
         assert not auto.is_over
         began = auto.before(None)
         now[0] += one
-        auto.after(began, None)
+        auto.after(began, None, step)
     assert auto.is_over
     return done
 
@@ -39,7 +43,7 @@ def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest
     caplog.set_level(logging.INFO)
     done = timed(3.0, 1.0, 0.002, 0.001, 0.5, 0.002, 0.002)
     wait_until(lambda: len(done) == 2)
-    assert done == [("compile", 4), ("switch", 4)]
+    assert done == [("compile", 4), ("switch", 4, 7 + AHEAD)]  # beyond what a thread has read after step 6
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps a call, as a step takes 1 ms']
 
 
@@ -53,8 +57,8 @@ def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest
     def fail(most: int) -> None:
         raise MemoryError("too large")
 
-    auto = AutoSteps(fail, lambda most: pytest.fail("switched"), iter(range(100)).__next__)
-    auto._choose(0.001)
+    auto = AutoSteps(fail, lambda *_: pytest.fail("switched"), iter(range(100)).__next__)
+    auto._choose(0.001, 9)
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
 
 
@@ -78,6 +82,21 @@ def test_the_choice_changes_no_bit_and_calls_become_longer(monkeypatch: pytest.M
     for steps_per_call in (1, 7, 64):
         assert train(200, batches, step=step, steps_per_call=steps_per_call) == whole
     assert jstep.global_step(make_state()) == 0
+
+
+def test_a_plan_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread plans a call while the longer calls are chosen."""
+    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
+    programs = Programs(stages_of(step), "auto", state=make_state())
+    shape, plan = jax.ShapeDtypeStruct((2,), np.float32), programs._looped_plan
+
+    def while_it_is_chosen(*args: Any) -> Any:
+        programs._switch(32, 5)
+        return plan(*args)
+
+    monkeypatch.setattr(programs, "_looped_plan", while_it_is_chosen)
+    assert programs.plan(4, "shapes", lambda: (shape,)).most == 1
+    assert [programs.plan(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
 
 @pytest.mark.parametrize("value", ["fast", 0, 2.5, True])

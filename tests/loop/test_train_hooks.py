@@ -10,6 +10,7 @@ import pytest
 from loop_runs import DATA, STEP, Calls, by_hand, make_state, same, train
 
 import jstep
+from jstep.hooks.base import Cadence, RunHook
 
 # Functions
 
@@ -188,7 +189,7 @@ def test_a_true_result_of_set_state_runs_no_step(tmp_path):
     state = train(9, hooks=[Remembers(stop_at=4), calls], checkpoint_dir=tmp_path)
     assert jstep.global_step(state) == 4
     assert calls.steps() == []
-    assert calls.steps("end") == [4]
+    assert calls.steps("end") == []
 
 
 def test_a_state_of_a_removed_hook_is_logged(tmp_path, caplog):
@@ -275,3 +276,22 @@ def test_transfer_guards_do_not_apply(steps_per_call, tmp_path):
         )  # fmt: skip
         state = train(9, state=target, checkpoint_dir=tmp_path / "c")
     np.testing.assert_allclose(state.params["w"], by_hand(9).params["w"], rtol=1e-5)
+
+
+def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
+    """Also if it is due there only because the run ends."""
+
+    class AtLast(RunHook):
+        cadence = Cadence(steps=100, at_last=True)
+
+        def when_due(self, step, state, metrics):
+            return state.replace(params={"w": jnp.full(2, 123.0)})
+
+    class Stops(AtLast):
+        def when_due(self, step, state, metrics):
+            return True
+
+    state = train(10, hooks=[AtLast(), Stops()], checkpoint_dir=tmp_path)
+    assert state.params["w"].tolist() == [123.0, 123.0]
+    assert same(jstep.Saver(tmp_path).restore(train(0)), state)
+    assert jstep.Saver(tmp_path).extra()["stopped"].endswith("Stops")

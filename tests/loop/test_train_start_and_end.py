@@ -30,11 +30,12 @@ def test_hooks_are_called_in_order():
     assert float(calls.metrics[2]["learning_rate"]) == pytest.approx(0.1 * 0.9**0.1)
 
 
-def test_a_run_without_steps_calls_begin_and_end():
+def test_a_run_without_steps_calls_begin_alone(tmp_path):
     calls = Calls()
     train(0, hooks=[calls])
-    train(4, hooks=[calls], state=make_state(4))
-    assert calls.seen == [("begin", 0), ("end", 0), ("close",), ("begin", 4), ("end", 4), ("close",)]
+    train(4, hooks=[calls], state=make_state(4), checkpoint_dir=tmp_path)
+    assert calls.seen == [("begin", 0), ("close",), ("begin", 4), ("close",)]
+    assert jstep.Saver(tmp_path).all_steps() == []
 
 
 def test_duck_typed_hooks():

@@ -218,3 +218,46 @@ def test_a_failing_next_due_is_named():
     with pytest.raises(OSError, match="no clock") as raised:
         train(100, hooks=[Hook()], steps_per_call=2)
     assert "in test_a_failing_next_due_is_named.<locals>.Hook.next_due" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2, 7])
+def test_a_next_due_that_raises_for_a_later_step_ends_the_run_there(steps_per_call, tmp_path):
+    """Where calls end is known ahead; the run must not end before it is there."""
+
+    class Raises(jstep.Hook):
+        def __init__(self):
+            self.steps = []
+
+        def next_due(self, step):
+            if step >= 15:
+                raise OSError("no clock")
+            return step + 5
+
+        def after_step(self, step, state, metrics):
+            self.steps.append(step)
+
+    hook = Raises()
+    with pytest.raises(OSError, match="no clock") as caught:
+        train(100, hooks=[hook], steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
+    assert hook.steps == [5, 10, 15]
+    assert jstep.global_step(caught.value.state) == 15
+    assert jstep.Saver(tmp_path).all_steps() == [15]
+
+
+@pytest.mark.parametrize("steps_per_call", [2, 7])
+def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_path):
+    """It is asked at every end of a call; the steps before are taken."""
+
+    class Raises(jstep.Hook):
+        def next_due(self, step):
+            if step == 12:
+                raise OSError("no clock")
+            return 40
+
+        def after_step(self, step, state, metrics):
+            pass
+
+    with pytest.raises(OSError, match="no clock") as caught:
+        train(100, hooks=[Raises(), jstep.every(6, lambda *_: None)], steps_per_call=steps_per_call)
+    assert jstep.global_step(caught.value.state) == 12
+    assert "Raises.next_due(12), which says where calls end" in caught.value.__notes__[0]

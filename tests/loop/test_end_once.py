@@ -1,0 +1,129 @@
+"""`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from children import end, read_until, start
+from loop_runs import DATA, train
+
+import jstep
+
+
+class Doubles(jstep.Hook):
+    """Doubles the parameters at the end, and counts."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+
+    def end(self, step: int, state: Any) -> Any:
+        self.ends.append(step)
+        return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
+
+
+def w(state: Any) -> list[float]:
+    found: list[float] = np.asarray(state.params["w"]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("saves", [None, 5])
+def test_a_run_that_is_started_again_has_ended(saves: int | None, tmp_path: Path) -> None:
+    """Also if the last step was due, and saved before the hooks ended."""
+    hook, plain = Doubles(), w(train(5))
+    for _ in range(3):
+        state = train(5, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=saves)
+        assert w(state) == [2 * x for x in plain]
+        assert w(jstep.Saver(tmp_path).restore(train(0))) == w(state)
+    assert hook.ends == [5]
+
+
+def test_a_run_that_is_continued_ends_again(tmp_path: Path) -> None:
+    hook = Doubles()
+    ends = [(last, w(train(last, hooks=[hook], checkpoint_dir=tmp_path))) for last in (5, 5, 8, 8, 3)]
+    assert hook.ends == [5, 8]
+    assert ends[0] == ends[1]
+    assert ends[2][1] == ends[3][1] == ends[4][1]
+
+
+@pytest.mark.parametrize("last", [5, None])
+def test_a_run_whose_batches_end(last: int | None, tmp_path: Path) -> None:
+    hook, batches = Doubles(), [DATA[n] for n in range(5)]
+    for _ in range(2):
+        train(last, batches, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    assert hook.ends == [5]
+
+
+def test_a_run_that_a_hook_stops(tmp_path: Path) -> None:
+    class Stops(Doubles):
+        def after_step(self, step: int, state: Any, metrics: Any) -> bool:
+            return step >= 5
+
+        def get_state(self) -> bool:
+            return True
+
+        def set_state(self, value: bool) -> bool:
+            return value
+
+    hook = Stops()
+    for _ in range(2):
+        train(9, hooks=[hook], checkpoint_dir=tmp_path)
+    assert hook.ends == [5]
+
+
+@pytest.mark.parametrize("kind", ["hook", "evaluation"])
+def test_a_run_that_a_signal_stopped_at_its_last_step_has_not_ended(kind: str, tmp_path: Path) -> None:
+    def kill(step: int, state: Any, metrics: Any) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    seen: list[int] = []
+    hook = (
+        Doubles()
+        if kind == "hook"
+        else jstep.EvaluationHook(
+            lambda state: {"x": 1.0}, every_n_steps=3, callbacks=[lambda step, *_: seen.append(step)]
+        )
+    )
+    with pytest.raises(jstep.Preempted):
+        train(5, hooks=[hook, jstep.every(1, kill)], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
+    for _ in range(2):
+        train(5, hooks=[hook], checkpoint_dir=tmp_path)
+    assert (hook.ends if isinstance(hook, Doubles) else seen) == ([5] if kind == "hook" else [3, 5])
+
+
+def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:
+    """Neither in the directory of the run nor in another one; the results of its last evaluation are there."""
+    train(5, checkpoint_dir=tmp_path / "own")
+    hook = jstep.EvaluationHook(
+        lambda state: {"x": 1.0}, every_n_steps=3, callbacks=[jstep.KeepBest(tmp_path / "best", "x", mode="max")]
+    )
+    doubles, other = Doubles(), jstep.CheckpointSaverHook(tmp_path / "other")
+    state = train(5, hooks=[hook, doubles, other], checkpoint_dir=tmp_path / "own")
+    assert hook.results == {5: {"x": 1.0}}
+    assert doubles.ends == []
+    assert w(state) == w(train(5))
+    assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]
+
+
+def test_a_run_that_is_killed_in_its_end(tmp_path: Path) -> None:
+    """The next start calls `end`, and no later one."""
+    script = """
+class Doubles(jstep.Hook):
+    def end(self, step, state):
+        say("end", step)
+        if sys.argv[2] == "hangs":
+            time.sleep(1000)
+        return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
+state = train(6, hooks=[Doubles()], checkpoint_dir=directory, save_checkpoint_steps=3)
+say("same", digest(state.params) == digest(jax.tree.map(lambda leaf: 2 * leaf, train(6).params)))
+"""
+    process = start(script, tmp_path, "hangs")
+    read_until(process, "end")
+    process.kill()
+    process.wait(60)
+    outputs = [end(start(script, tmp_path, "ends"))[0].split("\n") for _ in range(2)]
+    assert outputs == [["end 6", "same True", ""], ["same True", ""]]

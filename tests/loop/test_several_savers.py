@@ -1,0 +1,94 @@
+"""Several savers: each is tried when due, at a signal, at the end and in a rescue; the run's own first."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_runs import train
+
+import jstep
+
+
+def fails(name: str) -> Any:
+    def fail(step: int) -> None:
+        raise OSError(f"the disk of {name} is full")
+
+    return fail
+
+
+def savers(directory: Path, broken: str, **kwargs: Any) -> list[Any]:
+    """Two savers besides the run's own, some of which fail."""
+    return [
+        jstep.CheckpointSaverHook(directory / name, before_save=(fails(name),) if name in broken else (), **kwargs)
+        for name in ("first", "second")
+    ]
+
+
+def steps_in(directory: Path) -> list[list[int]]:
+    return [jstep.Saver(directory / name).all_steps() for name in ("own", "first", "second")]
+
+
+def breaks(step: int, error: Any) -> Any:
+    def hook(n: int, state: Any, metrics: Any) -> None:
+        if n == step:
+            if isinstance(error, int):
+                os.kill(os.getpid(), error)
+            else:
+                raise error
+
+    return jstep.every(1, hook)
+
+
+def test_at_a_signal(tmp_path: Path) -> None:
+    hooks = [*savers(tmp_path, "first"), breaks(5, signal.SIGTERM)]
+    with pytest.raises(OSError, match="the disk of first is full") as caught:
+        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
+    assert steps_in(tmp_path) == [[5], [], [5]]
+    assert "at step 5, after the update with batch 4, in CheckpointSaverHook.save" in caught.value.__notes__[-1]
+
+
+def test_when_due(tmp_path: Path) -> None:
+    hooks = savers(tmp_path, "first second", save_steps=7)
+    with pytest.raises(OSError, match="the disk of first is full") as caught:
+        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own", save_checkpoint_steps=7)
+    assert "Additionally, the disk of second is full" in caught.value.__notes__
+    assert steps_in(tmp_path) == [[7], [], []]
+
+
+def test_the_one_that_is_due_after_a_failure_saves(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the disk of first is full"):
+        train(50, hooks=savers(tmp_path, "first", save_steps=7), checkpoint_dir=tmp_path / "own")
+    assert steps_in(tmp_path) == [[7], [], [7]]
+
+
+def test_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the disk of first is full"):
+        train(9, hooks=savers(tmp_path, "first"), checkpoint_dir=tmp_path / "own")
+    assert steps_in(tmp_path) == [[9], [], [9]]
+
+
+def test_in_a_rescue(tmp_path: Path) -> None:
+    hooks = [breaks(5, ValueError("my hook")), *savers(tmp_path, "first")]
+    with pytest.raises(ValueError, match="my hook") as caught:
+        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
+    assert steps_in(tmp_path) == [[5], [], [5]]
+    first, last = caught.value.__notes__
+    assert first == ("Additionally, CheckpointSaverHook could not save step 5: OSError: the disk of first is full")
+    assert "and is saved as model-5" in last
+
+
+def test_a_rescue_in_which_the_own_saver_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, save = tmp_path / "own", jstep.Saver.save
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(self.directory) == own:
+            raise OSError("the own disk is full")
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(jstep.Saver, "save", full)
+    with pytest.raises(ValueError, match="my hook") as caught:
+        train(50, hooks=[*savers(tmp_path, ""), breaks(5, ValueError("my hook"))], checkpoint_dir=own)
+    assert "and could not be saved: OSError: the own disk is full" in caught.value.__notes__[-1]
+    assert steps_in(tmp_path) == [[], [5], [5]]

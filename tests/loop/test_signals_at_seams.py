@@ -1,0 +1,241 @@
+"""Signals where two mechanisms meet: a run that closes, a program that is compiled, each line of the last phase."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from children import end, read_until, start
+from loop_runs import OPTIMIZER, make_state, train
+
+import jstep
+from jstep.hooks.base import RunHook
+from jstep.loop.run_record import ENDING, Run
+
+MAIN = Path(jstep.__file__).parent / "loop"
+
+
+class Closes(RunHook):
+    """Receives a signal while the run closes."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def close(self) -> None:
+        super().close()
+        for number in self.numbers:
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
+def test_while_a_run_closes(number: int, error: Any, tmp_path: Path) -> None:
+    with pytest.raises(error, match="stopped the run after step 5, while it closed") as caught:
+        train(5, hooks=[Closes(number)], checkpoint_dir=tmp_path)
+    assert jstep.global_step(caught.value.state) == 5
+    assert jstep.Saver(tmp_path).all_steps() == [5]
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_while_a_run_closes_after_an_error(tmp_path: Path) -> None:
+    """The signal takes effect, and the error is its context."""
+
+    def fails(step: int, state: Any, metrics: Any) -> None:
+        raise ValueError("my hook")
+
+    with pytest.raises(jstep.Preempted) as caught:
+        train(5, hooks=[jstep.every(3, fails), Closes(signal.SIGTERM)], checkpoint_dir=tmp_path)
+    assert isinstance(caught.value.__context__, ValueError)
+    assert jstep.global_step(caught.value.state) == 3
+    assert jstep.Saver(tmp_path).all_steps() == [3]
+
+
+def test_a_signal_before_an_error_leaves_the_error(tmp_path: Path) -> None:
+    def fails(step: int, state: Any, metrics: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("my hook")
+
+    with pytest.raises(ValueError, match="my hook"):
+        train(5, hooks=[jstep.every(3, fails)], checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).all_steps() == [3]
+
+
+class AtLine:
+    """Sends a signal at the n-th line of jstep's loop that is executed after the last call of a run.
+
+    Args:
+        n: The line; a large number sends none, and counts the lines.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n, self.seen, self.where = n, 0, ""
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if Path(frame.f_code.co_filename).parent != MAIN:
+            return None
+        run = next((x for x in frame.f_locals.values() if isinstance(x, Run)), None)
+        run = run or getattr(frame.f_locals.get("self"), "_run", None)
+        if event == "line" and isinstance(run, Run) and run.phase == ENDING and run.hooks is not None:
+            self.seen += 1
+            if self.seen == self.n:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGTERM)
+        return self
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `train`, and return the exception that it raised, or None."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            train(*args, **kwargs)
+        except BaseException as error:
+            return error
+        finally:
+            sys.settrace(before)
+        return None
+
+
+class Ends(jstep.Hook):
+    """Returns a state at the end."""
+
+    def end(self, step: int, state: Any) -> Any:
+        return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
+
+
+def check_line(n: int, directory: Path) -> int:
+    """Send a signal at a line; the run leaves, and the next start ends as if there had been none."""
+    at = AtLine(n)
+    hooks = [Ends(), jstep.LoggingHook(every_n_steps=2)]
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        error = at.run(5, hooks=hooks, checkpoint_dir=directory, save_checkpoint_steps=5)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    if at.where and not received:  # the run's own handler was there
+        assert isinstance(error, jstep.Preempted), (at.where, error)
+    else:
+        assert error is None, (at.where, error)
+    assert jstep.Saver(directory).all_steps() == [5], at.where
+    state = train(5, hooks=hooks, checkpoint_dir=directory)
+    expected = 2 * np.asarray(train(5).params["w"])
+    np.testing.assert_array_equal(np.asarray(state.params["w"]), expected, err_msg=at.where)
+    return at.seen
+
+
+@pytest.mark.thorough(except_for=["some"])
+@pytest.mark.parametrize("part", ["some", *map(str, range(6))])
+def test_at_each_line_of_the_last_phase(part: str, tmp_path: Path) -> None:
+    lines = check_line(10**9, tmp_path / "all")
+    assert lines > 100
+    for n in range(7, lines + 1, 43) if part == "some" else range(1 + int(part), lines + 1, 6):
+        check_line(n, tmp_path / str(n))
+
+
+def slow_to_compile(params: Any, x: Any) -> Any:
+    y = x
+    for i in range(12 if x.shape[0] == 8 else 30):
+        y = jnp.tanh(y @ params["w"]) + jnp.sin(y) * 0.01 * i
+    return jnp.mean(y)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_while_a_program_is_compiled_for_new_shapes(
+    steps_per_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state before the call is saved, and the run leaves without the program: here, that never comes."""
+    from jstep.loop import programs
+
+    step, compiling = jstep.minimize(slow_to_compile, OPTIMIZER), threading.Event()
+
+    class NeverCompiled:
+        def compile(self) -> None:
+            compiling.set()
+            released.wait(60)
+
+    released, apart = threading.Event(), programs.compile_apart
+
+    def compile_apart(lowered: Any, is_over: Any) -> None:
+        apart(NeverCompiled() if count() == 4 else lowered, is_over)
+
+    def count() -> int:
+        return jstep.global_step(latest[0])
+
+    latest = [jstep.TrainState.create({"w": jnp.eye(8)}, OPTIMIZER)]
+
+    def batches(n: int) -> Any:
+        if n == 4:
+            threading.Thread(
+                target=lambda: compiling.wait(60) and signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # type: ignore[arg-type]
+            ).start()
+        return np.ones((8 if n < 4 else 16, 8), np.float32)
+
+    def keep(n: int, state: Any, metrics: Any) -> None:
+        latest[0] = state.replace(params=jax.tree.map(jnp.copy, state.params), global_step=jnp.copy(state.global_step))
+
+    monkeypatch.setattr(programs, "compile_apart", compile_apart)
+    try:
+        with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
+            jstep.train(
+                step,
+                jstep.TrainState.create({"w": jnp.eye(8)}, OPTIMIZER),
+                batches,
+                20,
+                hooks=[jstep.every(2, keep)],
+                checkpoint_dir=tmp_path,
+                steps_per_call=steps_per_call,
+                progress=False,
+            )
+    finally:
+        released.set()
+    assert jstep.Saver(tmp_path).all_steps() == [4]
+
+
+def test_while_a_step_is_traced_for_new_shapes(tmp_path: Path) -> None:
+    def loss_fn(params: Any, x: Any) -> Any:
+        if x.shape[0] == 16:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2000):  # a signal is handled between two lines
+                pass
+            raise AssertionError("tracing went on")
+        return jnp.mean(x @ params["w"])
+
+    with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
+        train(
+            9,
+            lambda n: np.ones((8 if n < 4 else 16, 2), np.float32),
+            step=jstep.minimize(loss_fn, OPTIMIZER),
+            checkpoint_dir=tmp_path,
+        )
+    assert jstep.global_step(jstep.Saver(tmp_path).restore(make_state())) == 4
+
+
+@pytest.mark.thorough
+def test_a_compilation_that_takes_long(tmp_path: Path) -> None:
+    """As a whole program: it has left, with its checkpoint, long before XLA is done."""
+    script = """
+def loss_fn(params, x):
+    y = x
+    for i in range(8 if x.shape[0] == 8 else 400):
+        y = jnp.tanh(y @ params["w"]) + jnp.sin(y) * 0.001 * i
+    return jnp.mean(y)
+step = jstep.minimize(loss_fn, OPTIMIZER)
+def batches(n):
+    if n == 5:
+        say("new")
+    return np.ones((8 if n < 5 else 16, 8), np.float32)
+try:
+    jstep.train(step, make_state(), batches, 50, checkpoint_dir=directory, progress=False)
+except jstep.Preempted:
+    say("left", jstep.Saver(directory).all_steps())
+    os._exit(0)
+"""
+    process = start(script, tmp_path)
+    read_until(process, "new")
+    process.terminate()
+    assert end(process)[0] == "left [5]\n"
