@@ -1,0 +1,126 @@
+"""The page "SAC": its updates against a plain loop, its targets, and the buffer on the host in runs that are killed."""
+
+import re
+
+import forked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from killed import kill_after
+from pages import DOCS, blocks_of, run_page
+
+import jstep
+
+pytestmark = pytest.mark.thorough  # the page runs for half a minute, here for less
+
+PAGE = DOCS / "recipes" / "sac.md"
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names of the first block, and of those with the updates and the environments."""
+    definitions = [block.code for block in blocks_of(PAGE)[:3]]
+    return run_page(PAGE, lambda code: code if code in definitions else "")
+
+
+@pytest.fixture
+def standard():
+    """JAX's own settings, as those in which pages run."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def adam(slots, grads, rate=1e-3):
+    """Adam by hand: (count, m, v) and the change of the parameters."""
+    count, m, v = slots
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
+    v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, grads)
+    count += 1
+    scale = rate * (1 - 0.999**count) ** 0.5 / (1 - 0.9**count)
+    return (count, m, v), jax.tree.map(lambda m, v: -scale * m / (jnp.sqrt(v) + 1e-8), m, v)
+
+
+def plain_updates(page, params, batches, noise):
+    """The updates of a step, one after the other, each with its own Adam and the targets by hand."""
+    targets, slots = params["critic"], {}
+    for name in params:
+        zeros = jax.tree.map(jnp.zeros_like, params[name])
+        slots[name] = (0, zeros, zeros)
+
+    def update(params, name, loss, *args):
+        def of_part(part):
+            found = loss({**params, name: part}, *args)
+            return found[0] if isinstance(found, tuple) else found  # without aux
+
+        grads = jax.grad(of_part)(params[name])
+        slots[name], change = adam(slots[name], grads)
+        return {**params, name: jax.tree.map(jnp.add, params[name], change)}
+
+    for i in range(page["UPDATES"]):
+        batch = {key: x[i] for key, x in batches.items()}
+        params = update(params, "critic", page["critic_loss"], batch, noise[i, 0], {**params, "critic": targets})
+        targets = jax.tree.map(lambda t, p: t + 0.005 * (p - t), targets, params["critic"])
+        entropy = page["actor_loss"](params, batch, noise[i, 1])[1]["entropy"]
+        params = update(params, "actor", page["actor_loss"], batch, noise[i, 1])
+        params = update(params, "log_alpha", page["alpha_loss"], entropy)
+    return params, targets
+
+
+def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
+    rng, rows = np.random.default_rng(0), (page["UPDATES"], page["ROWS"])
+    shapes = {"seen": (3,), "action": (1,), "reward": (), "after": (3,)}
+    batches = {name: rng.normal(size=(*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    params, key = page["init_params"](jax.random.key(0)), jax.random.key(3)
+    noise = jax.random.normal(key, (page["UPDATES"], 2, page["ROWS"], 1))
+    expected, targets = plain_updates(page, params, batches, noise)
+
+    state = jstep.TrainState.create(params, page["optimizer"])
+    state, _ = jax.jit(page["learn"])(state, batches, key)
+    found = jstep.averaged_params(state, "critic/target")
+    assert int(state.global_step) == 1
+    ages = {name: 1 - int(state.slots[f"{name}/start_step"]) for name in params}
+    assert ages == dict.fromkeys(params, page["UPDATES"])
+    for one, other in ((state.params, expected), (found["critic"], targets), (found["actor"], expected["actor"])):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), one, other)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), targets, params["critic"])
+    assert min(jax.tree.leaves(moved)) > 2e-5 * 2
+
+
+def test_the_pendulum_is_that_of_gym(page):
+    """Both modules push alike, and as Gymnasium's Pendulum-v1 does."""
+    gym = pytest.importorskip("gymnasium")
+    environment = gym.make("Pendulum-v1").unwrapped
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        pendulum, action = rng.uniform(-5, 5, (1, 2)), rng.uniform(-1, 1, (1, 1))
+        after, reward = page["push"](np, pendulum, action)
+        environment.reset(seed=0)
+        environment.state = pendulum[0]
+        seen, expected, *_ = environment.step(2 * action[0])
+        np.testing.assert_allclose(reward[0], expected, rtol=1e-6)
+        np.testing.assert_allclose(page["observe"](np, after)[0], seen / [1, 1, 8], rtol=1e-5, atol=1e-6)
+        other, _ = page["push"](jnp, *(x.astype(np.float32) for x in (pendulum, action)))
+        np.testing.assert_allclose(other, after, rtol=1e-5, atol=1e-5)
+
+
+def test_a_buffer_on_the_host_is_killed_and_ends_with_the_same_bits(tmp_path):
+    first, updates, environments, device, host, *_ = (block.code for block in blocks_of(PAGE))
+    device = device[: device.index("device_step =")]
+    host = host[: host.index("host_state, host_returns")]
+    code = first + updates + environments + device + host
+    assert code.count("save_checkpoint_steps=50") == 1
+    code = code.replace("save_checkpoint_steps=50", "save_checkpoint_steps=10")
+    program = f"import sys\n{code}\nprint(jstep.fingerprint(train_on_host(sys.argv[1], 120)[0]))"
+
+    killed = tmp_path / "killed"
+    for step in (10, 40, 80):
+        kill_after(forked.start(program, killed), killed, step)
+    fingerprints = []
+    for directory in (killed, tmp_path / "whole"):
+        last = forked.start(program, directory)
+        out, errors = last.communicate(300)
+        assert last.returncode == 0, errors
+        fingerprints.append(re.findall(r"\d{6,}", out))
+    assert len(fingerprints[0]) == 2
+    assert fingerprints[0] == fingerprints[1]
