@@ -105,6 +105,27 @@ def test_model_state_is_replicated():
     assert state.slots["model_state"]["w"].sharding.spec == P()
 
 
+def test_model_state_stays_split_where_it_was_split_by_hand(tmp_path):
+    """In steps and in a restore; another `shard_state` replicates it again."""
+    optimizer, rows = jstep.adam(), NamedSharding(DATA, P("data"))
+
+    def loss(params, world, x):
+        return jnp.mean((x @ params["w"]) ** 2), {"buffer": world["buffer"] + 1.0, "n": world["n"] + 1}
+
+    def fresh():
+        world = {"buffer": jnp.zeros((16, 2)), "n": jnp.zeros((), jnp.int32)}
+        state = jstep.TrainState.create({"w": jnp.ones(8)}, optimizer, mesh=DATA, model_state=world)
+        assert state.model_state["buffer"].sharding.spec == P()
+        return state.replace(model_state=state.model_state | {"buffer": jax.device_put(jnp.zeros((16, 2)), rows)})
+
+    step = jstep.minimize(loss, optimizer, has_model_state=True)
+    for last_step in (2, 4):
+        state = jstep.train(step, fresh(), lambda step: np.ones((8, 8), np.float32), last_step, checkpoint_dir=tmp_path)
+        assert state.model_state["buffer"].sharding.is_equivalent_to(rows, 2)
+        assert int(state.model_state["n"]) == last_step
+    assert jstep.shard_state(state, DATA).model_state["buffer"].sharding.spec == P()
+
+
 FORMS = {
     "one for all": P("data"),
     "a tree": {"w": P("data"), "v": {"k": P("data")}},
