@@ -81,6 +81,8 @@ class EvaluationHook(RunHook):
         prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
         key: The name under which checkpoints store the state of the hook; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
+        at_start: Whether to evaluate the state before the first step of a fresh run, too, like at its end: not after a
+            restart.
 
     Attributes:
         key: The argument `key`.
@@ -124,7 +126,9 @@ class EvaluationHook(RunHook):
         prefix: str = "eval",
         key: str | None = None,
         clock: Clock = time.monotonic,
+        at_start: bool = False,
     ) -> None:
+        self._at_start = as_bool(at_start, "at_start")
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
         self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
@@ -189,6 +193,10 @@ class EvaluationHook(RunHook):
             return False
         self._reported_step, self._owed, self._left = steps
         return self._callbacks.set_state(fields.get("then"))
+
+    def evaluate_first(self, step: int, state: TrainState) -> Any:
+        """Called once before the first step of a fresh run."""
+        return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
         """Called once after a restore: repeats the evaluation that a signal interrupted at this step."""

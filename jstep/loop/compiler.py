@@ -24,7 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import dims_of, in_background
-from jstep.loop.feeder import CopiedBatches, StopWaiting
+from jstep.loop.feeder import CopiedBatches
+from jstep.loop.stopping import StopWaiting
 from jstep.stores.files import make_folders, sync_files, sync_folder
 from jstep.stores.objects import is_url
 
@@ -435,6 +436,10 @@ class StartTimes:
 
     def __post_init__(self) -> None:
         self.began = self.clock()
+
+    def left(self, seconds: float) -> float:
+        """How much is left of some seconds from the begin of the start on."""
+        return max(0.0, self.began + seconds - self.clock())
 
     @scoped
     def part(self, name: str) -> Iterator[None]:

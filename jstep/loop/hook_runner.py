@@ -16,7 +16,6 @@ from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import POSITION, POSITIONS, gather_positions
 from jstep.distributed import processes
-from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import Due, RunHook, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, is_public, name_of
 from jstep.hooks.metric_sums_program import host, is_bad
@@ -188,14 +187,16 @@ class HookRunner:
         for hook in self._before:
             self._call(hook, "before_step", self._run.step, self._run.state)
 
-    def resume(self) -> None:
-        """Repeat evaluations that a signal interrupted, one of which may end the run before any step."""
+    def evaluate(self, method: str) -> None:
+        """Evaluate before the first step, which may end the run.
+
+        Args:
+            method: `evaluate_first`, or `evaluate_owed` for what a signal interrupted before the restart.
+        """
         run = self._run
-        for hook in self._hooks:
-            if isinstance(hook, EvaluationHook):
-                result = self._call(hook, "evaluate_owed", run.step, run.state)
-                if self._take(hook, "evaluate_owed", result):
-                    self.is_done, run.stopped_by = True, hook.stopped_by or run.stopped_by
+        for hook in run.evaluations:
+            if self._take(hook, method, self._call(hook, method, run.step, run.state)):
+                self.is_done, run.stopped_by = True, hook.stopped_by or run.stopped_by
 
     def after(self, first: int) -> bool:
         """Run hooks after a call that began at step `first`; return whether the run stops here."""

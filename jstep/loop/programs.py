@@ -27,7 +27,8 @@ from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stock import StepCounterHook
 from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes
-from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, StopWaiting, TrainSteps, make_calls, name_of_step
+from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
+from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, require_state, state_of
 from jstep.training.looped import LoopedStep, looped_step

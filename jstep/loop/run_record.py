@@ -22,8 +22,9 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import Stopwatch
 from jstep.loop.compiler import StartTimes
-from jstep.loop.feeder import BatchFeeder, FetchCounter, StopSignals, StopWaiting, TrainSteps
+from jstep.loop.feeder import BatchFeeder, FetchCounter, TrainSteps
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
+from jstep.loop.stopping import StopSignals, StopWaiting
 from jstep.state.train_state import TrainState
 
 # The arguments of `train`, validated.
@@ -50,6 +51,7 @@ class Options:
     progress: bool | None
     batch_sharding: Any
     compile_cache: str | os.PathLike[str] | bool | None
+    stop_secs: float | None
 
     @property
     def end(self) -> int | None:
@@ -71,6 +73,7 @@ class Options:
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
             "steps_per_call": as_steps_per_call(self.steps_per_call),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
+            "stop_secs": positive_secs("stop_secs", self.stop_secs),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -227,7 +230,7 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
     """The record of a run that has not begun."""
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
     sums = MetricSums(limit for limit in limits if limit is not None)
-    signals = StopSignals()
+    signals = StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs))
     programs = Programs(
         stages,
         options.steps_per_call,

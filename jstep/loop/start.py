@@ -408,6 +408,8 @@ def begin(run: Run, batches: Any) -> None:
         _remember(run, runner)
     elif run.saver is not None:
         get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
+    if run.restored is None and not runner.is_done and run.first < run.options.last_step:
+        runner.evaluate("evaluate_first")
     if runner.is_done or run.first >= run.options.last_step:
         _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
         return
@@ -423,7 +425,7 @@ def _remember(run: Run, runner: HookRunner) -> None:
     for hook in run.savers:
         if isinstance(hook, RunSaverHook):
             hook.restored(run.first, run.state)
-    runner.resume()
+    runner.evaluate("evaluate_owed")
 
 
 def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:

@@ -19,13 +19,14 @@ from jstep.hooks.report import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
-from jstep.loop.feeder import StopWaiting, stages_of, take_steps
+from jstep.loop.feeder import stages_of, take_steps
 from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
 from jstep.loop.progress import shown
 from jstep.loop.run_record import ENDING, Options, Run, new_run
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
+from jstep.loop.stopping import StopWaiting
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import measured
 from jstep.state.train_state import TrainState
@@ -59,6 +60,7 @@ def train(
     progress: bool | None = None,
     batch_sharding: Any = None,
     compile_cache: str | os.PathLike[str] | bool | None = None,
+    stop_secs: float | None = None,
 ) -> TrainState:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
@@ -113,12 +115,16 @@ def train(
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
             checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to
             the process; they are restored when the run ends.
+        stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
+            processes at one step: some time before a scheduler's limit. None for no limit.
 
     Returns:
         The state after the last step.
 
     Raises:
-        Preempted: SIGTERM was received, and the step in flight is saved. A SystemExit with code 143.
+        Preempted: SIGTERM, SIGUSR1 or SIGHUP was received, or `stop_secs` are over, and the step in flight is saved. A
+            SystemExit with code 128 + signal, 143 for SIGTERM and `stop_secs`. SIGUSR1 and SIGHUP are left alone if
+            they are ignored or have a handler when the run starts.
         KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
             SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
         RuntimeError: The state has no global step, or was donated to an earlier step.
@@ -138,7 +144,7 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    given = locals()
+    given, times = locals(), StartTimes()
     options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     stages = stages_of(train_step)
     check(state, options.last_step)
@@ -146,7 +152,6 @@ def train(
     check_batches(batches)
     options = options.for_batches(batches)
     cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
-    times = StartTimes()
     with times.part("devices"):
         jax.devices()
     log = log_to_stderr() if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()

@@ -97,7 +97,7 @@ def test_fields_of_the_skypilot_task():
     task = loaded("sky.yaml")
     assert task["num_nodes"] == 2
     assert task["run"].split()[:2] == ["python", "train.py"]
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [143, 75]
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [143, 138, 75]
     assert "jstep" in task["setup"]
 
 
@@ -128,7 +128,7 @@ def test_slurm_options_of_the_script():
     assert sbatch["ntasks-per-node"] == sbatch["gpus-per-node"]
 
 
-@pytest.mark.parametrize("code", [143, 75, 0, 1, 2, 15, 137])
+@pytest.mark.parametrize("code", [143, 138, 75, 0, 1, 2, 15, 137])
 def test_only_jobs_that_were_preempted_or_hung_are_requeued(tmp_path, code):
     """Run the script with fakes of scontrol and of srun, which exits with the exit code of the tasks."""
     log = tmp_path / "log"
@@ -141,7 +141,7 @@ def test_only_jobs_that_were_preempted_or_hung_are_requeued(tmp_path, code):
     assert done.returncode == code
     first, *others = log.read_text().splitlines()
     assert first.endswith("python train.py --steps 7")
-    assert others == (["scontrol requeue 77"] if code in (143, 75) else [])
+    assert others == (["scontrol requeue 77"] if code in (143, 138, 75) else [])
 
 
 # --- the program ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from waiting import wait_until
 import jstep
 from jstep.data.loaders import Source, source_of
 from jstep.hooks.timeline import Stopwatch
-from jstep.loop.feeder import BatchFeeder, Plan, StopSignals, StopWaiting, copied_batches, make_calls
+from jstep.loop.feeder import BatchFeeder, Plan, copied_batches, make_calls
+from jstep.loop.stopping import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
 

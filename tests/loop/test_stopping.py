@@ -1,0 +1,252 @@
+"""SIGUSR1 and SIGHUP, the time limit, and the processes that a run forks."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import end, start
+from loop_runs import DATA, train
+from processes import printed, wait_for
+from processes import start as start_all
+
+import jstep
+
+
+def kill(number: int, at: int = 5) -> Any:
+    """A hook that sends a signal to this process at a step."""
+    return jstep.every(1, lambda step, *_: os.kill(os.getpid(), number) if step == at else None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(jstep.Preempted, match=f"{signal.Signals(number).name} stopped the run after step 5") as caught:
+        train(50, hooks=[kill(number)], checkpoint_dir=tmp_path)
+    assert caught.value.code == 128 + number
+    assert jstep.Saver(tmp_path).all_steps() == [5]
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path: Path) -> None:
+    seen: list[int] = []
+    for handler in (signal.SIG_IGN, lambda n, _: seen.append(n)):
+        before = signal.signal(number, handler)  # type: ignore[arg-type]
+        try:
+            assert jstep.global_step(train(9, hooks=[kill(number)])) == 9
+            assert signal.getsignal(number) == handler
+        finally:
+            signal.signal(number, before)
+    assert seen == [number]
+
+
+def test_a_handler_of_c_is_left_alone(tmp_path: Path) -> None:
+    """`signal.getsignal` does not know it."""
+    with (tmp_path / "stacks").open("w+") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        try:
+            assert jstep.global_step(train(9, hooks=[kill(signal.SIGUSR1)])) == 9
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        file.seek(0)
+        assert "most recent call first" in file.read()
+
+
+def test_under_nohup(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def hang_up(step, state, metrics):
+    os.kill(os.getpid(), signal.SIGHUP)
+say("end", train(6, hooks=[jstep.every(2, hang_up)]).global_step)
+"""
+    assert end(start(script, tmp_path))[0] == "end 6\n"
+
+
+def slowly(step: int) -> Any:
+    time.sleep(0.005)
+    return DATA[step]
+
+
+def test_the_time_limit(tmp_path: Path) -> None:
+    with pytest.raises(jstep.Preempted, match="stop_secs stopped the run after step") as caught:
+        train(10**6, slowly, checkpoint_dir=tmp_path, stop_secs=0.5)
+    assert caught.value.code == 143
+    assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(caught.value.state)
+    assert jstep.global_step(train(3, checkpoint_dir=tmp_path / "short", stop_secs=600.0)) == 3
+
+
+def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
+    def hangs(step: int) -> Any:
+        if step == 4:
+            time.sleep(60)
+        return DATA[step]
+
+    with pytest.raises(jstep.Preempted, match="stop_secs stopped the run after step 4"):
+        train(9, hangs, checkpoint_dir=tmp_path, stop_secs=2)
+    assert jstep.Saver(tmp_path).all_steps() == [4]
+
+
+def test_the_time_limit_in_another_thread(tmp_path: Path) -> None:
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            train(10**6, slowly, checkpoint_dir=tmp_path, stop_secs=0.3)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    (error,) = found
+    assert isinstance(error, jstep.Preempted)
+    assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(error.state)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "soon", True, float("nan")])
+def test_other_limits_are_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="stop_secs="):
+        train(3, stop_secs=value)
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore")  # of forks in a process with threads
+@pytest.mark.parametrize("place", ["hook", "batch", "nested"])
+def test_a_process_that_is_forked_in_a_run(place: str) -> None:
+    """It has the handlers of before: it can be ended."""
+    codes: list[int | None] = []
+    before: list[Any] = []
+
+    def child(*_: Any) -> None:
+        process = FORK.Process(target=sleep, daemon=True)
+        process.start()
+        process.terminate()  # at once: the child may not have set its handlers yet
+        process.join(30)
+        codes.append(process.exitcode)
+        process.kill()
+        before.append(signal.getsignal(signal.SIGTERM))
+
+    def inner(step: int, *_: Any) -> None:
+        train(2, hooks=[jstep.every(2, child)])
+
+    def batch(step: int) -> Any:
+        if step == 3:
+            child()
+        return DATA[step]
+
+    hook = jstep.every(4, inner if place == "nested" else child)
+    train(4, batch if place == "batch" else DATA, hooks=[] if place == "batch" else [hook])
+    assert codes == [-signal.SIGTERM]
+    assert before[0] not in (signal.SIG_DFL, None)  # the handler of the run, which goes on in the parent
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_handlers_in_a_forked_process() -> None:
+    """All of them are those of before, in the order in which runs were nested."""
+    read, write = os.pipe()
+
+    def child(*_: Any) -> None:
+        if os.fork() == 0:
+            names = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+            os.write(write, repr([n == own for n, own in zip(names, mine, strict=True)]).encode())
+            os._exit(0)
+        os.wait()
+
+    def own(number: int, frame: Any) -> None:
+        sys.exit(7)
+
+    mine: list[Any] = [own, signal.getsignal(signal.SIGINT), signal.SIG_DFL, signal.SIG_DFL]
+    handler = signal.signal(signal.SIGTERM, own)
+    try:
+        train(2, hooks=[jstep.every(2, lambda *_: train(2, hooks=[jstep.every(2, child)]) and None)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert os.read(read, 100) == b"[True, True, True, True]"
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.thorough
+def test_a_pool_that_is_open_when_a_run_ends(tmp_path: Path) -> None:
+    script = """
+import multiprocessing as mp, warnings
+warnings.simplefilter("ignore")
+def work(i):
+    return i
+class Loader:
+    def __iter__(self):
+        with mp.get_context("fork").Pool(2) as pool:
+            while True:
+                for i in pool.imap(work, range(8)):
+                    yield DATA[i]
+train(12, Loader())
+say("returned")
+"""
+    assert end(start(script, tmp_path)) == ("returned\n", "")
+
+
+def test_an_evaluation_at_the_start(tmp_path: Path) -> None:
+    def run(last: int, **kwargs: Any) -> tuple[list[int], list[int]]:
+        hook = jstep.EvaluationHook(
+            lambda state: {"x": 1.0},
+            every_n_steps=2,
+            callbacks=[lambda step, *_: seen.append(step), jstep.EarlyStopping("x", 2, mode="max")],
+            at_start=True,
+            **kwargs,
+        )
+        seen: list[int] = []
+        train(last, hooks=[hook], checkpoint_dir=tmp_path)
+        return list(hook.results), seen
+
+    assert run(4) == ([0, 2, 4], [0, 2, 4])  # off the cadence: early stopping counts 2 as the first one
+    assert run(8) == ([6], [6])
+    assert run(8) == ([6], [])
+
+
+def test_an_evaluation_at_the_start_may_end_the_run() -> None:
+    hook = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda *_: True], at_start=True)
+    assert jstep.global_step(train(4, hooks=[hook])) == 0
+
+
+SEVERAL = """
+class Slow(jstep.Hook):
+    def after_step(self, n, state, metrics):
+        time.sleep(0.02)
+        if sys.argv[5] == "usr1" and process == 1 and n == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+stop_secs = 4.0 if sys.argv[5] == "stop_secs" else None
+try:
+    jstep.train(step, state, batches, 5000, hooks=[Slow()], checkpoint_dir=directory, progress=False,
+                batch_sharding=rows, stop_secs=stop_secs)
+except jstep.Preempted as error:
+    print("raised", jstep.global_step(error.state), error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["usr1", "stop_secs"])
+def test_several_processes_leave_at_one_step(how: str, tmp_path: Path) -> None:
+    ended = wait_for(start_all(SEVERAL, 2, tmp_path, how))
+    first, second = (printed(one.out.split("\n"), "raised") for one in ended)
+    assert [one.code for one in ended] == [138, 138] if how == "usr1" else [143, 143]
+    assert first == second
+    step, name, *_ = str(first).split()
+    assert name == ("SIGUSR1" if how == "usr1" else "stop_secs")
+    assert jstep.Saver(tmp_path).latest_step() == int(step)
