@@ -1,5 +1,6 @@
 """Metrics of a step on their way to the host: their values, transfers, and sums on the device."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import deque
@@ -186,12 +187,18 @@ class _Entry(NamedTuple):
 class TransferQueue:
     """A queue of metrics to report. All hooks of a run share one, so that rows are delivered in order.
 
+    Args:
+        waiting: Makes the context in which the device is waited for.
+
     Attributes:
         failed_owner: The hook whose `deliver` raised last; None if none did.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
         self._queue: deque[_Entry] = deque()
+        self._waiting = waiting
         self.failed_owner: Any = None
 
     def add(self, step: int, values: PendingValues, deliver: Deliver, owner: Any) -> None:
@@ -212,7 +219,9 @@ class TransferQueue:
     def _next(self) -> None:
         entry = self._queue.popleft()
         try:
-            entry.deliver(entry.step, entry.values.read())
+            with contextlib.nullcontext() if entry.values.is_ready() else self._waiting():
+                numbers = entry.values.read()
+            entry.deliver(entry.step, numbers)
         except BaseException:
             self.failed_owner = entry.owner
             raise

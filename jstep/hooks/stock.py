@@ -18,7 +18,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
 from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive, scalar
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith, step_of
-from jstep.hooks.timeline import SAVING
+from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location
@@ -184,7 +184,8 @@ class StepCounterHook(RunHook):
     def look(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether that is all of them."""
         for one in tuple(self._unfinished) if wait else ():
-            jax.block_until_ready(one.markers)
+            with self.run.watch.part(STEPPING):
+                jax.block_until_ready(one.markers)
             self.look()
         before, finished = self._clock(), []
         while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +21,10 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import Stopwatch
+from jstep.hooks.timeline import STEPPING, Stopwatch
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter, TrainSteps
+from jstep.loop.in_flight import InFlight
 from jstep.loop.programs import AUTO, Programs, list_of_hooks
 from jstep.loop.stopping import StopSignals, StopWaiting
 from jstep.state.train_state import TrainState
@@ -163,6 +165,7 @@ class Run(RunInfo):
         reporter: Makes the hook that shows the progress, in place of log lines; None for these.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
+        in_flight: The calls that the device has not finished.
         calling: The hook and the method that is being called, or that raised; None if none is.
         is_checking: Whether the first state of a stage is being checked.
         is_interrupted: Whether a signal ended the run.
@@ -193,6 +196,7 @@ class Run(RunInfo):
     reporter: Callable[[], Any] | None = None
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
+    in_flight: InFlight = dataclasses.field(default_factory=InFlight)
     calling: tuple[Any, str] | None = None
     is_checking: bool = False
     is_interrupted: bool = False
@@ -223,6 +227,7 @@ class Run(RunInfo):
         self.state = self.metrics = None
         self.phase, self.feeder, self.runner, self.hooks = ENDING, None, None, []
         self.signals.on_first = lambda: None
+        self.in_flight.clear()
         self.programs.release()
 
 
@@ -243,7 +248,7 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
     run = Run(
         last_step=options.end,
         sums=sums,
-        transfers=TransferQueue(),
+        transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
         carried=trees.owned(state),
         logdir=options.logdir,
         constant_metrics=lambda: programs.constant_metrics,

@@ -199,12 +199,16 @@ def _take_steps(run: Run) -> None:
     for hook in run.hooks:
         if isinstance(hook, RunHook):
             run_call = hook.around_calls(run_call, run.programs.repeated, timed)
-    runner, last_step = run.runner, run.options.last_step
+    runner, in_flight, last_step = run.runner, run.in_flight, run.options.last_step
     try:
         for call in run.feeder or ():
+            in_flight.make_room()
+            if run.is_stopping():  # a signal arrived meanwhile
+                raise StopWaiting
             if runner.precedes_calls:
                 runner.before()
             take_steps(run, run_call, call)
+            in_flight.add(run.step, run.carried, run.metrics)
             if runner.after(call.first) or run.step >= last_step:
                 break
     except StopWaiting:

@@ -1,0 +1,103 @@
+"""How far the host is ahead of the device: at most what takes a second, or two calls."""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.meshes import internal_transfers
+
+_SECONDS, _LEAST = 1.0, 2
+"""The seconds of work that may be unfinished, and the number of calls that may be whatever they take."""
+_SHARE = 0.3
+"""The weight of the newest observation in the time that a call takes."""
+
+
+class _Call(NamedTuple):
+    """A call that was dispatched.
+
+    Attributes:
+        result: An array that is ready when the call has finished.
+        step: The step after it.
+    """
+
+    result: Any
+    step: int
+
+
+class InFlight:
+    """The calls that the device has not finished.
+
+    A call is handed to the device only while fewer than max(2, calls that take one second) are unfinished: a run that
+    is to stop need not wait for more, and no more batches lie on the device. JAX itself dispatches dozens of calls.
+
+    Args:
+        clock: Returns seconds.
+
+    Attributes:
+        finished: The step after the last call that is known to have finished; None before the first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.finished: int | None = None
+        self._calls: deque[_Call] = deque()
+        self._clock = clock
+        self._busy_since: float | None = None  # when the device began its present call, if that is known
+        self._each: float | None = None  # the seconds that a call takes
+
+    @property
+    def most(self) -> int:
+        """The most calls that may be unfinished before the next one."""
+        return _LEAST if not self._each else max(_LEAST, math.ceil(_SECONDS / self._each))
+
+    def add(self, step: int, state: Any, metrics: Any) -> None:
+        """Add a call that was dispatched, with the step after it and its results."""
+        self._calls.append(_Call(_result(state, metrics), step))
+
+    def look(self) -> None:
+        """Drop the calls that have finished; waits for none."""
+        calls, done = self._calls, 0
+        while calls and _is_ready(calls[0].result):
+            self.finished = calls.popleft().step
+            done += 1
+        if not done:
+            return
+        now = self._clock()
+        if self._busy_since is not None:
+            new = (now - self._busy_since) / done
+            self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
+        self._busy_since = now if calls else None
+
+    def make_room(self) -> None:
+        """Wait until another call may be handed to the device; what is wrong with a call, its results raise."""
+        self.look()
+        while len(self._calls) >= self.most:
+            with contextlib.suppress(Exception):
+                self._calls[0].result.block_until_ready()
+            self.look()
+
+    def clear(self) -> None:
+        """Drop all calls, and with them the arrays."""
+        self._calls.clear()
+
+
+def _is_ready(result: Any) -> bool:
+    return bool(result.is_deleted() or result.is_ready())
+
+
+def _result(state: Any, metrics: Any) -> Any:
+    """A small array that no later call donates: the loss, another metric, or a copy of the step."""
+    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
+    if isinstance(loss, jax.Array):
+        return loss
+    arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
+    if arrays:
+        return min(arrays, key=lambda leaf: leaf.size)
+    with internal_transfers():
+        return jnp.copy(state.global_step)

@@ -1,0 +1,150 @@
+"""A call is handed to the device only while fewer than max(2, calls of one second) are unfinished."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_runs import OPTIMIZER, train
+
+import jstep
+from jstep.loop import in_flight
+from jstep.loop.in_flight import InFlight
+
+
+class Device:
+    """A device whose calls take some seconds each, one after the other."""
+
+    def __init__(self, each: float) -> None:
+        self.now, self.each, self.free, self.waits = 0.0, each, 0.0, 0
+
+    def call(self) -> Any:
+        self.free = max(self.free, self.now) + self.each
+        return Result(self, self.free)
+
+
+class Result:
+    """What a call of it returns."""
+
+    def __init__(self, device: Device, at: float) -> None:
+        self.device, self.at = device, at
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return self.device.now >= self.at
+
+    def block_until_ready(self) -> None:
+        self.device.waits += not self.is_ready()
+        self.device.now = max(self.device.now, self.at)
+
+
+def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls are unfinished when each one is handed over by a host that needs some seconds for it."""
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
+    flight, ahead = InFlight(lambda: device.now), []
+    for step in range(calls):
+        flight.make_room()
+        ahead.append(len(flight._calls))
+        flight.add(step + 1, None, device.call())
+        device.now += host
+    return ahead
+
+
+@pytest.mark.parametrize(("each", "most"), [(2.2, 1), (0.6, 1), (0.4, 2), (0.1, 9), (0.01, 99), (0.001, 999)])
+def test_the_bound(each: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(each)
+    ahead = most_ahead(device, 1e-5, 3000, monkeypatch)
+    assert ahead[:3] == [0, 1, 1]  # until it is known how long a call takes
+    assert max(ahead) == pytest.approx(most, rel=0.005, abs=1)  # the time of a call is an estimate
+    assert device.now >= each * (3000 - most - 2)  # the device was never idle
+    assert device.free <= each * 3001 + 1e-3
+
+
+def test_a_host_that_is_slower_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(0.001)
+    assert max(most_ahead(device, 0.002, 100, monkeypatch)) == 0
+    assert device.waits == 0
+
+
+def test_calls_that_become_slow_and_quick_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, flight = Device(0.01), InFlight(lambda: device.now)
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
+    for each, most in ((0.01, 100), (1.0, 2), (0.01, 100)):
+        device.each = each
+        for step in range(150):
+            flight.make_room()
+            flight.add(step, None, device.call())
+        assert most <= flight.most <= most + 1
+
+
+@pytest.mark.parametrize("kind", ["loss", "array", "number", "nothing"])
+def test_what_is_waited_for(kind: str) -> None:
+    state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+    metrics = {
+        "loss": {"loss": jnp.ones(()), "big": jnp.ones(9)},
+        "array": {"x": {"big": jnp.ones(9), "small": jnp.ones(2)}, "key": jax.random.key(0)},
+        "number": {"loss": 1.5},
+        "nothing": {},
+    }[kind]
+    flight = InFlight()
+    flight.add(7, state, metrics)
+    jax.tree.map(lambda x: x.delete(), state)  # the next call donates it
+    (call,) = flight._calls
+    assert call.result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
+    jax.block_until_ready(call.result)
+    flight.look()
+    assert flight.finished == 7
+
+
+def slow_step(started: list[int]) -> Any:
+    """A step whose program waits on the host."""
+
+    def wait(x: Any) -> Any:
+        started.append(1)
+        time.sleep(0.03)
+        return np.float32(0)
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["w"]) + jax.pure_callback(
+            wait, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(x)
+        )
+
+    return jstep.minimize(loss_fn, OPTIMIZER)
+
+
+def test_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
+    started: list[int] = []
+    ahead: list[int] = []
+    train(
+        12,
+        lambda n: np.float32(n),
+        hooks=[jstep.every(1, lambda step, *_: ahead.append(step - len(started)))],
+        step=slow_step(started),
+    )
+    assert max(ahead) <= 2
+
+
+def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call for which it waited to make room is not handed over any more."""
+    monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
+    waits = InFlight.make_room
+    count: list[int] = []
+
+    def make_room(self: Any) -> None:
+        waits(self)
+        count.append(1)
+        if len(count) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(InFlight, "make_room", make_room)
+    with pytest.raises(jstep.Preempted, match="after step 5, which is saved"):
+        train(50, checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).all_steps() == [5]
