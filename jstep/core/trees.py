@@ -531,7 +531,7 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
     return text
 
 
-def stack_trees(trees: Sequence[Any], what: str) -> Any:
+def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:
     """Stack trees leaf by leaf on a new leading axis.
 
     Leaves become NumPy arrays; JAX arrays are stacked on their device.
@@ -539,6 +539,7 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
     Args:
         trees: At least one tree; all must have the same structure, shapes and dtypes.
         what: The name of the caller, for the error.
+        name: What the error calls a tree, by its number.
 
     Raises:
         ValueError: Structures, shapes or dtypes differ; names the path and the two elements.
@@ -548,18 +549,18 @@ def stack_trees(trees: Sequence[Any], what: str) -> Any:
     for i, (_, other) in enumerate(flat):
         if other != treedef:
             raise ValueError(
-                f"{what}: element {i} has the structure {other}, element 0 has {treedef}. Elements must "
+                f"{what}: {name(i)} has the structure {other}, {name(0)} has {treedef}. Elements must "
                 "match to be stacked; dequeue or index them individually otherwise."
             )
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            _check_same(leaves, path, what)
+            _check_same(leaves, path, what, name)
             return jnp.stack(leaves)  # without blocking on the device
         arrays = [np.asarray(leaf) for leaf in leaves]
         first = arrays[0]
         if not all(a.dtype == first.dtype and a.shape == first.shape for a in arrays):
-            _check_same(arrays, path, what)
+            _check_same(arrays, path, what, name)
             return np.stack(arrays)  # strings of different lengths
         if first.ndim == 0:
             return np.array(leaves, dtype=first.dtype)
@@ -623,13 +624,13 @@ def _rows(array: Any) -> list[Any]:
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 
 
-def _check_same(arrays: Sequence[Any], path: str, what: str) -> None:
-    def check(name: str, of: Callable[[Any], Any]) -> None:
+def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
+    def check(aspect: str, of: Callable[[Any], Any]) -> None:
         for i, array in enumerate(arrays):
             if of(array) != of(arrays[0]):
                 raise ValueError(
-                    f"{what}: {name}s differ at {quoted(path)}: {of(arrays[0])} in element 0, {of(array)} in "
-                    f"element {i}. Elements must match to be stacked: pad, crop or cast them before."
+                    f"{what}: {aspect}s differ at {quoted(path)}: {of(arrays[0])} in {name(0)}, {of(array)} in "
+                    f"{name(i)}. Elements must match to be stacked: pad, crop or cast them before."
                 )
 
     check("shape", lambda a: a.shape)

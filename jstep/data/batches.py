@@ -45,8 +45,9 @@ def batches(
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source
             is an array (possibly memory-mapped; a JAX array is copied to the host once), or any object
             with `__len__` and `__getitem__` whose items are trees of arrays and numbers; the items are
-            stacked. If it has `__getitems__`, or its `__getitem__` also takes a list of indices and
-            returns the same rows, it is called once per batch. A list is one source of examples.
+            stacked. Row i is what `source[i]` gives. Only `__getitems__`, datasets of h5py, zarr and
+            PyTorch's tensors, and a `__getitem__` that refuses an integer get a list of indices, once
+            per batch. A list is one source of examples.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
             `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect
             within the current epoch, in which no row is repeated: its remaining rows form batches of the
@@ -368,8 +369,7 @@ def _open(sources: Any) -> dict[str, Rows]:
         raise ValueError("sources={}: expected at least one source, got none")
     names = [as_text(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
-    # Two rows, because they show whether `__getitem__` of a source takes a list of indices.
-    samples = {name: each.take(slice(0, min(2, len(each)))) for name, each in rows.items()}
+    samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
     (name, sample), *others = samples.items()
     first = dict(leaves_with_paths(sample))
     for other, batch in others:

@@ -3,7 +3,8 @@
 import abc
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import flatten, is_key, path_str, quoted, stack_trees, structure
+from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees, structure
 from jstep.data.rows import RowNumbers, Steps
 
 # Batches that are made with the state of the run, such as those of environments and self-play.
@@ -100,13 +101,20 @@ class ArraySource:
 
 
 class ItemSource:
-    """Items of an object with `__len__` and `__getitem__`, stacked."""
+    """Items of an object with `__len__` and `__getitem__`, stacked: the rows that `items[i]` gives.
+
+    A `__getitem__` that was written for one index may do something else with a list, without an error: it may look at
+    its index. So a list of indices is passed to `__getitems__`, to a `__getitem__` of a library that is known to take
+    one, and to one that refuses an integer.
+    """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
-        # Whether `__getitem__` takes a list of indices; None until it has been tried.
-        self._takes_list: bool | None = False if isinstance(items, list | range) else None
+        self._has_getitems = _is_of_same_rows(type(items))
+        self._is_known = _takes_lists(type(items))
+        # Whether `__getitem__` refuses an integer and takes a list; None until it has been tried.
+        self._takes_only_lists: bool | None = None
         self._what = f"{argument}: items of the {type(items).__name__} at {path}"
 
     def __len__(self) -> int:
@@ -117,6 +125,7 @@ class ItemSource:
 
         Raises:
             TypeError: The source can only be iterated over; its `__getitem__` is not implemented.
+            ValueError: The items differ in structure, shape or dtype. The message contains the rows.
         """
         try:
             return self._rows(rows)
@@ -127,46 +136,101 @@ class ItemSource:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         if not numbers:  # this process's part of a small remainder
             return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
-        if hasattr(self._items, "__getitems__"):
-            return self._stack(self._items.__getitems__(numbers), len(numbers))
-        if self._takes_list is None:
-            self._takes_list = self._list_gives_rows(numbers)
-        if self._takes_list:
-            try:
-                return _from_columns(self._items[numbers])
-            except Exception:  # for example HDF5, which takes only sorted lists
-                self._takes_list = False
-        return self._stack([self._items[i] for i in numbers], len(numbers))
-
-    def _stack(self, items: Iterable[Any], count: int) -> Any:
-        trees = [_as_item(item) for item in items]
-        if len(trees) != count:
-            raise ValueError(f"{self._what}: __getitems__ gave {len(trees)} items for {count} indices")
-        with internal_transfers():
-            return stack_trees(trees, self._what)
-
-    def _list_gives_rows(self, numbers: list[int]) -> bool:
-        """Return whether a list of indices gives the same rows as its entries do individually.
-
-        A `__getitem__` written for a single index may do something else with a list, without an error.
-        """
+        if self._has_getitems:
+            items = list(self._items.__getitems__(numbers))
+            if len(items) != len(numbers):
+                raise ValueError(f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices")
+            return self._stack(items, numbers)
+        if self._takes_only_lists:
+            return self._from_list(numbers)
+        # A library may refuse some lists: HDF5 takes only ascending ones.
+        if self._is_known and (batch := self._tried_list(numbers)) is not None:
+            return batch
+        items = []
         try:
-            batch = _from_columns(self._items[numbers])
-        except Exception:
-            return False  # an error that is not caused by the list is raised again with single indices
-        leaves, treedef = flatten(batch)
-        if not leaves or any(np.ndim(leaf) == 0 or len(leaf) != len(numbers) for leaf in leaves):
+            for i in numbers:
+                items.append(self._items[i])
+        except Exception as error:
+            if items or self._takes_only_lists is not None or not self._refuses_integers(error, numbers):
+                raise
+            if (batch := self._tried_list(numbers)) is None:
+                raise
+            self._takes_only_lists = True
+            return batch
+        self._takes_only_lists = False
+        return self._stack(items, numbers)
+
+    def _refuses_integers(self, error: Exception, numbers: list[int]) -> bool:
+        """Return whether the error of the first index is one of all integers, and not of a row or of its file."""
+        if isinstance(error, OSError):
             return False
-        for i in (0, len(numbers) - 1):
+        for i in (*numbers[1:], 0, len(self) - 1):
             try:
-                item, item_treedef = flatten(_as_item(self._items[numbers[i]]))
-            except Exception:
-                return True  # it takes only lists
-            if item_treedef != treedef:
-                return False
-            if not all(_same(leaf, row, i) for leaf, row in zip(item, leaves, strict=True)):
+                self._items[i]
+            except Exception as other:
+                if type(other) is not type(error):
+                    return False
+            else:
                 return False
         return True
+
+    def _tried_list(self, numbers: list[int]) -> Any:
+        try:
+            return self._from_list(numbers)
+        except Exception:
+            return None  # the error of the integers, which the list did not cause, is raised
+
+    def _stack(self, items: Sequence[Any], numbers: list[int]) -> Any:
+        trees = []
+        for i, item in zip(numbers, items, strict=True):
+            try:
+                trees.append(jax.tree.map(_as_array, item, is_leaf=_is_plain_list))
+            except ValueError as error:  # of a ragged list
+                raise ValueError(f"{self._what}: row {i} is not an array: {error}") from error
+        with internal_transfers():
+            return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
+
+    def _from_list(self, numbers: list[int]) -> Any:
+        """Return the source's value for a list of indices; its lists are columns, with one entry per row."""
+
+        def column(leaf: Any) -> Any:
+            if not isinstance(leaf, list) or len(leaf) != len(numbers):
+                return _as_array(leaf)
+            try:
+                return np.asarray(leaf)
+            except ValueError:  # the entries differ in shape
+                return self._stack(leaf, numbers)
+
+        batch = jax.tree.map(column, self._items[numbers], is_leaf=lambda x: isinstance(x, list))
+        sizes = leading_sizes(batch)
+        if list(sizes) != [len(numbers)] or any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(batch)):
+            found = ", ".join(sizes.values()) or "none"
+            raise ValueError(f"{self._what}: for a list of {len(numbers)} indices it gave rows: {found}")
+        return batch
+
+
+def _is_of_same_rows(cls: type) -> bool:
+    """Return whether a class has a `__getitems__` that knows its `__getitem__`: no subclass has overridden that since.
+
+    It is looked for in the class: a wrapper that passes other attributes on has the `__getitems__` of what it wraps,
+    which knows nothing of the wrapper's items.
+    """
+    first = next((names for names in map(vars, cls.__mro__) if "__getitem__" in names or "__getitems__" in names), {})
+    return callable(first.get("__getitems__"))
+
+
+_LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
+"""Classes of libraries whose `__getitem__` gives the same rows for a list of indices as for each of them."""
+
+
+def _takes_lists(cls: type) -> bool:
+    """Return whether the `__getitem__` of a class is that of a library that takes lists of indices.
+
+    A subclass may have one of its own, and a module of the user's the name of a library.
+    """
+    libraries = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES]
+    own: Any = getattr(cls, "__getitem__", None)
+    return any(issubclass(cls, known) and own is known.__getitem__ for known in libraries if isinstance(known, type))
 
 
 Source: TypeAlias = ArraySource | ItemSource
@@ -178,10 +242,11 @@ class Rows:
     Args:
         sources: The sources, in the order of the tree's leaves.
         treedef: The tree.
+        name: The name of the tree in a mixture; empty otherwise.
     """
 
-    def __init__(self, sources: list[Source], treedef: Any) -> None:
-        self._sources, self._treedef = sources, treedef
+    def __init__(self, sources: list[Source], treedef: Any, name: str = "") -> None:
+        self._sources, self._treedef, self.name = sources, treedef, name
 
     def __len__(self) -> int:
         return len(self._sources[0])
@@ -219,7 +284,7 @@ def open_rows(arrays: Any, argument: str = "arrays", name: str = "") -> Rows:
     if len({len(source) for source in sources}) > 1:
         each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
         raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
-    return Rows(sources, treedef.children()[0] if name else treedef)
+    return Rows(sources, treedef.children()[0] if name else treedef, name)
 
 
 def _open(leaf: Any, path: str, argument: str) -> Source:
@@ -246,16 +311,6 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     return ItemSource(leaf, path, argument)
 
 
-def _as_item(item: Any) -> Any:
-    """Return an item as a tree of arrays; a list of numbers or strings becomes an array."""
-    return jax.tree.map(_as_array, item, is_leaf=_is_plain_list)
-
-
-def _from_columns(batch: Any) -> Any:
-    """Return a source's value for a list of indices as arrays; its lists are columns, with one entry per row."""
-    return jax.tree.map(_as_array, batch, is_leaf=lambda x: isinstance(x, list))
-
-
 def _as_array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
@@ -266,14 +321,6 @@ def _is_plain_list(x: Any) -> bool:
     while isinstance(x, list) and x:
         x = x[0]
     return isinstance(x, list | bool | int | float | complex | str | bytes | np.generic)
-
-
-def _same(item: Any, rows: Any, i: int) -> bool:
-    with internal_transfers():
-        a, b = np.asarray(item), np.asarray(rows[i])
-    if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
-        return False
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
 
 
 # The base class of the batch sequences that `batches` and `mixture` return.
@@ -499,8 +546,17 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     if len(found) == 1:
         return sources[found[0].source].take(found[0].rows)
     parts, indices = [sources[of.source].take(of.rows) for of in found], [of.indices for of in found]
+    if any(_row_shapes(part) != _row_shapes(parts[0]) for part in parts):
+        firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in found]
+        names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, found, strict=True)]
+        stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
     columns = zip(*(flatten(part)[0] for part in parts), strict=True)
     return structure(parts[0]).unflatten([_merge_leaves(leaves, indices) for leaves in columns])
+
+
+def _row_shapes(rows: Any) -> Any:
+    leaves, treedef = flatten(rows)
+    return treedef, [leaf.shape[1:] for leaf in leaves]
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:

@@ -1,6 +1,8 @@
 """Sources of batches: arrays, lists, and datasets with `__getitem__`."""
 
 import collections
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,18 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class ListItems(Items):
-    """A dataset that also takes lists of indices, or with `lists_only` nothing else."""
-
-    lists_only = False
+    """A dataset that also takes lists of indices."""
 
     def __getitem__(self, i):
         if isinstance(i, list):
             self.requested.append(i)
             return {"x": np.repeat(i, 2).reshape(-1, 2), "y": [float(j) for j in i]}
-        assert not self.lists_only
+        return super().__getitem__(i)
+
+
+class OnlyLists(ListItems):
+    def __getitem__(self, i):
+        assert isinstance(i, list)
         return super().__getitem__(i)
 
 
@@ -92,21 +97,82 @@ class TestSources:
             assert np.array_equal(batch["x"][:, 0], batch["y"])
             assert np.array_equal(batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step])
 
-    def test_lists_of_indices_are_used_if_supported(self):
-        for kind in (ListItems, BatchItems):
-            source = kind()
-            data = batches(source, 6)
-            data[0]
-            source.requested.clear()
-            data[1]
-            assert len(source.requested) == 1
-            assert all(type(i) is int for i in source.requested[0])
+    @pytest.mark.parametrize("kind", [OnlyLists, BatchItems])
+    def test_lists_of_indices_are_used_if_supported(self, kind):
+        source = kind()
+        data = batches(source, 6)
+        data[0]
+        source.requested.clear()
+        data[1]
+        assert len(source.requested) == 1
+        assert all(type(i) is int for i in source.requested[0])
 
     def test_source_that_takes_only_lists(self):
+        data = batches(OnlyLists(), 6)
+        assert np.array_equal(data[4]["y"], batches(np.arange(50), 6)[4])
+
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_source_that_looks_at_its_index(self, shuffle):
+        class Fixed(ListItems):
+            def __getitem__(self, i):
+                return super().__getitem__(i) if i not in (7, 20) else {"x": np.zeros(2, int), "y": -1.0}
+
+        source = Fixed()
+        numbers, data = batches(np.arange(50), 10, shuffle=shuffle), batches(source, 10, shuffle=shuffle)
+        for step in range(10):
+            assert data[step]["y"].tolist() == [source[int(i)]["y"] for i in numbers[step]]
+
+    def test_getitems_below_the_items(self):
+        class Negated(BatchItems):  # its items are not those of the inherited __getitems__
+            def __getitem__(self, i):
+                return {"y": -super().__getitem__(i)["y"]}
+
+        class Wrapper:
+            def __init__(self, items):
+                self.items = items
+
+            def __len__(self):
+                return len(self.items)
+
+            def __getitem__(self, i):
+                return {"y": -self.items[i]["y"]}
+
+            def __getattr__(self, name):
+                return getattr(self.items, name)
+
+        for source in (Negated(), Wrapper(BatchItems())):
+            assert batches(source, 5, shuffle=False)[1]["y"].tolist() == [-5, -6, -7, -8, -9]
+
+    def test_library_that_takes_lists(self, monkeypatch):
+        class Other(ListItems):
+            def __getitem__(self, i):
+                return super().__getitem__(i if i == sorted(i) else None) if isinstance(i, list) else {"y": 0.0}
+
+        library = types.ModuleType("h5py")
+        library.Dataset = ListItems
+        monkeypatch.setitem(sys.modules, "h5py", library)
         source = ListItems()
-        source.lists_only = True
-        data = batches(source, 6)
-        assert data[4]["x"].shape == (6, 2)
+        assert batches(source, 10, shuffle=False)[2]["y"].tolist() == list(range(20, 30))
+        assert source.requested == [list(range(20, 30))]
+        # A subclass with a `__getitem__` of its own, and a list that the library refuses.
+        assert batches(Other(), 10)[2]["y"].tolist() == [0] * 10
+        library.Dataset = Other
+        assert batches(Other(), 10, shuffle=False)[2]["y"].tolist() == list(range(20, 30))
+        assert batches(Other(), 10, seed=1)[2]["y"].tolist() == [0] * 10
+
+    @pytest.mark.parametrize("error", [OSError, KeyError])
+    def test_row_that_cannot_be_read(self, error):
+        class Corrupt(ListItems):
+            def __getitem__(self, i):
+                if i == 3 and not isinstance(i, list):
+                    raise error("row 3")
+                return super().__getitem__(i)
+
+        data = batches(Corrupt(), 1, shuffle=False)
+        for _ in range(2):  # although a list of its index would be read
+            with pytest.raises(error, match="row 3"):
+                data[3]
+        assert data[4]["y"] == 4
 
     def test_source_that_gives_lists_another_meaning(self):
         class Pairs:
@@ -120,17 +186,6 @@ class TestSources:
             batch = batches(Pairs(), size, seed=1)[3]
             assert batch.shape == (size, 2)
             assert np.array_equal(batch[:, 0], batch[:, 1])
-
-    def test_source_that_requires_ascending_indices(self):
-        class Sorted(ListItems):
-            def __getitem__(self, i):
-                if isinstance(i, list) and i != sorted(i):
-                    raise TypeError("Indexing elements must be in increasing order")
-                return super().__getitem__(i)
-
-        data = batches(Sorted(), 2, seed=0)
-        for step in range(25):
-            assert len(data[step]["y"]) == 2
 
     def test_errors_of_the_source_propagate(self):
         class Broken(Items):
@@ -159,9 +214,29 @@ class TestSources:
         assert np.array_equal(batch["tokens"][:, 0], batch["n"])
 
     def test_items_of_different_shapes(self):
-        ragged = [np.zeros(1 + i % 2) for i in range(20)]
-        with pytest.raises(ValueError, match=r"arrays: items of the list.*shapes differ"):
-            batches(ragged, 20)[0]
+        def at(i, value):
+            return [value if j == i else np.zeros(1) for j in range(20)]
+
+        class Columns(OnlyLists):
+            def __getitem__(self, i):
+                return {"x": [[0] * (1 + (j == 13)) for j in i]} if isinstance(i, list) else super().__getitem__(i)
+
+        class Listed(BatchItems):
+            def __getitems__(self, indices):
+                return [np.zeros(1 + (i == 13)) for i in indices]
+
+        for source, found in [
+            (at(13, np.zeros(2)), r"arrays: items of the list.*shapes differ.*row 10, .* row 13"),
+            (at(13, np.zeros(1, int)), "dtypes differ.*row 10, .* row 13"),
+            (at(13, (np.zeros(1), 1)), "row 13 has the structure .* row 10 has"),
+            (at(13, [[1, 2], [3]]), "row 13 is not an array"),
+            (Columns(20), "shapes differ.*row 10, .* row 13"),
+            (Listed(20), "shapes differ.*row 10, .* row 13"),
+        ]:
+            data = batches(source, 10, shuffle=False)
+            data[0]
+            with pytest.raises(ValueError, match=found):
+                data[1]
 
     def test_ranges_are_sources(self):
         assert sorted(batches(range(100, 110), 10)[0].tolist()) == list(range(100, 110))
