@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.checks import kind, shown
+from jstep.core.checks import first_beyond, kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -270,6 +270,11 @@ def arguments_of(batch: Any) -> tuple[Any, ...]:
     return batch if is_plain_tuple(batch) else (batch,)
 
 
+def batch_of(args: tuple[Any, ...]) -> Any:
+    """Return the batch that stands for some arguments: the inverse of `arguments_of`."""
+    return args[0] if len(args) == 1 else args
+
+
 def is_none(x: Any) -> bool:
     """Whether a gradient is empty: None, or the float0 that JAX returns for integer inputs."""
     return x is None or (isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0)
@@ -443,6 +448,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
 
     Raises:
         TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
+        OverflowError: The leaf has an integer that its dtype on a device cannot hold; names the path and the integer.
     """
     if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
         remedy = (
@@ -450,6 +456,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
             "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
         )
         raise not_an_array(leaf, path, argument, remedy)
+    _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
             f"{argument}: the leaf at {quoted(path)} is complex ({jnp.result_type(leaf)}); "
@@ -462,11 +469,54 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
     return jnp.array(leaf, dtype=dtype, copy=True) if copy else jnp.asarray(leaf, dtype=dtype)
 
 
-def host_leaf(keys: Any, leaf: Any) -> Any:
+def host_leaf(leaf: Any, path: str, argument: str) -> Any:
     """As `as_leaf`, but arrays in host memory stay there, so that no device must hold the whole array."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        _refuse_wide(leaf, path, argument)
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return as_leaf(leaf, path_str(keys), copy=False)
+    return as_leaf(leaf, path, copy=False, argument=argument)
+
+
+# Integers that 32 bits cannot hold, while 64-bit types are off: JAX keeps their low bits, without an error.
+
+_OF_HOST = (np.ndarray, np.generic, int)
+
+
+def refuse_wide(tree: Any, argument: str) -> None:
+    """Refuse integers in host memory that do not fit the dtype that they get on a device.
+
+    Only arrays of 64-bit integers are looked at.
+
+    Args:
+        tree: The tree.
+        argument: Its name, for the error.
+
+    Raises:
+        OverflowError: A leaf has such an integer; names its path and the first one.
+    """
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if isinstance(leaf, _OF_HOST) and first_wide(leaf) is not None:
+            _refuse_wide(leaf, paths_of(tree)[i], argument)
+
+
+def _refuse_wide(leaf: Any, path: str, argument: str) -> None:
+    if isinstance(leaf, _OF_HOST) and (found := first_wide(leaf)) is not None:
+        raise OverflowError(
+            f"{argument}: {leaf_at(path)} must hold integers that fit {found[1].name} while 64-bit types are off, got "
+            f"{found[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set jax_enable_x64"
+        )
+
+
+def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
+    """Return the first integer of a leaf that does not fit its dtype on a device, and that; None if all fit."""
+    dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
+    if dtype.itemsize < 8 or dtype.kind not in "iu":
+        return None
+    # Not of the dtype itself, which may have another order of bytes.
+    narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
+    if narrow.itemsize == 8 or (value := first_beyond(leaf, narrow)) is None:
+        return None
+    return value, narrow
 
 
 def is_like(params: Any, tree: Any) -> bool:

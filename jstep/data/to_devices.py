@@ -19,7 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jstep.core.checks import as_function, as_int, kind, note, shown
 from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
-from jstep.core.trees import arrays_of, is_key, leading_sizes, leaf_at, leaves_with_paths, path_str, quoted
+from jstep.core.trees import (
+    arrays_of,
+    first_wide,
+    is_key,
+    leading_sizes,
+    leaf_at,
+    leaves_with_paths,
+    path_str,
+    quoted,
+    refuse_wide,
+)
 from jstep.data.sequence import BatchIterator
 from jstep.queues.queues import until_end
 from jstep.state.sharding import axis_size
@@ -152,13 +162,18 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
         item: A batch from a loader, which may reuse its buffers for the next batch. Arrays of other libraries become
             NumPy arrays.
         fresh: Whether the arrays are already new, so that no copy is needed.
+
+    Raises:
+        OverflowError: An integer does not fit its dtype on a device. The message contains the path of its leaf.
     """
     kind = type(item)
     copies: list[Any] = []
     # Nearly all batches are one array, or a tuple or dict of arrays. A function for each leaf of a tree costs as much
     # as a small step.
     for leaf in item if kind is tuple else item.values() if kind is dict else (item,):
-        if type(leaf) is np.ndarray and leaf.dtype.kind in _KINDS:
+        if type(leaf) is np.ndarray and (dtype := leaf.dtype).kind in _KINDS:
+            if dtype.itemsize == 8 and first_wide(leaf) is not None:
+                refuse_wide(item, "batch")
             copies.append(leaf if fresh else leaf.copy() if leaf.nbytes < _LARGE else _aligned_copy(leaf))
         elif type(leaf) in _OF_JAX:
             copies.append(leaf)
@@ -170,6 +185,7 @@ def copied(item: Any, *, fresh: bool = False) -> Any:
     else:
         return tuple(copies) if kind is tuple else dict(zip(item, copies, strict=True)) if kind is dict else copies[0]
     item = _as_known(item)
+    refuse_wide(item, "batch")
     if fresh:
         return item
     return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, item)
@@ -215,6 +231,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
+        OverflowError: An integer does not fit its dtype on a device (names the leaf).
 
     Example:
         >>> import jax, jstep, numpy as np
@@ -223,6 +240,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     """
     mesh = require_mesh(mesh)
     parts = axis_size(mesh, axis, f"axis={axis!r}")
+    refuse_wide(local_batch, "local_batch")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
 
     sizes = leading_sizes(local_batch)

@@ -48,14 +48,14 @@ def made_on(
     """
     abstract = is_abstract(mesh, params, model_state)
 
-    def placed(tree: Any, shardings: Callable[[Any], Any]) -> Any:
+    def placed(tree: Any, argument: str, shardings: Callable[[Any], Any]) -> Any:
         prepared = _shape_of if abstract else trees.host_leaf
-        tree = jax.tree_util.tree_map_with_path(prepared, tree)
+        tree = jax.tree_util.tree_map_with_path(lambda keys, leaf: prepared(leaf, trees.path_str(keys), argument), tree)
         return jax.tree.map(layout.put, tree, shardings(tree))
 
     with meshes.internal_transfers():
-        given = None if trees.is_function(params) else placed(params, of_params)
-        others = placed(model_state, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
+        given = None if trees.is_function(params) else placed(params, "params", of_params)
+        others = placed(model_state, MODEL_STATE, lambda tree: jax.tree.map(lambda _: layout.everywhere(mesh), tree))
 
     def split(given: Any, others: Any) -> Any:
         def specs(state: Any) -> Any:
@@ -72,7 +72,7 @@ def made_on(
         return layout.build(make, shardings, given, others, abstract=abstract)
 
 
-def _shape_of(keys: Any, leaf: Any) -> Any:
+def _shape_of(leaf: Any, path: str, argument: str) -> Any:
     """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
@@ -80,7 +80,7 @@ def _shape_of(keys: Any, leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return jax.eval_shape(lambda: trees.as_leaf(leaf, trees.path_str(keys), copy=False))
+    return jax.eval_shape(lambda: trees.as_leaf(leaf, path, copy=False, argument=argument))
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
@@ -193,6 +193,7 @@ class TrainState:
         Raises:
             TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.
             ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
+            OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
         """
         require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")

@@ -280,6 +280,7 @@ class PureStep:
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step."""
         refuse_shapes((state, args), "state and batch")
+        trees.refuse_wide(trees.batch_of(args), "batch")
         with using_mesh(mesh_of((state, args))):
             return whole(self.parts, state, args, self.batch_specs(args))
 
@@ -406,6 +407,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
+        trees.refuse_wide(trees.batch_of(args), "batch")
         new, metrics, constants = self.run(self.carried(state) if self._forms == FLAT else state, *args)
         if constants.values:
             metrics.update(constants.arrays)
