@@ -1,6 +1,7 @@
 """The processes of a run: initialization, and agreement on values, times and when to stop."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -14,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jstep.core.checks import as_int
+from jstep.core import trees
+from jstep.core.checks import array_type, as_int
 from jstep.core.meshes import internal_transfers
 
 # Agreement of the processes of a run: when to stop, when to save, and on values.
@@ -144,6 +146,63 @@ def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] =
         texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         process = next(i for i, text in enumerate(texts) if text)
         raise error or kind(f"{problem}: process {process}: {texts[process]}")
+    return found
+
+
+class AgreedShapes:
+    """The shapes of batches that all processes have agreed on: arrays of different shapes would make them wait forever.
+
+    Shapes are compared once; a batch of known shapes needs no communication.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    def check(self, state: Any, args: tuple[Any, ...]) -> None:
+        """Compare the shapes of a batch with those of the other processes, if they are new and the arrays span them.
+
+        All processes must call this before each call of a step.
+
+        Raises:
+            ValueError: The shapes differ; names two processes and what they have. It is raised on all processes.
+        """
+        leaves, treedef = trees.flatten(args)
+        shapes = (treedef, *[(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
+        if shapes in self._known:
+            return
+        if not any(map(_spans_processes, (*leaves, getattr(state, "global_step", None)))):
+            return  # not known either: one process may run steps of its own
+        each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
+        other = next((i for i, one in enumerate(each) if one["whole"] != each[0]["whole"]), None)
+        if other is not None:
+            kind = "here" if each[0]["here"] != each[other]["here"] else "whole"
+            first, second = (
+                ", ".join(item for item in mine if item not in others) or "no such array"
+                for mine, others in itertools.permutations((each[0][kind], each[other][kind]))
+            )
+            raise ValueError(
+                f"batch: its arrays must have the same shapes on all processes, got {first} on process 0 and {second} "
+                f"on process {other}; give each process as many rows, as jstep.batches does"
+            )
+        self._known.add(shapes)
+
+
+def _spans_processes(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_fully_addressable
+
+
+def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
+    """Return the shapes of the arrays of a batch, of all processes together and of this one."""
+    found: dict[str, list[str]] = {"whole": [], "here": []}
+    for path, leaf in trees.leaves_with_paths(trees.batch_of(args)):
+        dtype, shape = np.dtype(jax.dtypes.result_type(leaf)).name, np.shape(leaf)
+        here = shape
+        if _spans_processes(leaf):
+            parts = zip(*leaf.sharding.addressable_devices_indices_map(shape).values(), strict=True)
+            sizes = [{part.indices(size)[:2] for part in each} for each, size in zip(parts, shape, strict=True)]
+            here = tuple(sum(stop - start for start, stop in each) for each in sizes)
+        for kind, of in (("whole", shape), ("here", here)):
+            found[kind].append(array_type(of, dtype) + (f" at {path!r}" if path else ""))
     return found
 
 

@@ -531,6 +531,17 @@ class BatchFeeder:
         self._reader.close()
 
 
+def fetched_by_all(calls: Iterable[Call]) -> Iterable[Call]:
+    """Return the calls; the first one is fetched by all processes, or there is an error on all of them."""
+    if processes.is_single_process():
+        return calls
+    rest = iter(calls)
+    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
+    if processes.any_process(first is None) and first is not None:
+        raise ValueError("batches: another process has no batch at all; give each process a part")
+    return rest if first is None else itertools.chain([first], rest)
+
+
 # Running the steps of a call, and the state of a run that has no hooks.
 
 RunCall = Callable[[Any, Call], Any]

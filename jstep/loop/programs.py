@@ -374,6 +374,8 @@ class Programs:
         self._program: Callable[..., Any] | None = None
         self._last: Callable[[], Any] = lambda: None
         self._constants = Constants({}, skip_metric_of(stages.values[0]))
+        # A step that is not compiled may make arrays of equal shapes from batches of different ones.
+        self._agreed = None if processes.is_single_process() or self.on_device else processes.AgreedShapes()
         self._compiled = compiled_here()  # by the thread that runs the loop
         self._watch = Stopwatch() if watch is None else watch
         self._as_starting = functools.partial(self._watch.part, STARTING)
@@ -480,6 +482,8 @@ class Programs:
 
     def __call__(self, state: Any, call: Call) -> Any:
         """Run the steps of a call; return the new state and the metrics of its last step."""
+        if self._agreed is not None:
+            self._agreed.check(state, call.args)
         # Calls of one step of `TrainStep` cost a small step no more than they must: the rest is decided before them.
         if call.first >= self._attend_from or call.looped is not None or call.shapes != self._shapes:
             return self._attended(state, call)

@@ -274,6 +274,8 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         if not codes & _AGREEMENTS:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
+        if processes.AgreedShapes.check.__code__ in codes:
+            topic = f"the new shapes of batch {step}"
         what = f"waiting for other processes to agree on {topic}"
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
 

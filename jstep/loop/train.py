@@ -19,7 +19,7 @@ from jstep.hooks.report import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
-from jstep.loop.feeder import stages_of, take_steps
+from jstep.loop.feeder import fetched_by_all, stages_of, take_steps
 from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
 from jstep.loop.progress import shown
@@ -131,7 +131,8 @@ def train(
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
             allow.
         ValueError: The checkpoint does not fit the state, train_step does not advance the step by one, there is no
-            batch for the first step, or a hook returns a state that does not fit.
+            batch for the first step, the shapes of a batch differ between processes, or a hook returns a state that
+            does not fit.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -201,7 +202,7 @@ def _take_steps(run: Run) -> None:
             run_call = hook.around_calls(run_call, run.programs.repeated, timed)
     runner, in_flight, last_step = run.runner, run.in_flight, run.options.last_step
     try:
-        for call in run.feeder or ():
+        for call in fetched_by_all(run.feeder or ()):
             in_flight.make_room()
             if run.is_stopping():  # a signal arrived meanwhile
                 raise StopWaiting

@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
+from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, state_of
 
@@ -367,6 +368,7 @@ class TrainStep:
         self.lanes = self._pure.lanes
         self._programs: dict[Any, Any] = {}
         self._constants = Constants({})
+        self._agreed = AgreedShapes()
         # The last returned state, its program and its mesh, in one attribute so that threads see a consistent triple.
         self._latest: tuple[Callable[[], Any], Any, Any] = (lambda: None, None, None)
         self._keeps_roles = True
@@ -408,6 +410,8 @@ class TrainStep:
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
         trees.refuse_wide(trees.batch_of(args), "batch")
+        if not is_single_process():
+            self._agreed.check(state, args)
         new, metrics, constants = self.run(self.carried(state) if self._forms == FLAT else state, *args)
         if constants.values:
             metrics.update(constants.arrays)
