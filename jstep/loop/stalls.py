@@ -46,8 +46,11 @@ from jstep.training.step import traced
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may start the run again."""
 _BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
+_SAVE = "save"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
+_MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
+"""The kinds of waits whose slow calls may be rarer than the durations that are kept: those reported stay known."""
 _THREADS = (serve, FirstBatch.make, BackgroundCompiler.compile_job, QueueRunner.feed)
 _MAKERS = {fn.__code__ for fn in _THREADS}
 """The functions that the threads run that make batches or programs."""
@@ -70,10 +73,11 @@ class StallHook(Hook):
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)),
 
-    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median). What has not been
-    seen before, such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process
-    computes counts a tenth. Time in which the process was stopped, or the machine slept, does not count. A hang that
-    holds the interpreter's lock is seen by the other processes only.
+    where *usual* is the longest of the last 64 of the same thing (for batches and calls, the median) and of all stalls
+    of a hook, an evaluation or a save that were reported and ended. What has not been seen before, such as the first
+    compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a tenth. Time in
+    which the process was stopped, or the machine slept, does not count. A hang that holds the interpreter's lock is
+    seen by the other processes only.
 
     Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, it is
     also a file `stalls/PROCESS.json` there, which the other processes read, and so does `python -m jstep stalls`; see
@@ -161,6 +165,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
         self._done, self._since = 0, 0.0  # the first step that is not known to be finished, and since when
         self._per_step: list[float] = []
+        self._survived: dict[Hashable, float] = {}  # how long the longest stall of a thing lasted that was reported
         if self._warn:
             self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
             self._compiled = compiled_here()
@@ -230,6 +235,8 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         if wait is not None and wait.part:
             _say(f"{self._who}, which was {wait.what}, went on after {_secs(wait.age)} s")
             self._record(wait)
+            if wait.kind in _MAY_BE_RARE:
+                self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
         fields = {
@@ -257,7 +264,8 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         """The seconds that the same thing takes, or for the device a step; None if it was not done before."""
         watch, feeder = self._run.watch, self._run.feeder
         if wait.thing is not None:
-            return max(watch.lasted[wait.thing], default=None)
+            reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
+            return max([*watch.lasted[wait.thing], *reported], default=None)
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
         if wait is not self._device:
             return statistics.median(visits) if visits else None
@@ -285,7 +293,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         hook, method = run.calling or (None, "")
         thing: Hashable = thing_of(hook, method, part_of(hook))
         if isinstance(hook, CheckpointSaverHook) or (part == SAVING and run.runner is not None):
-            return Wait("save", f"saving step {step}", (SAVING, step), SAVING)
+            return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
         if isinstance(hook, EvaluationHook) and method != "begin":
             return Wait(_EVALUATION, f"in an evaluation at step {step}", (thing, step, taken[0]), thing)
         if hook is not None:

@@ -1,9 +1,11 @@
 """`StallHook`: the line of each place in which a single process can hang."""
 
+import collections
 import itertools
 import json
 import re
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,24 @@ def test_a_hook_that_hangs_is_named():
     place = r"hangs\.py:\d+ in __call__"
     name = r"every\(1, test_a_hook_that_hangs_is_named\.<locals>\.<lambda>\)"
     assert re.fullmatch(line_of(f"in the hook {name} at step 9", place), stuck.lines[0])
+
+
+@pytest.mark.parametrize("kind", ["hook", "evaluation", "save", "batch"])
+def test_what_was_reported_and_ended_stays_usual(kind):
+    watch = watch_of(warn_secs=60.0)
+    lasted = collections.defaultdict(lambda: [0.1])  # the slow call has left the last ones
+    watch._run = types.SimpleNamespace(watch=types.SimpleNamespace(lasted=lasted), feeder=None, step=7, write_line=None)
+
+    def slow(thing, age, part="hooks"):
+        return Wait(kind, "", (thing, age), thing, age=age, idle=age, part=part)
+
+    watch._ended(slow("other", 500.0))
+    watch._ended(slow("this", 70.0, part=""))  # not reported
+    assert watch._is_stall(slow("this", 80.0))
+    for age in (80.0, 70.0):
+        watch._ended(slow("this", age))
+    assert watch._is_stall(slow("this", 681.0))
+    assert watch._is_stall(slow("this", 679.0)) is (kind == "batch")
 
 
 class InBegin(jstep.Hook):
@@ -210,7 +230,7 @@ def watch_of(**settings):
     """A watch without a run."""
     watch = object.__new__(StallWatch)
     watch._hook, watch._device = jstep.StallHook(**settings), None
-    watch._warn = watch._hook.warn_secs
+    watch._warn, watch._who, watch._process, watch._survived = watch._hook.warn_secs, "process 0", 0, {}
     return watch
 
 
