@@ -26,7 +26,7 @@ from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
 from jstep.tools.compiled import Array, Instruction, Program, argument_of, instructions_of, parse_program, recomputes
-from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, versions
+from jstep.tools.topologies import name_of, on_topology, refuse_other_devices, require_working, versions
 
 # Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.
 
@@ -345,6 +345,8 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
         if needed is None:
+            if name is not None:
+                require_working(name, device)
             raise
     host = bytes_of((state, args), on_host=True)
     known = {
@@ -525,7 +527,7 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
         TypeError: `train_step` is not a function, or `state` is not a TrainState.
         ValueError: State and batch are on different devices; or, with a `topology`, they are on a mesh already or the
             rows do not divide over its devices.
-        ImportError: The compiler for the topology is not installed.
+        ImportError: The compiler for the topology is not installed, or does not load or work.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep

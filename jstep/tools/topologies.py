@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +19,9 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_int, as_text, kind, shown
+from jstep.core.checks import as_int, as_text, cut, kind, shown
 from jstep.core.devices import GPUS, TPUS, Name, parsed, target_config
-from jstep.core.meshes import mesh_of
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_shape
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
@@ -43,14 +44,38 @@ def devices_of(name: Name) -> Sequence[Any]:
     """Return the compile-only devices of a topology, cached by name so that equal names give equal meshes.
 
     Raises:
-        ImportError: The compiler is not installed; the message has the command that installs it.
+        ImportError: The compiler is not installed, or does not load or work; the message has the command that installs
+            it.
     """
     with _lock:
         if name not in _made:
             require_compiler(name)
             prepare()
-            _made[name] = _gpus(name) if name.kind in GPUS else _tpus(name)
+            try:
+                devices = _gpus(name) if name.kind in GPUS else _tpus(name)
+            except Exception as error:  # of Python, of the loader, or of the compiler
+                raise _broken(name, _compiler_of(name), error) from error
+            if name.kind in GPUS:
+                _require_nvidia(name)
+            _made[name] = devices
         return _made[name]
+
+
+def require_working(name: Name, device: Any) -> None:
+    """Compile a small program for a compile-only device, to tell an error of a program from one of its compiler.
+
+    Raises:
+        ImportError: It cannot be compiled; the message has the command that installs the compiler.
+    """
+    mesh = Mesh(np.array([device]), ("data",))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    with using_mesh(mesh):
+        lowered = jax.jit(lambda x: jnp.exp(x) * jnp.sin(x) ** x).lower(x)
+    try:
+        lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
+        raise _broken(name, what, error) from error
 
 
 def require_compiler(name: Name) -> None:
@@ -121,17 +146,72 @@ def _spec_of(module: str) -> Any:
     return None
 
 
-def _has_cuda_compiler() -> bool:
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+_PTXAS, _LIBDEVICE = "bin/ptxas", "nvvm/libdevice"
+_BITCODE = (b"BC\xc0\xde", b"\xde\xc0\x17\x0b")
+"""What a file of LLVM bitcode begins with."""
+
+
+def _cuda_roots() -> list[str]:
+    """Return the folders in which XLA looks for NVIDIA's compiler, in its order."""
+    roots = [os.environ.get("CUDA_ROOT")]
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
+    roots += [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     roots.append(os.path.dirname(os.path.dirname(shutil.which("ptxas") or "")))
-    needed = ("bin/ptxas", "nvvm/libdevice")
-    return any(all(os.path.exists(f"{root}/{file}") for file in needed) for root in roots if root)
+    return [root for root in roots if root]
+
+
+def _has_cuda_compiler() -> bool:
+    return any(all(os.path.exists(f"{root}/{file}") for file in (_PTXAS, _LIBDEVICE)) for root in _cuda_roots())
+
+
+def _require_nvidia(name: Name) -> None:
+    """Check that ptxas runs, and that libdevice can be read: XLA aborts the process if it is not bitcode.
+
+    Raises:
+        ImportError: One of them does not work.
+    """
+    roots = _cuda_roots()
+    folder = next(found for root in roots if os.path.isdir(found := f"{root}/{_LIBDEVICE}"))  # XLA reads the first one
+    library = f"{folder}/libdevice.10.bc"
+    try:
+        with open(library, "rb") as file:
+            if file.read(4) not in _BITCODE:
+                raise ValueError("it is not LLVM bitcode")
+    except (OSError, ValueError) as error:
+        raise _broken(name, f"NVIDIA's libdevice ({library})", error) from error
+    failed: Exception | None = None
+    for root in roots:  # XLA uses the first ptxas that works
+        program = f"{root}/{_PTXAS}"
+        if os.path.exists(program):
+            try:
+                subprocess.run([program, "--version"], capture_output=True, check=True, timeout=60)
+            except (OSError, subprocess.SubprocessError) as error:
+                failed = failed or _broken(name, f"NVIDIA's ptxas ({program})", error)
+            else:
+                return
+    if failed is not None:
+        raise failed
 
 
 def _missing(name: Name, what: str, extra: str) -> ImportError:
     return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
+
+
+def _compiler_of(name: Name) -> str:
+    """Name the package that has the compiler of a topology, and where it is."""
+    if name.kind in GPUS:
+        return f"the CUDA plugin of JAX ({_plugins()[0]})"
+    given = os.environ.get("TPU_LIBRARY_PATH")
+    return "libtpu" if given is None else f"libtpu (TPU_LIBRARY_PATH={given!r})"
+
+
+def _broken(name: Name, what: str, error: Exception) -> ImportError:
+    extra, said = "aot-cuda" if name.kind in GPUS else "tpu", cut(" ".join(str(error).split()), 500)
+    return ImportError(
+        f"{name}: {what} is installed, but does not work ({type(error).__name__}: {said}); "
+        f"run: pip install 'jstep[{extra}]' --force-reinstall"
+    )
 
 
 def versions(kind: str) -> Mapping[str, str]:
@@ -168,7 +248,8 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
-        ImportError: The compiler is not installed: `pip install 'jstep[tpu]'` for TPUs, `'jstep[aot-cuda]'` for GPUs.
+        ImportError: The compiler is not installed, or does not load or work: `pip install 'jstep[tpu]'` for TPUs,
+            `'jstep[aot-cuda]'` for GPUs.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep

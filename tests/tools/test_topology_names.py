@@ -2,12 +2,16 @@
 
 import os
 import sys
+import types
 
+import jax
 import pytest
 from jax.sharding import AxisType
 
 import jstep
 from jstep.core.devices import GPUS, TPUS, parsed, target_config
+from jstep.tools.cost import compiled_cost
+from jstep.tools.topologies import devices_of, require_working
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,98 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, tm
     with pytest.raises(ImportError, match=r"v5e:2x4: libtpu .*run: pip install 'jstep\[tpu\]'"):
         jstep.topology("v5e:2x4", {"data": 8})
     assert dict(os.environ) == before
+
+
+def fake_cuda(root, ptxas="#!/bin/sh\n", libdevice=b"BC\xc0\xde"):
+    """Write NVIDIA's compiler and a plugin that does nothing."""
+    for folder in ("bin", "nvvm/libdevice", "jax_plugins/xla_cuda13"):
+        (root / folder).mkdir(parents=True)
+    (root / "jax_plugins/xla_cuda13/__init__.py").write_text("def initialize():\n    pass\n")
+    (root / "bin/ptxas").write_text(ptxas)
+    (root / "bin/ptxas").chmod(0o755)
+    if libdevice is not None:
+        (root / "nvvm/libdevice/libdevice.10.bc").write_bytes(libdevice)
+
+
+class Described:
+    devices = ()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"libdevice": b""}, r"NVIDIA's libdevice \(.*/libdevice.10.bc\) .*it is not LLVM bitcode"),
+        ({"libdevice": b"text"}, ".*it is not LLVM bitcode"),
+        ({"libdevice": None}, ".*FileNotFoundError"),
+        ({"ptxas": "#!/bin/sh\nexit 3\n"}, r"NVIDIA's ptxas \(.*/bin/ptxas\) .*exit status 3"),
+        ({"ptxas": "no program"}, "NVIDIA's ptxas .*Exec format error"),
+        ({}, None),
+    ],
+)
+def test_nvidia_compiler_that_does_not_work(monkeypatch, tmp_path, files, words):
+    fake_cuda(tmp_path, **files)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jstep.tools.topologies._cuda_roots", lambda: [str(tmp_path)])
+    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", lambda *_, **__: Described)
+    monkeypatch.setattr("jstep.tools.topologies._made", {})
+    monkeypatch.setattr("jstep.tools.topologies.prepare", lambda: None)
+    name = parsed("h100:8")
+    if words is None:
+        assert devices_of(name) == ()
+        return
+    with pytest.raises(ImportError, match=rf"h100:8: {words}.*; run: pip install 'jstep\[aot-cuda\]'"):
+        devices_of(name)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("libcudart.so.13: cannot open"), AttributeError("initialize"), RuntimeError()]
+)
+@pytest.mark.parametrize(
+    ("name", "words", "extra"),
+    [
+        ("h100:8", r"the CUDA plugin of JAX \(jax_plugins.xla_cuda13\)", "aot-cuda"),
+        ("v5e:2x2", "libtpu", "tpu"),
+    ],
+)
+def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, error):
+    def load(*args, **options):
+        raise error
+
+    fake_cuda(tmp_path)
+    (tmp_path / "libtpu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jstep.tools.topologies._cuda_roots", lambda: [str(tmp_path)])
+    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", load)
+    monkeypatch.setattr("jstep.tools.topologies.prepare", lambda: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    found = rf"{name}: {words} is installed, but does not work \({type(error).__name__}: {error}.*'jstep\[{extra}\]'"
+    with pytest.raises(ImportError, match=found) as raised:
+        jstep.topology(name)
+    assert raised.value.__cause__ is error
+
+
+def test_compiler_that_fails_for_every_program(monkeypatch):
+    """An error of a compiler that cannot compile a small program either is one of the compiler, not of the step."""
+    name = parsed("h100:8")
+
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 65280")
+
+    class Step:
+        def trace(self, *args):
+            return jax.jit(lambda x: x + 1).trace(1.0)
+
+        def lower(self, *args):
+            return Lowered()
+
+    monkeypatch.setattr("jstep.tools.cost.name_of", lambda device: name)
+    state = jstep.TrainState.create({"w": 1.0}, jstep.sgd(0.1))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="65280"):  # the CPU's compiler works
+        compiled_cost(Step(), state, ())
+    monkeypatch.setattr(jax, "jit", lambda fn: types.SimpleNamespace(lower=lambda *_: Lowered()))
+    with pytest.raises(ImportError, match=r"h100:8: NVIDIA's compiler .*65280.*; run: pip install 'jstep\[aot-cuda\]'"):
+        require_working(name, jax.devices()[0])
 
 
 def test_device_tables_are_plausible():
