@@ -15,9 +15,29 @@ cd "$(dirname "$0")/.."
 logs=${NIGHTLY_LOGS:-.nightly}
 mkdir -p "$logs"
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-newest=$(command -v python3.13 || ls "$HOME"/.pyenv/versions/3.13.*/bin/python3 2> /dev/null | tail -n 1)
 results=()
 code=0
+
+# The newest Python of this machine, on the path or in pyenv, that starts and is no pre-release.
+newest_python() {
+    local name python version starts
+    starts='import sys, venv; sys.exit(sys.version_info.releaselevel != "final" or sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))'
+    {
+        for name in $(compgen -c python3.); do
+            echo "${name#python} $(type -P "$name")"
+        done
+        for python in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+            version=${python%/bin/python3}
+            echo "${version##*/} $python"
+        done
+    } | grep -E '^3\.(1[1-9]|[2-9][0-9])(\.[0-9]+)? /' | sort -rV | while read -r version python; do
+        if "$python" -c "$starts" > /dev/null 2>&1; then
+            echo "$python"
+            break
+        fi
+    done
+}
+newest=$(newest_python)
 
 # The tests of TensorBoard's pages need a browser and are skipped without one.
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then

@@ -34,7 +34,9 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         f'[ "$step" != "{failing}" ]',
     }
     for path, command in stubs.items():
-        (directory / path).write_text(f"#!/bin/sh\necho flags=$XLA_FLAGS.; echo '7 passed in 1.00s'\n{command}\n")
+        (directory / path).write_text(
+            f"#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; echo '7 passed in 1.00s'\n{command}\n"
+        )
         (directory / path).chmod(0o755)
     environment = os.environ | {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
     environment["PATH"] = f"{directory}:{environment['PATH']}"
@@ -50,12 +52,36 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     summary = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()[-len(STEPS) :]}
     assert summary == {name: "FAILED" if name == failing else "passed" for name in STEPS}
     assert done.returncode == bool(failing)
-    assert "flags=." in (tmp_path / ".nightly/optimized.log").read_text()
+    assert "flags=. " in (tmp_path / ".nightly/optimized.log").read_text()
 
 
 def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
     done = nightly(tmp_path, steps="soak slurm")
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == ["soak", "slurm"]
+
+
+def test_the_newest_step_takes_the_newest_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyenv, commands = tmp_path / "pyenv/versions", tmp_path / "commands"
+    pythons = {
+        commands / "python3.99": "exit 127",  # a shim of pyenv whose version is not selected
+        commands / "python3.95": "",
+        commands / "python3.98-config": "",
+        pyenv / "3.98.9/bin/python3": "",
+        pyenv / "3.98.10/bin/python3": "",
+        pyenv / "3.98.11rc1/bin/python3": "",
+        pyenv / "3.98.12t/bin/python3": "",
+    }
+    for path, command in pythons.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{command}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    for root, python in ((pyenv, pyenv / "3.98.10/bin/python3"), (tmp_path / "none", commands / "python3.95")):
+        monkeypatch.setenv("PYENV_ROOT", str(root.parent))
+        directory = tmp_path / f"run_{python.parent.name}"
+        directory.mkdir()
+        nightly(directory, steps="newest")
+        assert f"python={python}." in (directory / ".nightly/newest.log").read_text()
 
 
 def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:

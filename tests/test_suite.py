@@ -1,6 +1,7 @@
 """The tools of the test suite: which tests are thorough, what they cost, and which ones a change needs."""
 
 import json
+import random
 import types
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import changed
 import costs
 import pytest
 import thorough
+from hypothesis import register_random
 
 
 def cases(test: str, ids: list[str], parameters: list[dict[str, Any]], except_for: Any) -> list[Any]:
@@ -96,6 +98,11 @@ def test_files_inside_of_folders_are_not_listed() -> None:
         "jstep/cli/gone.py",
     ]
     assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/queues/test_queues.py", "tests/tools"]
+
+
+def test_a_warning_of_hypothesis_about_itself_is_no_error() -> None:
+    generator = random.Random()
+    register_random(generator)  # warns of an object that only this function refers to, as it does of its own with 3.14
 
 
 def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

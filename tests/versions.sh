@@ -3,7 +3,7 @@
 #
 #   tests/versions.sh lowest [pytest arguments]
 #   tests/versions.sh newest [pytest arguments]
-#   PYTHON=python3.13 tests/versions.sh newest
+#   PYTHON=python3.14 tests/versions.sh newest
 #
 # Creates a virtual environment in .venv-lowest or .venv-newest; nothing else is changed.
 set -euo pipefail
