@@ -215,8 +215,8 @@ def _is_of_same_rows(cls: type) -> bool:
     It is looked for in the class: a wrapper that passes other attributes on has the `__getitems__` of what it wraps,
     which knows nothing of the wrapper's items.
     """
-    first = next((names for names in map(vars, cls.__mro__) if "__getitem__" in names or "__getitems__" in names), {})
-    return callable(first.get("__getitems__"))
+    names = ({"__getitem__", "__getitems__"} & vars(base).keys() for base in cls.__mro__)
+    return "__getitems__" in next(filter(None, names), ()) and callable(getattr(cls, "__getitems__", None))
 
 
 _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
@@ -228,9 +228,11 @@ def _takes_lists(cls: type) -> bool:
 
     A subclass may have one of its own, and a module of the user's the name of a library.
     """
-    libraries = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES]
-    own: Any = getattr(cls, "__getitem__", None)
-    return any(issubclass(cls, known) and own is known.__getitem__ for known in libraries if isinstance(known, type))
+    own = getattr(cls, "__getitem__", None)
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
+    return any(
+        isinstance(one, type) and issubclass(cls, one) and own is getattr(one, "__getitem__", 0) for one in known
+    )
 
 
 Source: TypeAlias = ArraySource | ItemSource

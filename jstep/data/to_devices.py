@@ -221,7 +221,7 @@ def shard_batch(local_batch: Any, mesh: Any, axis: Any = "data") -> Any:
     """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
 
     Args:
-        local_batch: A tree of arrays with the same number of rows; with one process, the whole batch.
+        local_batch: A tree of arrays with the same number of rows, on all processes; with one process, the whole batch.
         mesh: A `jax.sharding.Mesh`.
         axis: The mesh axis (or a tuple of axes) over which rows are split.
 

@@ -430,6 +430,7 @@ class TrainStep:
             if (copied := trees.owned(named)) is not named:
                 state = named = copied
             refuse_shapes((named, args), "state and batch")
+            trees.refuse_wide(named, "state")  # of a state that was made by hand
             self._settle(named, NAMED if state is named else FLAT)
         if not is_latest or self._pure.looks_at_rows:
             program, mesh = self._for(named, args), mesh_of((named, args))

@@ -73,6 +73,11 @@ def test_calls_of_a_step(step):
         jstep.scan_steps(step)(state(), {"ids": WIDE})
 
 
+def test_state_made_by_hand():
+    with refused(path="state: the leaf at 'slots/model_state/ids'"):
+        STEP(state().replace(model_state={"ids": WIDE}), {"ids": WIDE[:1]})
+
+
 @pytest.mark.parametrize("mesh", [None, "Auto", "Explicit"])
 def test_create(mesh):
     mesh = mesh and jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType[mesh],))
