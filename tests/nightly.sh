@@ -18,7 +18,7 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 results=()
 code=0
 
-# The newest Python of this machine, on the path or in pyenv, that starts and is no pre-release.
+# The newest Python of this machine, on the path or in pyenv, that starts and is not a pre-release.
 newest_python() {
     local name python version starts
     starts='import sys, venv; sys.exit(sys.version_info.releaselevel != "final" or sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))'

@@ -100,7 +100,7 @@ def test_files_inside_of_folders_are_not_listed() -> None:
     assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/queues/test_queues.py", "tests/tools"]
 
 
-def test_a_warning_of_hypothesis_about_itself_is_no_error() -> None:
+def test_a_warning_of_hypothesis_about_itself_is_ignored() -> None:
     generator = random.Random()
     register_random(generator)  # warns of an object that only this function refers to, as it does of its own with 3.14
 
