@@ -65,7 +65,9 @@ VarList: TypeAlias = Callable[[str, Any], bool] | str | Sequence[str] | Any | No
 _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a tree of bools"
 
 
-def selected(params: trees.Params, var_list: VarList, argument: str = "var_list") -> list[int]:
+def selected(
+    params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
+) -> list[int]:
     """Return the indices, among the leaves of params, of those to differentiate.
 
     Args:
@@ -73,16 +75,19 @@ def selected(params: trees.Params, var_list: VarList, argument: str = "var_list"
         var_list: None for all, a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools (one bool may
             apply to a whole subtree).
         argument: The name of the argument, for errors.
+        frozen: For each leaf, in order, whether the optimizer freezes it; None if it freezes none.
 
     Raises:
         TypeError: `var_list` has none of the four forms.
         ValueError: An entry matches nothing (names the nearest paths), or no trainable leaf is selected.
     """
-    indices = [i for i, wanted in enumerate(flags(params, var_list, argument)) if wanted]
+    wanted = flags(params, var_list, argument)
+    indices = [i for i, one in enumerate(wanted) if one and not (frozen and frozen[i])]
     if not indices:
+        why = " that the optimizer does not freeze" if any(wanted) else ""
         raise ValueError(
             f"No variables to optimize: {argument}={shown(var_list)} leaves none of {trees.paths_of(params)[:20]}, of "
-            "which only floating-point leaves can be trained"
+            f"which only floating-point leaves{why} can be trained"
         )
     return indices
 

@@ -330,6 +330,9 @@ class Differentiation:
     """Whether to collect summaries that the loss creates."""
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
+    frozen: Callable[[Params], Sequence[bool]] | None = None
+    """For each leaf of params, whether the optimizer freezes it, so that it is not differentiated; None if it is not
+    known."""
     attempts: Attempts | None = dataclasses.field(default=None, repr=False, compare=False)
     """The tracer of the loss, shared by all copies made with `dataclasses.replace`."""
 
@@ -377,10 +380,14 @@ class Differentiation:
         """Whether the computation depends on how the rows of the batch are sharded."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
+    def selected(self, params: Params, argument: str = "var_list") -> list[int]:
+        """Return the indices of the leaves that are differentiated; `argument` is the name of var_list in errors."""
+        return selected(params, self.var_list, argument, self.frozen and self.frozen(params))
+
     def _of_batch(self, given: Inputs) -> Part:
         params = given.params
         leaves, treedef = trees.flatten(params)
-        indices = selected(params, self.var_list)
+        indices = self.selected(params)
         part = self._whole(given, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]

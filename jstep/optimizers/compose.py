@@ -109,13 +109,24 @@ class Ages(NamedTuple):
         return {slot: later(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
 
 
+def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
+    """Whether a `partition` in an optimizer freezes each leaf, in order."""
+    labels = labels_of(optimizer, params)
+    return [False] * len(jax.tree.leaves(params)) if labels is None else [label is None for label in labels]
+
+
+def without_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
+    """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
+    frozen = frozen_leaves(optimizer, params)
+    if not any(frozen):
+        return gradients
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=trees.is_slices)
+    return trees.structure(params).unflatten([None if out else g for out, g in zip(frozen, found, strict=True)])
+
+
 def trained(optimizer: Optimizer, params: Params) -> Params:
     """The parameters that an optimizer may update, with None for those that a `partition` freezes."""
-    labels = labels_of(optimizer, params)
-    if labels is None:
-        return params
-    leaves, treedef = trees.flatten(params)
-    return treedef.unflatten([None if label is None else p for label, p in zip(labels, leaves, strict=True)])
+    return without_frozen(optimizer, params, params)
 
 
 def wrap_optimizer(
@@ -326,7 +337,9 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     Args:
         optimizers: Label → optimizer.
         labels: `labels(path, leaf) -> label`, or None for a frozen leaf, which has no slots. It may depend on the
-            leaf's shape and dtype, not on its values.
+            leaf's shape and dtype, not on its values. `minimize` does not differentiate frozen leaves, whatever is
+            around the partition, and `apply_gradients` ignores their gradients: no norm, clipping, weight decay,
+            noise scale or guard includes them.
 
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other

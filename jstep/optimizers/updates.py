@@ -266,9 +266,9 @@ def explain_missing_gradients(error: Exception, params: Params, gradients: Updat
 
 
 _MISSING = (
-    "The gradients of {} are None, because the loss does not depend on them or var_list leaves them out. A custom "
-    "optimizer returns the update None for them and keeps their slots: test for None, write it with jstep.leafwise, or "
-    "use jstep.map_gradients and jstep.map_leaves, which pass over None."
+    "The gradients of {} are None, because the loss does not depend on them, var_list leaves them out or a partition "
+    "freezes them. A custom optimizer returns the update None for them and keeps their slots: test for None, write it "
+    "with jstep.leafwise, or use jstep.map_gradients and jstep.map_leaves, which pass over None."
 )
 
 

@@ -18,7 +18,7 @@ from jstep.core import placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.placement import Layouts, Unroll
-from jstep.core.selection import VarList, check_form, selected
+from jstep.core.selection import VarList, check_form
 from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
 from jstep.differentiate import engine
@@ -28,9 +28,11 @@ from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
+from jstep.optimizers.compose import frozen_leaves, without_frozen
 from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, shown_slots, skips, value_at
-from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, is_guarded
+from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import (
+    NoGradientsError,
     Transfers,
     apply_in_order,
     explain_missing_gradients,
@@ -62,7 +64,7 @@ def apply_gradients(
     Args:
         state: The state before the update.
         grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is
-            not updated.
+            not updated. The gradient of a parameter that a `partition` freezes is ignored: no norm includes it.
         optimizer: The optimizer that the state was created with.
         context: Information about the step besides the gradients, for an optimizer with `takes_context`.
         increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
@@ -70,8 +72,8 @@ def apply_gradients(
 
     Raises:
         TypeError: A gradient is not floating point, or `context` is not a `Context`.
-        ValueError: All gradients are None, structures or shapes do not match (the message contains the path), or the
-            slots of the state are not those of the optimizer.
+        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
+            contains the path), or the slots of the state are not those of the optimizer.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -142,6 +144,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     roles = roles_of(optimizer, state.params)
     guards.loss_scale_of(roles, held)
     guards.noise_slots(roles)
+    grads, context = _of_trained(optimizer, state.params, grads, context)
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     try:
@@ -159,6 +162,19 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     new = state.replace(slots={**state.slots, **own})
     new = new.replace(global_step=later_step(step)) if increment else new
     return Applied(new, updates, own, roles, left_out)
+
+
+def _of_trained(optimizer: Optimizer, params: Params, grads: Updates, context: Context) -> tuple[Updates, Context]:
+    """The gradients, and the context, without those of frozen leaves: no norm and no wrapper sees them.
+
+    Raises:
+        NoGradientsError: All gradients are of frozen leaves.
+    """
+    inwards = functools.partial(without_frozen, optimizer, params)
+    grads = inwards(grads)
+    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=trees.is_slices))):
+        raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
+    return grads, inner_context(context, lambda params: params, inwards)
 
 
 def _check_slots(held: Slots, own: Slots) -> None:
@@ -257,7 +273,7 @@ class SeveralLosses:
 
     def __call__(self, given: Inputs) -> Part:
         """Return the sum of the losses, all gradients in one tree, and, as aux, the loss and aux of each by name."""
-        chosen = _without_overlap(given.params, {name: one.var_list for name, one in self.each.items()})
+        chosen = _without_overlap(given.params, self.each)
         leaves, treedef = trees.flatten(given.params)
         gradients: list[Any] = [None] * len(leaves)
         parts: dict[str, Part] = {}
@@ -351,13 +367,13 @@ def _by_name(aux: Any) -> Mapping[str, Any]:
     return aux if isinstance(aux, Mapping) else {"aux": aux}
 
 
-def _without_overlap(params: Params, var_lists: Mapping[str, VarList]) -> dict[str, list[int]]:
+def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dict[str, list[int]]:
     """Return the indices of the leaves that each loss trains.
 
     Raises:
         ValueError: Two losses train the same leaf. The message contains the paths.
     """
-    chosen = {name: selected(params, one, f"loss_fn[{name!r}][1]") for name, one in var_lists.items()}
+    chosen = {name: one.selected(params, f"loss_fn[{name!r}][1]") for name, one in each.items()}
     for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*its} & {*others})
         if both:
@@ -421,7 +437,9 @@ def minimize(
             respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
             Parameters that no loss trains are unchanged.
         optimizer: The optimizer that the state was created with.
-        var_list: The parameters to train, as in `compute_gradients`; the others are unchanged.
+        var_list: The parameters to train, as in `compute_gradients`; the others are unchanged. Parameters that the
+            optimizer freezes, by the label None of a `partition`, are not trained in any case: neither they nor those
+            that var_list leaves out are differentiated.
         has_aux: Whether loss_fn returns auxiliary values, which are added to the metrics.
         num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`; there is one
             update per batch. It is that of the whole batch if the loss is a mean over rows: a loss that compares rows
@@ -462,9 +480,9 @@ def minimize(
             other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
             kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
             logged). None, the default, sums in whatever order the devices give.
-        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients), `"update_norm"` (of the updates
-            as added), `"param_norm"` (of the new parameters), and `"noise_scale"` (from microbatches, or from lanes;
-            requires `with_noise_scale` around the optimizer).
+        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of what is trained),
+            `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
+            microbatches, or from lanes; requires `with_noise_scale` around the optimizer).
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
@@ -481,10 +499,10 @@ def minimize(
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, or a key of aux is not a string.
-        ValueError: An argument is out of range; var_list matches nothing; num_microbatches, max_rows_per_device or
-            lanes do not fit the batch; lanes do not fit the devices, or the loss names their mesh axes; the state does
-            not fit the optimizer; names of metrics collide; two losses train one parameter; or the optimizer keeps no
-            averages.
+        ValueError: An argument is out of range; var_list matches nothing, or only what the optimizer freezes;
+            num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
+            loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses
+            train one parameter; or the optimizer keeps no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -535,6 +553,7 @@ def minimize(
             lanes=lanes,
             gathers=True,
             squares=measures_noise,
+            frozen=functools.partial(frozen_leaves, optimizer),
         )
 
     differentiate: Differentiation | SeveralLosses

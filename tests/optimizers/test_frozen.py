@@ -1,0 +1,207 @@
+"""Parameters that the label None of `partition` freezes: not differentiated, and in no norm, guard or noise scale."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jstep
+
+KEY = jax.random.key(5)
+PARAMS = {"head": jnp.arange(1.0, 9.0).reshape(8, 1) / 8, "head2": jnp.full((8, 8), 0.25), "n": jnp.int32(3)}
+X = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
+EMA = jstep.ExponentialMovingAverage(0.5)
+
+Wrap = Callable[[jstep.Optimizer], jstep.Optimizer]
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    """Its gradient with respect to `head2` is large, and so would be every norm that includes it."""
+    return jnp.mean((jnp.tanh(1e3 * (x @ params["head2"])) @ params["head"] - 1.0) ** 2) + 1e3 * jnp.sum(
+        params["head2"] ** 2
+    )
+
+
+def head_alone(path: str, leaf: Any) -> str | None:
+    return "head" if path == "head" else None  # "head" is also a prefix of "head2"
+
+
+def only_head(optimizer: jstep.Optimizer) -> jstep.Optimizer:
+    return jstep.partition({"head": optimizer}, head_alone)
+
+
+def clipped(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.clip(p, -0.9, 0.9) if p.dtype == jnp.float32 else p, params)
+
+
+WRAPPERS: dict[str, Wrap] = {
+    "clip_by_global_norm": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one),
+    "normalize": lambda one: jstep.chain(jstep.normalize_gradients(), one),
+    "decay_before": lambda one: jstep.chain(jstep.add_weight_decay(0.1), one),
+    "decay_after": lambda one: jstep.chain(one, jstep.decay_weights(0.1)),
+    "clip_after": lambda one: jstep.chain(one, jstep.clip_gradients(by_global_norm=1e-3)),
+    "add_noise": lambda one: jstep.chain(jstep.add_noise(0.01, 0.5, KEY), one),
+    "stateless": lambda one: jstep.chain(jstep.stateless(lambda u, p, n: jstep.clip_by_global_norm(u, 0.5)[0]), one),
+    "nested_chain": lambda one: jstep.chain(jstep.chain(jstep.clip_gradients(by_global_norm=0.5)), jstep.chain(one)),
+    "scope": lambda one: jstep.scope("head2", jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one)),
+    "skip_nonfinite": jstep.skip_nonfinite,
+    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.normalize_gradients(), one)),
+    "master_weights": lambda one: jstep.master_weights(jstep.chain(jstep.normalize_gradients(), one)),
+    "compact": lambda one: jstep.compact(jstep.chain(jstep.normalize_gradients(), one)),
+    "lookahead": lambda one: jstep.lookahead(jstep.chain(jstep.normalize_gradients(), one), sync_period=2),
+    "average": lambda one: jstep.with_moving_average(jstep.chain(jstep.normalize_gradients(), one), EMA),
+    "cautious": lambda one: jstep.cautious(jstep.chain(jstep.normalize_gradients(), one)),
+    "projection": lambda one: jstep.with_projection(jstep.chain(jstep.normalize_gradients(), one), clipped),
+    "rounding": lambda one: jstep.stochastic_rounding(jstep.chain(jstep.normalize_gradients(), one), KEY),
+    "accumulating": lambda one: jstep.update_every(2, jstep.chain(jstep.normalize_gradients(), one), accumulate=True),
+    "label": lambda one: jstep.partition(
+        {"a": jstep.chain(jstep.normalize_gradients(), one), "a/b": jstep.sgd(1.0)},
+        lambda path, leaf: "a/b" if path == "n" else "a",
+    ),
+    "jit": lambda one: one._replace(init=jax.jit(one.init)),
+}
+
+
+def train(optimizer: jstep.Optimizer, steps: int = 3, **options: Any) -> tuple[jstep.TrainState, dict[str, Any]]:
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"), **options)
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for _ in range(steps):
+        state, metrics = step(state, X)
+    return state, {name: float(metrics[name]) for name in ("loss", "grad_norm", "update_norm")}
+
+
+def assert_same_run(wrap: Wrap, inner: jstep.Optimizer, **options: Any) -> None:
+    """A partition that freezes the rest trains as `var_list` does."""
+    state, metrics = train(wrap(only_head(inner)), **options)
+    expected, of_var_list = train(wrap(inner), var_list="head", **options)
+    np.testing.assert_array_equal(state.params["head"], expected.params["head"])
+    np.testing.assert_array_equal(state.params["head2"], PARAMS["head2"])
+    assert metrics == of_var_list
+    assert np.any(state.params["head"] != PARAMS["head"])
+
+
+@pytest.mark.thorough(except_for=["clip_by_global_norm", "scope", "dynamic_loss_scale", "label"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_frozen_parameters_count_in_no_wrapper(name: str) -> None:
+    assert_same_run(WRAPPERS[name], jstep.adam(0.1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("around", WRAPPERS)
+@pytest.mark.parametrize("inside", ["clip_by_global_norm", "skip_nonfinite", "average"])
+def test_frozen_parameters_count_in_no_two_wrappers(around: str, inside: str) -> None:
+    assert_same_run(lambda one: WRAPPERS[around](jstep.scope("x", WRAPPERS[inside](one))), jstep.momentum(0.1, 0.9))
+
+
+@pytest.mark.thorough(except_for=["sharpness", "lanes"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharpness": 0.5},
+        {"sharpness": jstep.constant(0.5), "adaptive": True},
+        {"num_microbatches": 4},
+        {"lanes": 4},
+        {"lanes": 2, "num_microbatches": 2, "sharpness": 0.5},
+        {"jit": False},
+    ],
+    ids=["sharpness", "adaptive", "microbatches", "lanes", "lanes_and_sharpness", "no_jit"],
+)
+def test_frozen_parameters_are_as_those_that_var_list_leaves_out(options: dict[str, Any]) -> None:
+    assert_same_run(WRAPPERS["clip_by_global_norm"], jstep.adam(0.1), **options)
+
+
+def test_two_partitions_of_a_chain_freeze_what_either_freezes() -> None:
+    def two(inner: jstep.Optimizer) -> jstep.Optimizer:
+        first = jstep.partition({"a": jstep.normalize_gradients()}, lambda path, leaf: "a" if "head" in path else None)
+        return jstep.chain(jstep.clip_gradients(by_global_norm=0.5), first, inner)
+
+    assert_same_run(two, jstep.from_optax(optax.adam(0.1)))
+
+
+def test_the_noise_scale_is_that_of_what_is_trained() -> None:
+    found = []
+    for optimizer, var_list in ((only_head(jstep.sgd(0.1)), None), (jstep.sgd(0.1), "head")):
+        noisy = jstep.with_noise_scale(optimizer)
+        step = jstep.minimize(loss_fn, noisy, var_list=var_list, num_microbatches=4, metrics=("noise_scale",))
+        _, metrics = step(jstep.TrainState.create(PARAMS, noisy), X)
+        found.append((float(metrics["gradient_square"]), float(metrics["gradient_noise"])))
+    assert found[0] == found[1]
+
+
+def test_a_frozen_parameter_is_not_differentiated() -> None:
+    traced = []
+
+    @jax.custom_vjp
+    def watched(leaf: jax.Array) -> jax.Array:
+        return leaf
+
+    watched.defvjp(lambda leaf: (leaf, None), lambda _, gradient: traced.append(1) or (gradient,))
+    optimizer = jstep.skip_nonfinite(only_head(jstep.sgd(0.1)))
+    step = jstep.minimize(lambda p, x: loss_fn({**p, "head2": watched(p["head2"])}, x), optimizer)
+    step(jstep.TrainState.create(PARAMS, optimizer), X)
+    assert not traced
+
+
+@pytest.mark.parametrize("bad", [1e30, np.nan])
+@pytest.mark.parametrize("guard", [jstep.skip_nonfinite, jstep.dynamic_loss_scale, jstep.chain])
+def test_apply_gradients_ignores_gradients_of_frozen_parameters(guard: Wrap, bad: float) -> None:
+    optimizer = guard(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), only_head(jstep.sgd(1.0))))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    grads = {"head": jnp.ones((8, 1)), "head2": jnp.full((8, 8), bad), "n": None}
+    after = jstep.apply_gradients(state, grads, optimizer)
+    expected = jstep.apply_gradients(state, {**grads, "head2": None}, optimizer)
+    assert np.any(after.params["head"] != PARAMS["head"])
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(after), jax.tree.leaves(expected))
+
+
+def test_a_context_has_no_gradients_of_frozen_parameters() -> None:
+    seen = []
+
+    def update(grads: Any, slots: Any, params: Any, step: Any, context: jstep.Context) -> Any:
+        seen.append(context.value_and_grad(params)[1])
+        return grads, slots
+
+    look = jstep.Optimizer(lambda params, step=0: {}, update, lambda step: {}, takes_context=True)
+    optimizer = jstep.chain(look, only_head(jstep.sgd(0.1)))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    jstep.minimize(loss_fn, optimizer)(state, X)
+    grads = {"head": jnp.ones((8, 1)), "head2": jnp.ones((8, 8)), "n": None}
+    context = jstep.Context(value_and_grad=lambda params: (0.0, grads))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    jstep.apply_gradients(state, grads, optimizer, context=context)
+    assert [one["head2"] for one in seen] == [None, None]
+    assert all(one["head"] is not None for one in seen)
+
+
+def test_var_list_narrows_what_a_partition_trains() -> None:
+    optimizer = jstep.partition({"one": jstep.sgd(0.1)}, lambda path, leaf: None if path == "head2" else "one")
+    state = jstep.TrainState.create({**PARAMS, "other": jnp.ones(8)}, optimizer)
+    step = jstep.minimize(lambda p, x: loss_fn(p, x) + jnp.sum(p["other"]), optimizer, var_list=["head*"], donate=False)
+    after, _ = step(state, X)
+    changed = [name for name in after.params if np.any(after.params[name] != state.params[name])]
+    assert changed == ["head"]
+
+
+@pytest.mark.parametrize("around", [lambda one: one, jstep.skip_nonfinite, WRAPPERS["clip_by_global_norm"]])
+def test_nothing_left_is_an_error(around: Wrap) -> None:
+    optimizer = around(only_head(jstep.sgd(0.1)))
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    with pytest.raises(ValueError, match=r"No variables to optimize: var_list=\['head2'\].*does not freeze"):
+        jstep.minimize(loss_fn, optimizer, var_list=["head2"])(state, X)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        jstep.apply_gradients(state, {"head": None, "head2": jnp.ones((8, 8)), "n": None}, optimizer)
+    with pytest.raises(ValueError, match=r"loss_fn\['critic'\]\[1\]='head2'.*does not freeze"):
+        jstep.minimize({"actor": (loss_fn, "head"), "critic": (loss_fn, "head2")}, optimizer)(state, X)
+
+
+def test_several_losses_do_not_differentiate_frozen_parameters() -> None:
+    optimizer = WRAPPERS["clip_by_global_norm"](only_head(jstep.sgd(1.0)))
+    state = jstep.TrainState.create({**PARAMS, "other": jnp.ones(8)}, optimizer)
+    step = jstep.minimize({"a": (loss_fn, ["head*"])}, optimizer, metrics=("grad_norm",), donate=False)
+    _, metrics = step(state, X)
+    alone = jstep.minimize(loss_fn, optimizer, var_list="head", metrics=("grad_norm",), donate=False)
+    assert float(metrics["grad_norm"]) == float(alone(state, X)[1]["grad_norm"])
