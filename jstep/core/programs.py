@@ -241,13 +241,27 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     """Evaluate an operation on values, traced or not."""
-    eqn = operation.eqn
-    needed = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, core.Literal)}
-    kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
     # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
-    alone = operation.jaxpr.replace(constvars=[], invars=list(needed), outvars=kept, eqns=[eqn], effects=eqn.effects)
-    results = dict(zip(kept, core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*needed.values()), strict=True))
-    return [results.get(var) for var in eqn.outvars]
+    pairs = zip(operation.eqn.invars, values, strict=True)
+    known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
+    alone = _alone(operation)
+    made = core.jaxpr_as_fun(alone)(*(known[var] for var in alone.jaxpr.invars))
+    results = dict(zip(alone.jaxpr.outvars, made, strict=True))
+    return [results.get(var) for var in operation.eqn.outvars]
+
+
+def operation_hash(operation: Operation) -> str:
+    """Hash an operation, with its literals and the types of its operands and results, as `program_hash` does."""
+    return program_hash(_alone(operation)).digest
+
+
+def _alone(operation: Operation) -> core.ClosedJaxpr:
+    """An operation as a program, of the variables among its operands."""
+    eqn = operation.eqn
+    given = list(dict.fromkeys(variables(eqn.invars)))
+    kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+    alone = operation.jaxpr.replace(constvars=[], invars=given, outvars=kept, eqns=[eqn], effects=eqn.effects)
+    return core.ClosedJaxpr(alone, ())
 
 
 def evaluate(

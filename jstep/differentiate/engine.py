@@ -21,6 +21,7 @@ from jstep.core.selection import VarList, check_form, selected
 from jstep.core.trees import Array, IndexedSlices, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.gradients import tables
+from jstep.differentiate.lane_state import Merge, merged, merges_of, summand
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, Squares
 
@@ -186,8 +187,33 @@ def checked_aux(aux: Any) -> Any:
     return jax.tree.map(jnp.asarray, aux)
 
 
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+"""Kinds of numbers, each of which holds the values of those before it."""
+
+
+def _kind_of(dtype: Any) -> int:
+    """The place of a dtype among `_KINDS`; -1 for a key."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
+
+
+def _refuse_other_kind(path: str, before: Any, after: Any) -> None:
+    """Refuse a leaf of model_state of a kind that the state cannot hold: it would be truncated at each update.
+
+    Raises:
+        TypeError: It is float for an integer or bool, an integer for a bool, complex for a real number, or another kind
+            of key. The message contains the path and both dtypes.
+    """
+    one, other = _kind_of(before), _kind_of(after)
+    if other > one or (before != after and -1 in (one, other)):
+        raise TypeError(
+            f"loss_fn returned a model_state whose leaf {trees.quoted(path)} must be {before}, as in the state, got "
+            f"{after}; create the state with {after} there (TrainState.create(…, model_state=…)), or convert what "
+            "loss_fn returns"
+        )
+
+
 def same_kind(old: Any, new: Any) -> Any:
-    """Return the new model_state with the dtypes of the old one, whose structure and shapes it must have."""
+    """Return the new model_state with the dtypes of the old one, whose structure, shapes and kinds it must have."""
     if trees.structure(old) != trees.structure(new):
         raise ValueError(
             f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
@@ -202,6 +228,7 @@ def same_kind(old: Any, new: Any) -> Any:
                 f"loss_fn returned a model_state whose leaf {trees.quoted(trees.path_str(keys))} has shape "
                 f"{after.shape}; the state holds shape {before.shape}"
             )
+        _refuse_other_kind(trees.path_str(keys), before.dtype, after.dtype)
         return after if after.dtype == before.dtype else after.astype(before.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, old, new)
@@ -441,13 +468,14 @@ class Differentiation:
     def _in_lanes(self, lanes: Lanes, given: Inputs, indices: list[int]) -> Part:
         """Differentiate the batch in lanes.
 
-        Loss, gradients and the floating leaves of aux are means over the lanes, integers of aux are sums. The floating
-        leaves of model_state are means, the others are those of lane 0.
+        Loss, gradients and the floating leaves of aux are means over the lanes, integers of aux are sums. The leaves of
+        model_state are merged as `lane_state` explains.
         """
         alone = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(given.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(given.args)
         whole, filled = trees.arrays_of(given._replace(args=(), batch_specs=None, lanes=None))
+        merges = self._merges(lanes, given, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             here = filled(whole)
@@ -461,7 +489,7 @@ class Differentiation:
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (found.aux, found.summaries))
-            state = jax.tree.map(functools.partial(_of_state, i), found.model_state)
+            state = _by_leaf(functools.partial(summand, i), merges, found.model_state, here.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
@@ -475,17 +503,34 @@ class Differentiation:
         def mean(x: Array) -> Array:
             return x if jnp.issubdtype(x.dtype, jnp.integer) else x / total.astype(x.dtype)
 
-        def of_state(x: Array, old: Array) -> Array:
-            if trees.is_key(old):
-                return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
-            return (x / lanes.number if jnp.issubdtype(x.dtype, jnp.inexact) else x).astype(old.dtype)
-
-        state = jax.tree.map(of_state, state, given.model_state)
+        state = _by_leaf(functools.partial(merged, lanes.number), merges, state, given.model_state)
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         found = None
         if norms is not None:
             found = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, given.scale))
         return Part(loss, state, aux, grads, summaries, found)
+
+    def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
+        """How the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
+        rows, of_rows = trees.flatten(given.args)
+        of_state = trees.structure(given.model_state)
+        others, filled = trees.arrays_of(given._replace(args=(), model_state=None, batch_specs=None, lanes=None))
+        n = self.num_microbatches
+        if self.max_rows_per_device is not None:
+            lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
+            n = microbatches.number_of_parts((lane,), [None] * len(lane), n, self.max_rows_per_device)
+        alone = dataclasses.replace(
+            self, lanes=None, squares=False, gathers=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
+        )
+
+        def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
+            args, here = of_rows.unflatten(rows), filled(others)
+            key = None if here.key is None else jax.random.fold_in(here.key, i)
+            specs = microbatches.specs_of_rows(args)
+            here = here._replace(args=args, key=key, model_state=of_state.unflatten(old), batch_specs=specs)
+            return jax.tree.leaves(alone._whole(here, []).model_state)
+
+        return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
 
     def _one(self, given: Inputs, indices: list[int]) -> Part:
         leaves, treedef = trees.flatten(given.params)
@@ -522,12 +567,10 @@ def _scaled(loss: Array, scale: Array | None) -> Array:
     return loss.astype(dtype) * scale.astype(dtype)
 
 
-def _of_state(i: Array, leaf: Any) -> Array:
-    """A leaf of model_state as it is summed: floating leaves become means, others are those of lane 0."""
-    leaf = trees.key_data(jnp.asarray(leaf))
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf.astype(trees.compute_dtype(leaf.dtype))
-    return jnp.where(i == 0, leaf, jnp.zeros_like(leaf))
+def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Any, old: Any) -> Any:
+    """Map `fn(merge, leaf, old leaf)` over the leaves of a tree like model_state."""
+    leaves, treedef = trees.flatten(tree)
+    return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
 
 
 # Gradients of a loss function, with microbatches and sharpness-aware minimization.

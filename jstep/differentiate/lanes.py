@@ -231,7 +231,7 @@ def sum_over_lanes(
         return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in each]
 
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
-    closed, shapes = _traced_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
+    closed, shapes = traced_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
     outs, treedef = trees.flatten(shapes)
     split = [lanes.scattered(x.shape) for x in outs]
 
@@ -327,7 +327,7 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
-def _traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Trace a lane, which must not name mesh axes that it does not have; `args` are those of the whole batch."""
     error, found = None, None
     try:

@@ -455,7 +455,8 @@ def minimize(
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH, as in `compute_gradients`.
         aggregation_method: How to sum the gradients of microbatches, as in `compute_gradients`.
         has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They
-            pass from one microbatch to the next, so running statistics move num_microbatches times per update.
+            pass from one microbatch to the next, so running statistics move num_microbatches times per update. They
+            keep their dtypes; a float for an integer or a bool, or an integer for a bool, is an error.
         use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn;
             they are not differentiated (mean teachers, target networks). A string is the name of their slot, as in
             `averaged_params`; a list of names, of averages of different leaves, gives one tree with all of them.
@@ -473,13 +474,15 @@ def minimize(
             of rows, each of which one device computes with the same program; everything that is summed over elements is
             summed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes, weighted by
             `weight_fn`; integers and bools of aux are sums. Each lane starts from the same model_state, whose floating
-            leaves become the mean of the lanes', while others are those of lane 0. Lane i gets `fold_in(key, i)` of the
-            key of its loss. `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets
-            `fold_in(key, j)` of the key of its lane. The loss must not name the mesh axes of the rows. Gradients of
-            `lookup` become dense. Another L is another run, and so are other global batches. Bits are not promised on
-            other processors, versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other
-            kernels per compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is
-            logged). None, the default, sums in whatever order the devices give.
+            leaves become the mean of the lanes'. Its integers that depend on a lane's rows, their number or key, such
+            as counts, move by the sum of the lanes' changes, and must be their old value plus something; other
+            integers, bools and keys are those of lane 0. Lane i gets `fold_in(key, i)` of the key of its loss.
+            `num_microbatches` and `max_rows_per_device` divide each lane, and microbatch j gets `fold_in(key, j)` of
+            the key of its lane. The loss must not name the mesh axes of the rows. Gradients of `lookup` become dense.
+            Another L is another run, and so are other global batches. Bits are not promised on other processors,
+            versions of JAX and XLA, flags or settings; on GPUs if the compiler may choose other kernels per
+            compilation; if the loss itself is not deterministic; or with tensor parallelism (a warning is logged).
+            None, the default, sums in whatever order the devices give.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of what is trained),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
             microbatches, or from lanes; requires `with_noise_scale` around the optimizer).
@@ -498,7 +501,8 @@ def minimize(
         under their own prefix.
 
     Raises:
-        TypeError: An argument, the loss or a gradient has the wrong type, or a key of aux is not a string.
+        TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, or a leaf of
+            model_state changes its kind, or cannot be merged over the lanes.
         ValueError: An argument is out of range; var_list matches nothing, or only what the optimizer freezes;
             num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
             loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses

@@ -186,22 +186,24 @@ def test_model_state_starts_alike_in_each_lane():
         moved = {
             "mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(x).astype(jnp.bfloat16),
             "count": model_state["count"] + jnp.int32(x[0, 0] * 1000),
-            "seen": x[0, 0] == X[0, 0],
+            "steps": model_state["steps"] + 1,
+            "odd": ~model_state["odd"],
             "key": jax.random.fold_in(model_state["key"], jnp.int32(x[0, 0] * 1000)),
         }
         return loss_fn(params, x, y), moved
 
     key = jax.random.key(1)
-    first = {"mean": jnp.ones((), jnp.bfloat16), "count": jnp.int32(5), "seen": jnp.array(False), "key": key}
+    first = {"mean": jnp.ones((), jnp.bfloat16), "count": jnp.int32(5), "steps": jnp.int32(0), "key": key}
+    first["odd"] = jnp.array(False)
     step = jstep.minimize(loss, SGD, has_model_state=True, lanes=4)
     got, _ = step(state(model_state=first), X, Y)
     got = got.slots["model_state"]
     of_lanes = [0.9 + 0.1 * np.mean(x) for x in X.reshape(4, 4, 4)]
     np.testing.assert_allclose(float(got["mean"]), np.mean(of_lanes), rtol=1e-2)
-    number = int(X[0, 0] * 1000)
-    assert int(got["count"]) == 5 + number
-    assert bool(got["seen"])
-    assert (jax.random.key_data(got["key"]) == jax.random.key_data(jax.random.fold_in(key, number))).all()
+    numbers = [int(x[0, 0] * 1000) for x in X.reshape(4, 4, 4)]
+    assert int(got["count"]) == 5 + sum(numbers)
+    assert (int(got["steps"]), bool(got["odd"])) == (1, True)
+    assert (jax.random.key_data(got["key"]) == jax.random.key_data(jax.random.fold_in(key, numbers[0]))).all()
     assert {name: leaf.dtype for name, leaf in got.items()} == {name: leaf.dtype for name, leaf in first.items()}
 
 

@@ -1,0 +1,240 @@
+"""What becomes of each leaf of model_state that the lanes of a batch return: a mean, a sum of changes, or one value.
+
+Floating leaves become the mean over the lanes. An integer that depends on the rows of a lane, on their number or on its
+key counts something, and moves by the sum of the lanes' changes. Others, such as numbers of steps and keys, are the
+same in every lane. The traced loss says which is which, and whether an integer is its old value plus a change at all.
+"""
+
+import contextlib
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.programs import Operation, body_of, counts_of, evaluate, operation_hash
+from jstep.core.trees import Array
+from jstep.differentiate.lanes import Lanes, traced, traced_lane
+
+NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
+"""`new_state(i, old, others, rows)`: the leaves of model_state after lane i, by the old ones and by other arrays."""
+
+
+class Merge(enum.Enum):
+    """How a leaf of the new model_state is made from those of the lanes."""
+
+    MEAN = "the mean of the lanes' values"
+    CHANGES = "the old value plus the sum of the lanes' changes"
+    FIRST = "the value of lane 0"
+
+
+def merges_of(
+    lanes: Lanes, new_state: NewState, old: Any, others: list[Array], batch: list[Array], size: int
+) -> list[Merge]:
+    """Return how each leaf of model_state is merged.
+
+    Args:
+        lanes: The lanes.
+        new_state: The function of one lane.
+        old: The model_state.
+        others: Arrays that each lane gets as a whole.
+        batch: The arrays of the batch.
+        size: The number of rows of a lane.
+
+    Raises:
+        TypeError: A bool depends on the rows or the key of a lane, or so does an integer that is not its old value plus
+            something.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
+    merges = [Merge.MEAN if jnp.issubdtype(leaf.dtype, jnp.inexact) else Merge.FIRST for leaf in leaves]
+    counting = [i for i, leaf in enumerate(leaves) if merges[i] is Merge.FIRST and not trees.is_key(leaf)]
+    if not counting:
+        return merges
+
+    rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
+    held = np.int32(0), leaves, others
+    program, _ = traced_lane(lanes, new_state, rows, (*held, batch))
+    found = of_whole = _dependences(program, leaves, len(others))
+    with contextlib.suppress(Exception):  # the loss may be made for the rows of a lane
+        program, _ = traced(lanes, new_state, *held, batch)
+        of_whole = _dependences(program, leaves, len(others))
+    for i in counting:
+        if found[i].on_lane or found[i].facts != of_whole[i].facts:
+            if leaves[i].dtype == jnp.bool_ or found[i].plus != i or i in found[i].olds:
+                raise TypeError(_refusal(lanes, trees.paths_of(old)[i], leaves[i].dtype))
+            merges[i] = Merge.CHANGES
+    return merges
+
+
+def _refusal(lanes: Lanes, path: str, dtype: Any) -> str:
+    on = f"lanes={lanes.number}: the leaf {trees.quoted(path)} of model_state depends on the rows or the key of a lane"
+    if dtype == jnp.bool_:
+        return f"{on} and must not be of bools, which the lanes cannot add; keep an integer that counts, or a float"
+    return (
+        f"{on} and must be its old value plus something, of which it moves by the sum over the lanes, because it is "
+        f"{dtype}; return old + change or old.at[…].add(change), or keep a float, which becomes the mean of the lanes"
+    )
+
+
+def summand(i: Array, merge: Merge, new: Any, old: Any) -> Array:
+    """Return what is summed over the lanes for a leaf of model_state."""
+    new = trees.key_data(jnp.asarray(new))
+    if merge is Merge.MEAN:
+        return new.astype(trees.compute_dtype(new.dtype))
+    return new - jnp.asarray(old) if merge is Merge.CHANGES else jnp.where(i == 0, new, jnp.zeros_like(new))
+
+
+def merged(number: int, merge: Merge, total: Array, old: Any) -> Array:
+    """Return the new leaf, by the sum over a number of lanes and the old leaf."""
+    if trees.is_key(old):
+        return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
+    if merge is Merge.CHANGES:
+        return jnp.asarray(old) + total
+    return (total / number if merge is Merge.MEAN else total).astype(old.dtype)
+
+
+# What each value of a traced program depends on.
+
+
+class _Value(NamedTuple):
+    """What a value depends on.
+
+    Attributes:
+        plus: The index of the old leaf that it is, plus something; None if it is nothing like that.
+        on_lane: Whether it, or this something, depends on the rows or the number of a lane.
+        olds: The old leaves that it, or this something, depends on.
+        facts: The operations and constants that it is computed from, unless it depends on a lane. If it depends on the
+            number of rows, some of them differ for that of the whole batch.
+    """
+
+    plus: int | None = None
+    on_lane: bool = False
+    olds: frozenset[int | None] = frozenset()
+    facts: frozenset[str] = frozenset()
+
+
+def _dependences(program: Any, leaves: Sequence[Array], others: int) -> list[_Value]:
+    """Return what each new leaf depends on, by the traced function of a lane."""
+    body = body_of(program)
+    rows = len(body.jaxpr.invars) - 1 - len(leaves) - others
+    lane = _Value(on_lane=True)
+    given = [lane, *(_Value(i) for i in range(len(leaves))), *[_Value()] * others, *[lane] * rows]
+    return evaluate(body, given, _Rules([leaf.dtype.itemsize for leaf in leaves]), _of_constant)
+
+
+_FEW = 16
+"""The number of elements up to which constants are compared by value: a number of rows is a scalar."""
+
+
+def _of_constant(constant: Any) -> _Value:
+    is_known = not isinstance(constant, jax.Array) and np.size(constant) <= _FEW
+    return _Value(facts=frozenset({f"{jax.typeof(constant)} {constant if is_known else ''}"}))
+
+
+def _computed(values: Sequence[_Value], fact: Callable[[], str], plus: int | None = None) -> _Value:
+    """A value that is computed from others, and is the old leaf `plus` plus something if that is not None."""
+    on_lane = any(one.on_lane for one in values)
+    olds = frozenset[int | None]().union(*(one.olds for one in values), {one.plus for one in values} - {plus, None})
+    facts = frozenset[str]() if on_lane else frozenset({fact()}).union(*(one.facts for one in values))
+    return _Value(plus, on_lane, olds, facts)
+
+
+def _chosen(by: _Value, values: Sequence[_Value], fact: str = "") -> _Value:
+    """One of several values, chosen by another one."""
+    first = values[0]
+    if all(one is first for one in values):
+        return first
+    plus = first.plus if all(one.plus == first.plus for one in values) else None
+    return _computed([_computed([by], lambda: fact), *values], lambda: fact, plus)
+
+
+_COMMUTING = frozenset(["add", "add_any"])
+_TO_FIRST = frozenset(["sub", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"])
+"""Operations that add to their first operand, or subtract from it; the former to either."""
+_SAME = frozenset(
+    ["copy", "copy_p", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "name", "pvary"]
+)
+"""Operations whose result has the elements of its operand in their order, if it has as many."""
+
+
+class _Rules:
+    """Evaluates the operations of a program on what is known of their operands."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes  # bytes of an element of each old leaf: a narrower one is not the old value plus something
+        self._hashes: dict[int, str] = {}
+
+    def __call__(self, operation: Operation, values: list[_Value]) -> list[_Value]:
+        """Return what is known of the results."""
+        eqn = operation.eqn
+        if operation.kind == "call":
+            return evaluate(operation.bodies[0], values, self, _of_constant)
+        if operation.kind == "cond":
+            branches = [evaluate(body, values[1:], self, _of_constant) for body in operation.bodies]
+            return [_chosen(values[0], row) for row in zip(*branches, strict=True)]
+        if operation.kind == "scan":
+            return self._scan(operation, values)
+        if operation.kind == "while":
+            return self._while(operation, values)
+        if eqn.primitive.name == "optimization_barrier":
+            return values
+        if eqn.primitive.name == "select_n":
+            return [_chosen(values[0], values[1:])]
+        found = _computed(values, lambda: self._hash(operation), self._kept(eqn, values))
+        return [found] * len(eqn.outvars)
+
+    def _hash(self, operation: Operation) -> str:
+        if operation.number not in self._hashes:
+            self._hashes[operation.number] = operation_hash(operation)
+        return self._hashes[operation.number]
+
+    def _kept(self, eqn: Any, values: Sequence[_Value]) -> int | None:
+        """The old leaf that the result of an operation is, plus something."""
+        known = [one.plus for one in values if one.plus is not None]
+        if len(known) != 1:
+            return None
+        (leaf,), name, made = known, eqn.primitive.name, eqn.outvars[0].aval
+        if name in _COMMUTING or (name in _TO_FIRST and values[0].plus == leaf):
+            return leaf
+        if name == "convert_element_type":
+            is_as_wide = jnp.issubdtype(made.dtype, jnp.integer) and made.dtype.itemsize >= self._sizes[leaf]
+            return leaf if is_as_wide else None
+        is_reordered = name == "reshape" and eqn.params.get("dimensions") is not None
+        return leaf if name in _SAME and eqn.invars[0].aval.size == made.size and not is_reordered else None
+
+    def _scan(self, operation: Operation, values: list[_Value]) -> list[_Value]:
+        consts, carried = counts_of(operation.eqn.params)
+
+        def turn(carry: list[_Value]) -> list[_Value]:
+            given = [*values[:consts], *carry, *values[consts + carried :]]
+            return evaluate(operation.bodies[0], given, self, _of_constant)
+
+        def next_carry(carry: list[_Value]) -> list[_Value]:
+            length = f"{operation.eqn.params['length']} turns"
+            pairs = zip(carry, turn(carry)[:carried], strict=True)
+            return [_chosen(_Value(), pair, length) for pair in pairs]
+
+        carry = _settled(values[consts : consts + carried], next_carry)
+        return [*carry, *turn(carry)[carried:]]
+
+    def _while(self, operation: Operation, values: list[_Value]) -> list[_Value]:
+        condition, body = operation.bodies
+        first, second = operation.eqn.params["cond_nconsts"], operation.eqn.params["body_nconsts"]
+
+        def next_carry(carry: list[_Value]) -> list[_Value]:
+            (goes_on,) = evaluate(condition, [*values[:first], *carry], self, _of_constant)
+            made = evaluate(body, [*values[first : first + second], *carry], self, _of_constant)
+            return [_chosen(goes_on, pair) for pair in zip(carry, made, strict=True)]
+
+        return _settled(values[first + second :], next_carry)
+
+
+def _settled(carry: list[_Value], next_carry: Callable[[list[_Value]], list[_Value]]) -> list[_Value]:
+    """What is known of the values that a loop carries, after any number of turns."""
+    before = None
+    while carry != before:  # it ends: what is known becomes less
+        before, carry = carry, next_carry(carry)
+    return carry

@@ -1,0 +1,232 @@
+"""The kinds of numbers in model_state, and what becomes of its integers and bools under lanes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jstep
+
+X = jnp.arange(32.0).reshape(16, 2) / 32
+LABELS = jnp.arange(16) % 3
+SGD = jstep.sgd(0.1)
+
+
+def run(change: Callable[..., Any], old: Any, steps: int = 2, **options: Any) -> Any:
+    """Return the model_state after steps whose loss changes one leaf by `change(old, x, labels, rng)`."""
+
+    def loss(params: Any, state: Any, x: Any, labels: Any, rng: Any = None) -> Any:
+        return jnp.mean((x @ params["w"]) ** 2), {"a": {"leaf": change(state["a"]["leaf"], x, labels, rng)}}
+
+    step = jstep.minimize(loss, SGD, has_model_state=True, **options)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state={"a": {"leaf": old}})
+    for _ in range(steps):
+        state, _ = step(state, X, LABELS)
+    return state.model_state["a"]["leaf"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (jnp.int32(0), jnp.float32(1.5)),
+        (jnp.uint8(0), jnp.bfloat16(1.5)),
+        (jnp.array(False), jnp.float32(1.0)),
+        (jnp.array(False), jnp.int32(1)),
+        (jnp.float32(0.0), jnp.complex64(1.0)),
+        (jnp.int32(0), jnp.complex64(1.0)),
+        (jnp.int32(0), jax.random.key(0)),
+        (jax.random.key(0), jnp.float32(0.0)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"num_microbatches": 2}, {"jit": False}])
+def test_a_model_state_of_another_kind_is_refused(old: Any, new: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"leaf 'a/leaf' must be .*, as in the state, got ") as caught:
+        run(lambda *_: new, old, **options)
+    assert f"must be {old.dtype}, as in the state, got {new.dtype};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (jnp.float32(0.0), jnp.int32(3), 3.0),
+        (jnp.int32(0), jnp.array(True), 1),
+        (jnp.int8(0), jnp.int32(3), 3),
+        (jnp.bfloat16(0.0), jnp.float32(1.5), 1.5),
+        (jnp.array(False), jnp.array(True), True),
+    ],
+)
+def test_a_kind_that_the_state_can_hold_is_converted(old: Any, new: Any, expected: Any) -> None:
+    found = run(lambda *_: new, old)
+    assert (found.dtype, found) == (old.dtype, expected)
+
+
+def classes(labels: Any) -> Any:
+    return jnp.zeros(3, jnp.int32).at[labels].add(1)
+
+
+def in_a_loop(old: Any, x: Any, labels: Any, rng: Any) -> Any:
+    return jax.lax.fori_loop(0, labels.shape[0], lambda i, total: total.at[labels[i]].add(1), old)
+
+
+def in_a_while(old: Any, x: Any, labels: Any, rng: Any) -> Any:
+    def turn(carry: Any) -> Any:
+        i, total = carry
+        return i + 1, total.at[labels[i]].add(1)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < labels.shape[0], turn, (0, old))[1]
+
+
+COUNTS: dict[str, Any] = {
+    "plus": (lambda old, x, labels, rng: old + classes(labels), jnp.zeros(3, jnp.int32)),
+    "plus_on_the_right": (lambda old, x, labels, rng: classes(labels) + old + 1 - 1, jnp.zeros(3, jnp.int32)),
+    "minus": (lambda old, x, labels, rng: old - classes(labels), jnp.full(3, 100, jnp.int32)),
+    "scatter": (lambda old, x, labels, rng: old.at[labels].add(1), jnp.arange(3)),
+    "int8": (lambda old, x, labels, rng: old + classes(labels).astype(jnp.int8), jnp.zeros(3, jnp.int8)),
+    "uint32": (lambda old, x, labels, rng: old + classes(labels).astype(jnp.uint32), jnp.zeros(3, jnp.uint32)),
+    "where": (lambda old, x, labels, rng: jnp.where(classes(labels) > 0, old + classes(labels), old), jnp.arange(3)),
+    "reshaped": (lambda old, x, labels, rng: (old.reshape(3) + classes(labels))[None], jnp.zeros((1, 3), jnp.int32)),
+    "number_of_rows": (lambda old, x, labels, rng: old + x.shape[0], jnp.int32(5)),
+    "number_of_elements": (lambda old, x, labels, rng: old + jnp.ones_like(x, jnp.int32).sum(), jnp.int32(5)),
+    "loop": (in_a_loop, jnp.zeros(3, jnp.int32)),
+    "while": (in_a_while, jnp.zeros(3, jnp.int32)),
+    "cond": (
+        lambda old, x, labels, rng: jax.lax.cond(x[0, 0] >= 0, lambda: old + classes(labels), lambda: old),
+        jnp.zeros(3, jnp.int32),
+    ),
+    "jit": (lambda old, x, labels, rng: jax.jit(lambda a, b: a + classes(b))(old, labels), jnp.zeros(3, jnp.int32)),
+    "checkpoint": (
+        lambda old, x, labels, rng: jax.checkpoint(lambda a, b: a + classes(b))(old, labels),
+        jnp.zeros(3, jnp.int32),
+    ),
+}
+ALIKE: dict[str, Any] = {
+    "steps": (lambda old, x, labels, rng: old + 1, jnp.int32(3)),
+    "doubled": (lambda old, x, labels, rng: 2 * old, jnp.int32(3)),
+    "ring": (lambda old, x, labels, rng: (old + 1) % 3, jnp.int32(2)),
+    "constant": (lambda old, x, labels, rng: jnp.arange(3), jnp.zeros(3, jnp.int32)),
+    "unchanged": (lambda old, x, labels, rng: old, jnp.int32(3)),
+    "flag": (lambda old, x, labels, rng: ~old, jnp.array(False)),
+    "raw_key": (
+        lambda old, x, labels, rng: jax.random.key_data(jax.random.split(jax.random.wrap_key_data(old))[0]),
+        jnp.arange(2, dtype=jnp.uint32),
+    ),
+    "steps_in_a_loop": (
+        lambda old, x, labels, rng: jax.lax.scan(lambda c, row: (c, row), old, x)[0] + 1,
+        jnp.int32(3),
+    ),
+    "steps_in_a_cond": (
+        lambda old, x, labels, rng: jax.lax.cond(x[0, 0] > 1, lambda s: s, lambda s: s, old) + 1,
+        jnp.int32(3),
+    ),
+}
+MIXED: dict[str, Any] = {
+    "replaced": (lambda old, x, labels, rng: classes(labels), jnp.zeros(3, jnp.int32)),
+    "largest": (lambda old, x, labels, rng: jnp.maximum(old, labels.max()), jnp.int32(0)),
+    "set": (lambda old, x, labels, rng: old.at[labels].set(1), jnp.zeros(3, jnp.int32)),
+    "decayed": (lambda old, x, labels, rng: old // 2 + classes(labels), jnp.zeros(3, jnp.int32)),
+    "twice": (lambda old, x, labels, rng: old + old + classes(labels), jnp.zeros(3, jnp.int32)),
+    "up_to_a_limit": (lambda old, x, labels, rng: old + jnp.minimum(classes(labels), 9 - old), jnp.zeros(3, jnp.int32)),
+    "ring_of_rows": (lambda old, x, labels, rng: (old + x.shape[0]) % 7, jnp.int32(0)),
+    "through_a_float": (
+        lambda old, x, labels, rng: (old.astype(jnp.float32) + x.sum()).astype(jnp.int32),
+        jnp.int32(0),
+    ),
+    "folded_key": (
+        lambda old, x, labels, rng: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(old), labels[0])),
+        jnp.arange(2, dtype=jnp.uint32),
+    ),
+    "bool": (lambda old, x, labels, rng: old | (x.max() > 0.5), jnp.array(False)),
+    "bool_of_number": (lambda old, x, labels, rng: old | jnp.array(x.shape[0] > 6), jnp.array(False)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lanes": {"lanes": 4},
+    "microbatches": {"lanes": 4, "num_microbatches": 2},
+    "max_rows": {"lanes": 2, "max_rows_per_device": 4},
+    "sharpness": {"lanes": 2, "sharpness": 0.1},
+}
+
+
+@pytest.mark.thorough(except_for=["lanes-plus", "microbatches-scatter", "lanes-number_of_rows", "max_rows-loop"])
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_integers_that_depend_on_rows_move_by_the_sum_of_changes(options: str, name: str) -> None:
+    change, old = COUNTS[name]
+    np.testing.assert_array_equal(run(change, old, **OPTIONS[options]), run(change, old))
+
+
+@pytest.mark.thorough(except_for=["lanes-steps", "lanes-raw_key", "max_rows-steps"])
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_other_integers_are_those_of_one_lane(options: str, name: str) -> None:
+    change, old = ALIKE[name]
+    parts = {name: value for name, value in OPTIONS[options].items() if name == "num_microbatches"}
+    parts = {"num_microbatches": 2} if options == "max_rows" else parts
+    np.testing.assert_array_equal(run(change, old, **OPTIONS[options]), run(change, old, **parts))
+
+
+@pytest.mark.thorough(except_for=["lanes-largest", "lanes-bool", "microbatches-set"])
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("options", ["lanes", "microbatches"])
+def test_what_the_lanes_cannot_add_is_refused(options: str, name: str) -> None:
+    change, old = MIXED[name]
+    with pytest.raises(
+        TypeError, match=r"lanes=4: the leaf 'a/leaf' of model_state depends on the rows or the key of a"
+    ):
+        run(change, old, **OPTIONS[options])
+
+
+def test_integers_that_depend_on_the_key_of_a_lane_are_summed() -> None:
+    key = jax.random.key(1)
+    found = run(
+        lambda old, x, labels, rng: old + jax.random.randint(rng, (), 0, 100), jnp.int32(0), 1, lanes=4, rng=key
+    )
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(4)]
+    assert found == sum(int(jax.random.randint(one, (), 0, 100)) for one in keys)
+
+
+def test_typed_keys_and_floats_beside_counts() -> None:
+    def loss(params: Any, state: Any, x: Any, labels: Any) -> Any:
+        key, _ = jax.random.split(state["key"])
+        new = {"key": key, "mean": x.mean(0), "counts": state["counts"] + classes(labels), "steps": state["steps"] + 1}
+        return jnp.mean((x @ params["w"]) ** 2), new
+
+    first = {"key": jax.random.key(4), "mean": jnp.zeros(2), "counts": jnp.zeros(3, jnp.int32), "steps": jnp.int32(0)}
+    found = []
+    for lanes in (None, 8):
+        step = jstep.minimize(loss, SGD, has_model_state=True, lanes=lanes)
+        state, _ = step(jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=first), X, LABELS)
+        found.append(state.model_state)
+    assert jax.random.key_data(found[0].pop("key")).tolist() == jax.random.key_data(found[1].pop("key")).tolist()
+    np.testing.assert_allclose(found[0].pop("mean"), found[1].pop("mean"), rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
+
+
+def test_a_loss_for_one_number_of_rows_keeps_its_steps_under_lanes() -> None:
+    def change(old: Any, x: Any, labels: Any, rng: Any) -> Any:
+        assert x.shape == (4, 2)
+        return old + 1
+
+    assert run(change, jnp.int32(0), 2, lanes=4) == 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_counts_are_the_same_on_a_mesh(kind: AxisType) -> None:
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+
+    def loss(params: Any, state: Any, x: Any, labels: Any) -> Any:
+        new = {"counts": state["counts"] + classes(labels), "seen": state["seen"] + len(x), "steps": state["steps"] + 1}
+        return jnp.mean((x @ params["w"]) ** 2), new
+
+    first = {"counts": jnp.zeros(3, jnp.int32), "seen": jnp.int32(0), "steps": jnp.int32(0)}
+    step = jstep.scan_steps(jstep.minimize(loss, SGD, has_model_state=True, lanes=8), 2)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=first)
+    twice = [jnp.stack([x, x]) for x in (X, LABELS)]
+    alone, _ = step(jax.tree.map(jnp.copy, state), *twice)
+    rows = NamedSharding(mesh, PartitionSpec(None, "data"))
+    split, _ = step(jstep.shard_state(state, mesh), *(jax.device_put(x, rows) for x in twice))
+    jax.tree.map(np.testing.assert_array_equal, alone.model_state, split.model_state)
+    assert (int(split.model_state["seen"]), int(split.model_state["steps"])) == (32, 2)
