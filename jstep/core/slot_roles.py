@@ -174,6 +174,35 @@ Labels = list[str | None]
 
 
 @dataclasses.dataclass(frozen=True)
+class Order:
+    """What is known of the place of an optimizer in a chain; by default nothing, as of a custom one.
+
+    An update is *raw* if it is known to lack −learning_rate and any other factor that may stand for it, as that of
+    blocks, clips and decays does.
+
+    Attributes:
+        is_known: Whether all elements are known, finished updates apart.
+        raw: Whether its updates are raw if its gradients are.
+        partly_raw: Whether they are raw for the leaves of one label at least.
+        clips: Whether it clips what it gets.
+        late_clip: The description of a clip inside it that clips a finished update; empty if there is none.
+    """
+
+    is_known: bool = False
+    raw: bool = False
+    partly_raw: bool = False
+    clips: bool = False
+    late_clip: str = ""
+
+
+BLOCK = Order(is_known=True, raw=True, partly_raw=True)
+"""The order of an element that belongs before the learning rate."""
+CLIP = dataclasses.replace(BLOCK, clips=True)
+SCALE = Order(is_known=True)
+"""That of a factor that may stand for −learning_rate."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Init:
     """An `Optimizer.init` that also describes its slots without creating them.
 
@@ -184,6 +213,7 @@ class Init:
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
         labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
             all leaves have the same optimizer.
+        order: What is known of its place in a chain.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -191,6 +221,7 @@ class Init:
     finished: bool = False
     guarded: bool = False
     labels: Callable[[Params], Labels | None] = lambda params: None
+    order: Order = Order()
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots for `params` at `global_step`."""
@@ -230,6 +261,12 @@ def labels_of(optimizer: Optimizer, params: Params) -> Labels | None:
     """The labels of `Init`, of any optimizer."""
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
+
+
+def order_of(optimizer: Optimizer) -> Order:
+    """What is known of the place of any optimizer in a chain."""
+    init = _unwrapped(optimizer)
+    return init.order if isinstance(init, Init) else Order()
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:

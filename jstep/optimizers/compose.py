@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, roles_of
+from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
@@ -210,6 +211,8 @@ def wrap_optimizer(
 
 # Chain optimizers and gradient transformations, and prefix the names of one.
 
+_logger = logging.getLogger("jstep")
+
 
 def chain(*optimizers: Optimizer) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
@@ -217,7 +220,8 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     Args:
         *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
             then perhaps elements that transform updates. If two elements make finished updates (which include
-            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
+            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent. `minimize` logs a
+            warning if a clip comes after a finished update, and if nothing finishes the updates.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all.
@@ -280,8 +284,67 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         finished=bool(finished),
         guarded=leafwise.is_guarded(optimizers[0]),
         labels=labels,
+        order=_order_of_chain(parts),
     )
     return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
+
+
+_USUAL_ORDER = (
+    "The usual order: jstep.chain(jstep.clip_gradients(…), jstep.adamw(rate)), or by blocks jstep.chain("
+    "jstep.clip_gradients(…), jstep.scale_by_adam(), jstep.add_weight_decay(…), jstep.scale_by_learning_rate(rate))"
+)
+
+
+def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
+    """What is known of the place of a chain in another one, by the names and elements of the chain."""
+    orders = list(map(order_of, parts.values()))
+    finished = list(map(leafwise.makes_finished_updates, parts.values()))
+    is_known = all(order.is_known or ends for order, ends in zip(orders, finished, strict=True))
+    # Without a learning rate it is the last factor that stands for it: those before only scale the gradients.
+    factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
+    first = finished.index(True) if any(finished) else factors[-1] if factors else len(orders)
+    late = next((order.late_clip for order in orders if order.late_clip), "")
+    names = list(parts)
+    for i in range(first + 1, len(orders)):
+        if is_known and orders[i].clips and not late:
+            late = f"{names[i]} clips the finished updates of {names[first]}, not the gradients"
+    return Order(
+        is_known,
+        raw=all(order.raw for order in orders),
+        partly_raw=any(
+            order.partly_raw and all(other.raw for j, other in enumerate(orders) if i != j)
+            for i, order in enumerate(orders)
+        ),
+        clips=any(order.clips for order in orders),
+        late_clip=late,
+    )
+
+
+def _order_of_partition(parts: Collection[Optimizer]) -> Order:
+    """What is known of the place of a partition in a chain."""
+    orders = list(map(order_of, parts))
+    return Order(
+        all(order.is_known or leafwise.makes_finished_updates(one) for order, one in zip(orders, parts, strict=True)),
+        raw=all(order.raw for order in orders),
+        partly_raw=any(order.partly_raw for order in orders),
+        clips=any(order.clips for order in orders),
+        late_clip=next((order.late_clip for order in orders if order.late_clip), ""),
+    )
+
+
+def warn_of_order(optimizer: Optimizer) -> None:
+    """Log a warning if a clip comes after the learning rate, and one if there is no learning rate at all."""
+    if jax.distributed.is_initialized() and jax.process_index() > 0:  # asking for the index starts a backend
+        return
+    order = order_of(optimizer)
+    if order.late_clip:
+        _logger.warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
+    if order.partly_raw:
+        _logger.warning(
+            "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
+            "on_hyperball), so that they are added as they are, uphill. %s",
+            _USUAL_ORDER,
+        )
 
 
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
@@ -445,6 +508,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         finished=any(leafwise.makes_finished_updates(part) for part in parts.values()),
         guarded=all(leafwise.is_guarded(part) for part in parts.values()),
         labels=inner_labels,
+        order=_order_of_partition(parts.values()),
     )
     takes_context = any(part.takes_context for part in parts.values())
     return Optimizer(init_of_all, update, leafwise.merged_hyperparameters(called), takes_context)

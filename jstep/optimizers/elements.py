@@ -15,11 +15,12 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.placement import as_key
 from jstep.core.selection import VarList
+from jstep.core.slot_roles import BLOCK, CLIP, SCALE
 from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves
-from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates
+from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates, with_init
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
 
@@ -70,7 +71,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         return map_updates(of_leaf, params, updates, hyperparameters.leaf_numbers(params))
 
     hyper = {"noise_eta": checked("eta", eta, low=0), "noise_gamma": checked("gamma", gamma, low=0)}
-    return element(noisy, hyper)
+    return element(noisy, hyper, BLOCK)
 
 
 def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
@@ -112,7 +113,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
         return map_updates(of_leaf, params, updates, own_leaves(params))
 
-    return element(centralize, {})
+    return element(centralize, {}, BLOCK)
 
 
 def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
@@ -141,7 +142,7 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
         norm = None if each else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=trees.is_slices)
 
-    return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)})
+    return element(normalize, {"gradient_norm": checked("scale", scale, low=0, above=True)}, BLOCK)
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
@@ -305,7 +306,7 @@ def from_update(
         return sums.measure(g, p, Values(**slots), Values(**h)) if sums else {}
 
     of_leaf.__name__ = f"{name}{RULE}"
-    return leafwise(
+    made = leafwise(
         of_leaf,
         hyper=in_bounds(hyper),
         slots=slots if callable(slots) else {name: slot for name, slot in given.items() if name not in scalars},
@@ -317,6 +318,7 @@ def from_update(
         aged=prepare is not None,
         sparse=by_rows,
     )
+    return made if "learning_rate" in hyper else with_init(made, order=BLOCK)
 
 
 def from_direction(
@@ -377,7 +379,7 @@ def average(old: Array, new: Array, beta: Any) -> Array:
 
 # Scales and weight decay as elements of a chain, some of them before and some after the learning rate.
 
-SCALE = "scale"
+PREFIX = "scale"
 
 
 def scale(factor: ScalarOrSchedule) -> Optimizer:
@@ -401,7 +403,8 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    return from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    made = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    return with_init(made, order=SCALE)
 
 
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
@@ -467,7 +470,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
             f"got {kind(factors)}"
         )
     _require_globs("factors", factors)
-    hyper = {f"{SCALE}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
+    hyper = {f"{PREFIX}/{glob}": checked(f"factors[{glob!r}]", value, low=0) for glob, value in factors.items()}
     flags = {"factor": first_match("factors", factors)}
     return from_update("scale_updates", scaled_update, {}, hyper, flags=flags, by_rows=True)
 
@@ -476,7 +479,7 @@ def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     """The update times the factor of the leaf: a number, or the name of the one that applies."""
     if h.factor is None:
         return u, {}
-    return (h[f"{SCALE}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
+    return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
 
 
 def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = None) -> Optimizer:
@@ -707,7 +710,7 @@ def clip_gradients(
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), own_leaves(params))
 
-    made = element(clip, hyper)
+    made = element(clip, hyper, CLIP)
     if how != "by_value" or "clip_by_value_min" in hyper:
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,14 +13,14 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Init
+from jstep.core.slot_roles import BLOCK, Order
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Masked, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
-from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates
+from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates, with_init
 from jstep.optimizers.updates import match_gradients
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
@@ -362,7 +361,7 @@ def scale_by_trust_ratio() -> Optimizer:
         match_gradients(updates, params)
         return map_updates(scaled, params, updates, jax.tree.leaves(params))
 
-    return element(update, {})
+    return element(update, {}, BLOCK)
 
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
@@ -472,8 +471,7 @@ def adafactor(
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     made = elements.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    assert isinstance(made.init, Init)
-    return made._replace(init=dataclasses.replace(made.init, finished=True))  # also without a learning_rate
+    return with_init(made, finished=True, order=Order())  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:

@@ -12,7 +12,19 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Labels, Role, Roles, abstractly, labels_of, roles_of
+from jstep.core.slot_roles import (
+    KINDS,
+    OUTERMOST,
+    Init,
+    Labels,
+    Order,
+    Role,
+    Roles,
+    abstractly,
+    labels_of,
+    order_of,
+    roles_of,
+)
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
@@ -30,15 +42,13 @@ from jstep.state.train_state import START_STEP
 # Chain elements without a rule, and the leaves of custom optimizers.
 
 
-def element(
-    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, finished: bool = False
-) -> Optimizer:
+def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], order: Order) -> Optimizer:
     """A chain element from `fn(updates, params, step, h) -> updates` and its hyperparameters.
 
     Args:
         fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
         hyper: Name → the value returned by `checked`.
-        finished: Whether the updates include −learning_rate.
+        order: What is known of its place in a chain.
     """
     held = held_names(hyper)
 
@@ -51,7 +61,7 @@ def element(
         return held_slots(hyper)
 
     roles = Roles(dict.fromkeys(held, Role.HELD))
-    return Optimizer(Init(init, lambda params: roles, finished), update, hyperparameters.report(hyper))
+    return Optimizer(Init(init, lambda params: roles, order=order), update, hyperparameters.report(hyper))
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
@@ -72,6 +82,12 @@ def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -
     return jax.tree.map(wide, updates, is_leaf=trees.is_slices)
 
 
+def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
+    """An optimizer of this package with other attributes of its `Init`."""
+    assert isinstance(optimizer.init, Init)
+    return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
+
+
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
     """An optimizer of this package whose `init` also calls `check(params)`, which raises if it cannot train them."""
     made = optimizer.init
@@ -82,7 +98,7 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
         check(params)
         return slots
 
-    return optimizer._replace(init=dataclasses.replace(made, make=make))
+    return with_init(optimizer, make=make)
 
 
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
@@ -103,7 +119,7 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     Source: `optax.stateless`.
     """
     as_function(fn, "fn", "(updates, params, step) -> updates")
-    return element(lambda updates, params, step, h: fn(updates, params, step), {})
+    return element(lambda updates, params, step, h: fn(updates, params, step), {}, Order())
 
 
 def map_leaves(fn: Callable[..., Any], params: Params, *others: Any) -> Any:
@@ -298,7 +314,7 @@ def wrapped_init(
     """The `init` of a wrapper; what it does not change is as in the optimizer inside."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(labels_of, optimizer)
-    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels)
+    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels, order_of(optimizer))
 
 
 Parts = Mapping[str, Optimizer]

@@ -17,6 +17,7 @@ from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
+from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
@@ -715,4 +716,4 @@ def orthogonalize(
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new)
 
-    return checking(element(orthogonal, hyper), axes_of)
+    return checking(element(orthogonal, hyper, BLOCK), axes_of)

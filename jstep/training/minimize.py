@@ -28,7 +28,7 @@ from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves, without_frozen
+from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
 from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, shown_slots, skips, value_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import (
@@ -528,7 +528,7 @@ def minimize(
 
     Source: `tf.train.Optimizer.minimize`.
     """
-    require_optimizer("optimizer", optimizer)
+    warn_of_order(require_optimizer("optimizer", optimizer))
     lanes = as_lanes(lanes)
     compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
     norms, measures_noise = _requested_metrics(metrics, **compared)
