@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -211,8 +210,6 @@ def wrap_optimizer(
 
 # Chain optimizers and gradient transformations, and prefix the names of one.
 
-_logger = logging.getLogger("jstep")
-
 
 def chain(*optimizers: Optimizer) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
@@ -334,13 +331,11 @@ def _order_of_partition(parts: Collection[Optimizer]) -> Order:
 
 def warn_of_order(optimizer: Optimizer) -> None:
     """Log a warning if a clip comes after the learning rate, and one if there is no learning rate at all."""
-    if jax.distributed.is_initialized() and jax.process_index() > 0:  # asking for the index starts a backend
-        return
     order = order_of(optimizer)
     if order.late_clip:
-        _logger.warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
+        hyperparameters.log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
     if order.partly_raw:
-        _logger.warning(
+        hyperparameters.log_warning(
             "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
             "on_hyperball), so that they are added as they are, uphill. %s",
             _USUAL_ORDER,
@@ -455,14 +450,14 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return {label: _Part(one, params, [mine == label for mine in names]) for label, one in parts.items()}
 
     def inner_labels(params: Params) -> Labels:
-        with hyperparameters.partial_params(params):
+        with hyperparameters.parts_of(params):
             names = labelled(params)
             inner = {label: labels_of(part.optimizer, part.params) for label, part in split(params).items()}
         below = {label: iter(found) for label, found in inner.items() if found is not None}
         return [next(below[label]) if label in below else label for label in names]
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        with hyperparameters.partial_params(params):
+        with hyperparameters.parts_of(params):
             made = [
                 (name, part.optimizer.init(part.params, global_step))
                 for name, part in zip(called, split(params).values(), strict=True)
@@ -470,7 +465,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         return leafwise.merge(made, "slot")
 
     def roles(params: Params) -> Roles:
-        with hyperparameters.partial_params(params):
+        with hyperparameters.parts_of(params):
             found = [roles_of(part.optimizer, part.params) for part in split(params).values()]
         return functools.reduce(Roles.joined, found).hiding(*OUTERMOST)
 
@@ -482,7 +477,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
         idle = 0
-        with hyperparameters.partial_params(params):
+        with hyperparameters.parts_of(params):
             divided = split(params)
             known = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
             for label, part in divided.items():

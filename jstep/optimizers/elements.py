@@ -296,7 +296,7 @@ def from_update(
     decay = hyper.get("weight_decay")
     if isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
-        flags = {DECAYED: hyperparameters.mask("weight_decay_mask", decay.mask), **(flags or {})}
+        flags = {DECAYED: hyperparameters.decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in given.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> Result:
@@ -492,7 +492,8 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
         weight_decay: The decay ≥ 0: a number, a schedule or `held`. Or a mapping from paths or globs to these: the
             first match applies, and leaves without a match do not decay.
         mask: The leaves that decay, in the grammar of `var_list`; None for all. Or path or glob → a factor ≥ 0 on the
-            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
+            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1. A
+            mask that selects nothing is logged as a warning, unless it is below a label of a `partition`.
 
     Returns:
         An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
@@ -592,7 +593,7 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: Any) -> tuple[dict
     else:
         hyper, which = {name: checked("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
-    scales = hyperparameters.mask("mask", mask_given) if factors is None else first_match("mask", factors)
+    scales = hyperparameters.decay_mask("mask", mask_given) if factors is None else first_match("mask", factors)
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]

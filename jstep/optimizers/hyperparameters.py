@@ -6,8 +6,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, Unpack
 
 import jax
@@ -522,6 +523,16 @@ def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
+_IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
+
+
+@contextlib.contextmanager
+def parts_of(params: Params) -> Iterator[None]:
+    """As `partial_params`, for the optimizers of a `partition`, whose masks may select leaves of other labels alone."""
+    with partial_params(params), setting(_IN_PART, True):
+        yield
+
+
 def mask(argument: str, var_list: VarList) -> Flag:
     """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
 
@@ -533,6 +544,37 @@ def mask(argument: str, var_list: VarList) -> Flag:
     """
     check_form(var_list, argument)
     return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
+
+
+def decay_mask(argument: str, var_list: VarList) -> Flag:
+    """As `mask`, for a weight decay; it logs a warning once if it selects nothing, but not below a label."""
+    check_form(var_list, argument)
+    has_warned = False
+
+    def selected(params: Params) -> list[bool]:
+        nonlocal has_warned
+        found = flags(params, var_list, argument)
+        is_empty = not any(found) and any(flags(params, None, argument))
+        if is_empty and not has_warned and not _IN_PART.get():
+            has_warned = True
+            log_warning(
+                "%s=%s: selects none of the parameters %s, so that nothing decays",
+                argument,
+                shown(var_list),
+                trees.paths_of(params)[:20],
+            )
+        return found
+
+    return lambda params: on_whole(params, selected)
+
+
+def log_warning(text: str, *args: Any) -> None:
+    """Log a warning about an optimizer, on process 0. It starts no backend, as asking for the process would."""
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        _logger.warning(text, *args)
+
+
+_logger = logging.getLogger("jstep")
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:

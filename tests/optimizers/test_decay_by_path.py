@@ -1,5 +1,8 @@
 """Weight decay that differs from leaf to leaf: `add_weight_decay` and `decay_weights` with mappings."""
 
+import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,3 +85,56 @@ def test_bad_input(block: Any) -> None:
         optimizer = block({"z": 0.1}) if args[0] == "z" else block(0.1, {"z": 2.0})
         with pytest.raises(ValueError, match=match):
             jstep.TrainState.create(PARAMS, jstep.chain(jstep.gradient_descent(1.0), optimizer))
+
+
+def no_leaf(path: str, leaf: Any) -> bool:
+    return path.endswith("weight")  # the name of another library
+
+
+NOTHING: dict[str, Callable[[], jstep.Optimizer]] = {
+    "predicate": lambda: jstep.adamw(1e-2, weight_decay_mask=no_leaf),
+    "tree": lambda: jstep.chain(
+        jstep.scale_by_adam(), jstep.add_weight_decay(0.1, {"kernel": False, "bias": False}), jstep.scale(-0.1)
+    ),
+    "one_bool": lambda: jstep.chain(jstep.sgd(0.1), jstep.decay_weights(0.1, False)),
+    "wrapped": lambda: jstep.skip_nonfinite(
+        jstep.master_weights(jstep.scope("s", jstep.lion(1e-2, weight_decay_mask=no_leaf)))
+    ),
+    "compact": lambda: jstep.compact(jstep.lamb(1e-2, weight_decay_mask=no_leaf)),
+}
+
+
+def warnings_in_two_steps(caplog: pytest.LogCaptureFixture, optimizer: jstep.Optimizer) -> list[str]:
+    caplog.clear()
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    with caplog.at_level(logging.WARNING, "jstep"):
+        for _ in range(2):
+            state = jstep.TrainState.create(params, optimizer)
+            for options in ({}, {"jit": False}):
+                step = jstep.minimize(lambda p: jnp.sum(p["kernel"]) + jnp.sum(p["bias"]), optimizer, **options)
+                state, _ = step(state)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_mask_that_selects_nothing_is_one_warning(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    (text,) = warnings_in_two_steps(caplog, NOTHING[name]())
+    assert re.search(r"mask=.*: selects none of the parameters \['bias', 'kernel'\], so that nothing decays", text)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("around", [lambda one: one, jstep.cautious, lambda one: jstep.scope("x", one)])
+def test_a_mask_below_a_label_may_select_nothing(
+    caplog: pytest.LogCaptureFixture, name: str, around: Callable[[jstep.Optimizer], jstep.Optimizer]
+) -> None:
+    optimizer = jstep.partition({"all": around(NOTHING[name]())}, lambda path, leaf: "all")
+    assert warnings_in_two_steps(caplog, jstep.chain(jstep.centralize_gradients(), optimizer)) == []
+
+
+def test_other_masks_and_masks_that_select_something_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    decaying = jstep.adamw(1e-2, weight_decay_mask=lambda path, leaf: path == "kernel")
+    averaging = jstep.with_moving_average(decaying, jstep.ExponentialMovingAverage(0.9), no_leaf)
+    assert warnings_in_two_steps(caplog, averaging) == []
+    frozen = jstep.partition({"one": jstep.adamw(1e-2, weight_decay_mask=no_leaf)}, lambda path, leaf: None)
+    jstep.TrainState.create({"kernel": jnp.ones(2)}, frozen)
+    assert caplog.records == []
