@@ -175,7 +175,7 @@ Labels = list[str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What is known of the place of an optimizer in a chain; by default nothing, as of a custom one.
+    """The place of an optimizer in a chain, as far as it is known; by default nothing is, as of a custom one.
 
     An update is *raw* if it is known to lack −learning_rate and any other factor that may stand for it, as that of
     blocks, clips and decays does.
@@ -213,7 +213,7 @@ class Init:
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
         labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
             all leaves have the same optimizer.
-        order: What is known of its place in a chain.
+        order: Its place in a chain.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -264,7 +264,7 @@ def labels_of(optimizer: Optimizer, params: Params) -> Labels | None:
 
 
 def order_of(optimizer: Optimizer) -> Order:
-    """What is known of the place of any optimizer in a chain."""
+    """The `Init.order` of any optimizer."""
     init = _unwrapped(optimizer)
     return init.order if isinstance(init, Init) else Order()
 

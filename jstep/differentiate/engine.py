@@ -511,7 +511,7 @@ class Differentiation:
         return Part(loss, state, aux, grads, summaries, found)
 
     def _merges(self, lanes: Lanes, given: Inputs, size: int) -> list[Merge]:
-        """How the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
+        """Return how the leaves of model_state are merged, by the traced loss of a lane with a number of rows."""
         rows, of_rows = trees.flatten(given.args)
         of_state = trees.structure(given.model_state)
         others, filled = trees.arrays_of(given._replace(args=(), model_state=None, batch_specs=None, lanes=None))

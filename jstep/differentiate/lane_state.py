@@ -1,4 +1,4 @@
-"""What becomes of each leaf of model_state that the lanes of a batch return: a mean, a sum of changes, or one value.
+"""The leaves of model_state that the lanes of a batch return, merged: a mean, a sum of changes, or one value.
 
 Floating leaves become the mean over the lanes. An integer that depends on the rows of a lane, on their number or on its
 key counts something, and moves by the sum of the lanes' changes. Others, such as numbers of steps and keys, are the
@@ -24,7 +24,7 @@ NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 
 
 class Merge(enum.Enum):
-    """How a leaf of the new model_state is made from those of the lanes."""
+    """The way in which a leaf of the new model_state is made from those of the lanes."""
 
     MEAN = "the mean of the lanes' values"
     CHANGES = "the old value plus the sum of the lanes' changes"
@@ -100,7 +100,7 @@ def merged(number: int, merge: Merge, total: Array, old: Any) -> Array:
 
 
 class _Value(NamedTuple):
-    """What a value depends on.
+    """The dependences of a value.
 
     Attributes:
         plus: The index of the old leaf that it is, plus something; None if it is nothing like that.
@@ -161,7 +161,7 @@ _SAME = frozenset(
 
 
 class _Rules:
-    """Evaluates the operations of a program on what is known of their operands."""
+    """Evaluator of the operations of a program on what is known of their operands."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes  # bytes of an element of each old leaf: a narrower one is not the old value plus something
@@ -233,7 +233,7 @@ class _Rules:
 
 
 def _settled(carry: list[_Value], next_carry: Callable[[list[_Value]], list[_Value]]) -> list[_Value]:
-    """What is known of the values that a loop carries, after any number of turns."""
+    """The dependences of the values that a loop carries, after any number of turns."""
     before = None
     while carry != before:  # it ends: what is known becomes less
         before, carry = carry, next_carry(carry)

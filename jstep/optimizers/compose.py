@@ -293,7 +293,7 @@ _USUAL_ORDER = (
 
 
 def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
-    """What is known of the place of a chain in another one, by the names and elements of the chain."""
+    """The place of a chain in another one, by the names and elements of the chain."""
     orders = list(map(order_of, parts.values()))
     finished = list(map(leafwise.makes_finished_updates, parts.values()))
     is_known = all(order.is_known or ends for order, ends in zip(orders, finished, strict=True))
@@ -318,7 +318,7 @@ def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
 
 
 def _order_of_partition(parts: Collection[Optimizer]) -> Order:
-    """What is known of the place of a partition in a chain."""
+    """The place of a partition in a chain."""
     orders = list(map(order_of, parts))
     return Order(
         all(order.is_known or leafwise.makes_finished_updates(one) for order, one in zip(orders, parts, strict=True)),

@@ -48,7 +48,7 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
     Args:
         fn: The transformation; it must handle None leaves and `IndexedSlices` itself. The leaves are float32 at least.
         hyper: Name → the value returned by `checked`.
-        order: What is known of its place in a chain.
+        order: Its place in a chain.
     """
     held = held_names(hyper)
 

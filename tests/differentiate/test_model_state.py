@@ -1,4 +1,4 @@
-"""The kinds of numbers in model_state, and what becomes of its integers and bools under lanes."""
+"""The kinds of numbers in model_state, and its integers and bools under lanes."""
 
 from collections.abc import Callable
 from typing import Any

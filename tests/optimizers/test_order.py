@@ -107,7 +107,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, make: Make) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_warning_for_each_odd_order_when_the_step_is_made(caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_minimize_warns_once_of_each_odd_order(caplog: pytest.LogCaptureFixture, name: str) -> None:
     make, expected = CASES[name]
     found = warnings_of(caplog, make)
     assert [known for text in found for known in (LATE, UNFINISHED) if known in text] == expected
