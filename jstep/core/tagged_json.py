@@ -5,7 +5,7 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 
 import base64
 import collections
-import importlib
+import hashlib
 import json
 import math
 import random
@@ -13,87 +13,326 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from numpy.lib import format as npy
+
+from jstep.core.tagged_arrays import (
+    LARGE,
+    MemoryRange,
+    UnsupportedError,
+    array_of,
+    array_parts,
+    bounds_of,
+    dtype_parts,
+    jax_array_of,
+    jax_parts,
+    on_host,
+    tensor_of,
+    tensor_parts,
+    view_of,
+)
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _LONGEST = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
 SUPPORTED = (
     "numbers, strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, scalars and random generators, "
-    "random.Random, and torch tensors"
+    "random.Random, JAX arrays and keys, and torch tensors"
 )
 """The types that can be encoded, for error messages."""
 
 
-class UnsupportedError(TypeError):
-    """A value cannot be encoded.
+FILE = "$file"
+"""The key of a reference to a file, in place of large bytes."""
 
-    Attributes:
-        what: What the value is.
-        path: Its path in the outermost value, such as `['epoch'][0]`.
+
+class LargeBytes:
+    """Bytes that are a file of a checkpoint: at hand, or in a file that is read when they are needed.
+
+    Two of them are equal if their bytes are.
+
+    Args:
+        data: The bytes; None if they are in a file.
+        load: Reads them from the file.
     """
 
-    def __init__(self, what: str, path: str = "") -> None:
-        super().__init__(f"{path} {what}".strip())
-        self.what, self.path = what, path
+    def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
+        self._data, self.load = data, load
+        self._digest: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes in memory."""
+        data = self._data
+        return 0 if data is None else len(data)
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        data = self._data  # another thread may be writing them
+        if data is None and self.load is not None:
+            data = self.load()
+        if data is None:
+            raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+        return data
+
+    def digest(self) -> bytes:
+        """Return a hash of the bytes."""
+        if self._digest is None:
+            self._digest = hashlib.blake2b(self.read(), digest_size=20).digest()
+        return self._digest
+
+    def written(self) -> None:
+        """Release the memory: the bytes are in a file now. Their hash stays."""
+        self.digest()
+        self._data = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LargeBytes) and (self is other or self.digest() == other.digest())
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def as_json(copy: Any) -> Any:
-    """Finish the encoding of a value from `copied`, whose bytes become text. JSON stays as it is."""
-    if type(copy) is bytes:
-        return base64.b64encode(copy).decode()
-    if type(copy) is list:
-        return [as_json(item) for item in copy]
-    return {key: as_json(item) for key, item in copy.items()} if type(copy) is dict else copy
+class Files(dict[str, LargeBytes]):
+    """The large bytes of values that become JSON, by the names of their files.
+
+    Args:
+        stem: What the names begin with.
+        by_content: Whether a hash of the bytes follows, so that equal values are equal JSON; otherwise a number.
+    """
+
+    def __init__(self, stem: str = "", *, by_content: bool = False) -> None:
+        super().__init__()
+        self._stem, self._by_content = stem, by_content
+
+    def add(self, data: bytes | LargeBytes) -> dict[str, str]:
+        """Add a file, and return the reference to it."""
+        one = data if isinstance(data, LargeBytes) else LargeBytes(data)
+        name = f"{self._stem}{one.digest().hex() if self._by_content else len(self)}"
+        self[name] = one
+        return {FILE: name}
 
 
-def copied(value: Any, depth: int = 0) -> Any:
+def as_json(copy: Any, files: Files | None = None) -> Any:
+    """Finish the encoding of a value from `copied`, whose bytes become text. JSON stays as it is.
+
+    Args:
+        copy: The encoded value.
+        files: Where to put large bytes, which are files of a checkpoint; None to make them text, too.
+    """
+    of = type(copy)
+    if of is dict:
+        return {key: as_json(item, files) for key, item in copy.items()}
+    if of is list:
+        return list(copy) if _are_plain(copy) else [as_json(item, files) for item in copy]
+    if of is LargeBytes:
+        return as_json(copy.read()) if files is None else files.add(copy)
+    if of is bytes:
+        return base64.b64encode(copy).decode() if files is None or len(copy) <= LARGE else files.add(copy)
+    return as_json(on_host(copy), files) if isinstance(copy, jax.Array) else copy
+
+
+def with_files(encoded: Any, found: Callable[[str], Any]) -> Any:
+    """Return JSON from `as_json` with something else in place of each reference to a file.
+
+    Args:
+        encoded: The JSON.
+        found: Returns what takes the place, by the name of the file: another reference, `{"$file": name}`, or
+            `LargeBytes`, with which `decode` and `as_json` do as if the value had just been copied.
+    """
+    if type(encoded) is list:
+        return encoded if _are_plain(encoded) else [with_files(item, found) for item in encoded]
+    if type(encoded) is not dict:
+        return encoded
+    if encoded.keys() == {FILE} and type(encoded[FILE]) is str:
+        return found(encoded[FILE])
+    return {key: with_files(item, found) for key, item in encoded.items()}
+
+
+def size_of(copy: Any) -> int:
+    """Return about how many bytes an encoded value takes."""
+    of = type(copy)
+    if of is dict:
+        return sum(len(key) + size_of(item) for key, item in copy.items())
+    if of is list:
+        is_of_numbers = _are_plain(copy) and str not in set(map(type, copy))
+        return 8 * len(copy) if is_of_numbers else sum(map(size_of, copy))
+    if of is bytes or of is str:
+        return len(copy)
+    if of is LargeBytes:
+        return LARGE + 1
+    return int(copy.nbytes) if isinstance(copy, jax.Array) else 8
+
+
+def copied(value: Any) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a small part of the time.
 
-    The result shares nothing with the value that can change.
+    The result shares nothing with the value that can change. An object in several places of the value is encoded once,
+    and is one object again when it is decoded; arrays that overlap in memory are views of one array again.
 
     Args:
         value: The value.
-        depth: The number of JSON levels around it.
 
     Raises:
         UnsupportedError: A part of the value is of another type, or contains itself.
     """
-    of = type(value)
-    if of is str or of is bool or value is None:
-        return value
-    if of is int and value.bit_length() <= _LONGEST:
-        return value
-    if of is float and math.isfinite(value):
-        return value
-    if depth > _DEEPEST:
-        raise UnsupportedError("is nested too deeply, or contains itself")
-    if of is list:
-        return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1)
-    if of is tuple:
-        return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2)}
-    if of is set or of is frozenset:
-        items = _each((("element", item) for item in value), depth + 2)
-        return {f"${of.__name__}": sorted(items, key=_as_text)}  # equal sets become equal JSON
-    if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
-        return dict(zip(value, _each(value.items(), depth + 1), strict=True))
-    if of is dict or of is collections.OrderedDict:
-        keys = _each((("key", key) for key in value), depth + 3)
-        pairs = zip(keys, _each(value.items(), depth + 3), strict=True)
-        return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
-    if of is bytes:
-        return {"$bytes": value}
-    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
-    if of in _TAGS:
-        tag = _TAGS[of]
-    elif isinstance(value, np.generic):
-        tag = _SCALAR
-    elif torch is not None and of is torch.Tensor:
-        tag = _TENSOR
-    else:
-        raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
-    return {tag.key: copied(tag.parts(value), depth + 1)}
+    return _Encoder(value).encoded()
+
+
+# Objects in several places, and arrays that overlap in memory.
+
+_ATOMS = frozenset({str, bool, int, float, complex, bytes, type(None)})
+_ALONE, _UNSEEN = -2, -1
+"""In place of the number of an object: it is in one place only, or it was not encoded yet."""
+_ALIASED, _SAME = "$aliased", "$same"
+"""The keys of a value with objects in several places, `[[object, …], value]`, and of such an object, by its number."""
+
+
+class _Encoder:
+    """The encoding of one value.
+
+    The first pass finds the objects that are in several places, and the arrays that overlap; the second one encodes.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._seen: set[int] = set()
+        self._plain: set[int] = set()
+        self._arrays: list[np.ndarray[Any, Any]] = []
+        self._numbers: dict[int, int | None] = {}
+        """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
+        self._table: list[Any] = []
+        self._blocks: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
+        """Identity of an array that overlaps others → the memory of all of them, and where it begins."""
+        self._look(value, 0)
+        if len(self._arrays) > 1:
+            self._find_views()
+
+    def encoded(self) -> Any:
+        """Return the encoded value."""
+        found = self.encode(self._value, 0)
+        return {_ALIASED: [self._table, found]} if self._table else found
+
+    def _look(self, value: Any, depth: int) -> None:
+        """Find the objects in several places, of all that can change."""
+        of = type(value)
+        if of in _ATOMS or depth > _DEEPEST:
+            return
+        if of is not tuple and of is not frozenset:
+            if id(value) in self._seen:
+                self._numbers[id(value)] = _UNSEEN
+                return
+            self._seen.add(id(value))
+        if of is dict or of is collections.OrderedDict:
+            for key, item in value.items():
+                if type(key) is not str:
+                    self._look(key, depth + 1)
+                if type(item) not in _ATOMS:
+                    self._look(item, depth + 1)
+        elif of in (list, tuple, set, frozenset):
+            if of is list and _are_plain(value):
+                self._plain.add(id(value))
+                return
+            for item in value:
+                if type(item) not in _ATOMS:
+                    self._look(item, depth + 1)
+        elif of is np.ndarray:
+            if value.size and value.itemsize:
+                self._arrays.append(value)
+        elif of is np.random.Generator:
+            self._look(value.bit_generator, depth + 1)
+        elif of is np.random.RandomState:
+            self._look(_bits_of(value), depth + 1)
+        elif of in _BITS:
+            self._look(value.seed_seq, depth + 1)
+
+    def _find_views(self) -> None:
+        """Find arrays that overlap: ranges of addresses can only do so in one allocation."""
+        bounds = sorted(((*bounds_of(array), i) for i, array in enumerate(self._arrays)))
+        groups: list[list[tuple[int, int, int]]] = []
+        stop = -1
+        for one in bounds:
+            if one[0] >= stop:
+                groups.append([])
+            groups[-1].append(one)
+            stop = max(stop, one[1])
+        for group in groups:
+            if len(group) > 1:
+                start = group[0][0]
+                block = np.asarray(MemoryRange(start, max(one[1] for one in group)))
+                self._numbers[id(block)] = _UNSEEN
+                self._blocks |= {id(self._arrays[i]): (block, start) for _, _, i in group}
+
+    def encode(self, value: Any, depth: int) -> Any:
+        """Encode a part of the value.
+
+        Args:
+            value: The part.
+            depth: The number of JSON levels around it.
+        """
+        of = type(value)
+        if of is str or of is bool or value is None:
+            return value
+        if of is int and value.bit_length() <= _LONGEST:
+            return value
+        if of is float and math.isfinite(value):
+            return value
+        number = self._numbers.get(id(value), _ALONE)
+        if depth > _DEEPEST or number is None:
+            raise UnsupportedError("is nested too deeply, or contains itself")
+        if number == _ALONE:
+            return self._parts(value, depth)
+        if number == _UNSEEN:
+            self._numbers[id(value)] = None
+            found = self._parts(value, depth)
+            self._numbers[id(value)] = number = len(self._table)
+            self._table.append(found)
+        return {_SAME: number}
+
+    def _parts(self, value: Any, depth: int) -> Any:
+        of = type(value)
+        if of is list:
+            is_plain = id(value) in self._plain or _are_plain(value)
+            return list(value) if is_plain else self._each(enumerate(value), depth + 1)
+        if of is tuple:
+            return {"$tuple": list(value) if _are_plain(value) else self._each(enumerate(value), depth + 2)}
+        if of is set or of is frozenset:
+            items = self._each((("element", item) for item in value), depth + 2)
+            return {f"${of.__name__}": sorted(items, key=_as_text)}  # equal sets become equal JSON
+        if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
+            return dict(zip(value, self._each(value.items(), depth + 1), strict=True))
+        if of is dict or of is collections.OrderedDict:
+            keys = self._each((("key", key) for key in value), depth + 3)
+            pairs = zip(keys, self._each(value.items(), depth + 3), strict=True)
+            return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
+        if of is bytes:
+            return {"$bytes": value}
+        if isinstance(value, jax.Array):
+            return jax_parts(value)
+        if of is np.ndarray and id(value) in self._blocks:
+            block, start = self._blocks[id(value)]
+            offset = value.__array_interface__["data"][0] - start
+            parts = {"of": block, "offset": offset, "dtype": dtype_parts(value.dtype)}
+            where = {"shape": list(value.shape), "strides": list(value.strides)}
+            return {"$view": self.encode(parts | where, depth + 1)}
+        tag = _tag_of(value)
+        parts = tag.parts(value)
+        if of is np.random.RandomState and id(bits := _bits_of(value)) in self._numbers:
+            parts = {**parts, _SHARED_BITS: bits}
+        return {tag.key: self.encode(parts, depth + 1)}
+
+    def _each(self, items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
+        """Encode the second items of pairs; the path in an error has the first one."""
+        found: list[Any] = []
+        label: Any = None
+        try:
+            for pair in items:
+                label = pair[0]
+                found.append(self.encode(pair[1], depth))
+        except UnsupportedError as error:
+            path = f"[{label!r:.50}]{error.path}"
+            # The path of a value that contains itself is as long as the nesting is deep.
+            raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
+        return found
 
 
 def _as_text(copy: Any) -> str:
@@ -106,37 +345,42 @@ def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
     return kinds <= {str, bool, type(None)} or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
 
 
-def _each(items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
-    """Encode the second items of pairs; the path in an error has the first one."""
-    found: list[Any] = []
-    label: Any = None
-    try:
-        for pair in items:
-            label = pair[0]
-            found.append(copied(pair[1], depth))
-    except UnsupportedError as error:
-        path = f"[{label!r:.50}]{error.path}"
-        # The path of a value that contains itself is as long as the nesting is deep.
-        raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
-    return found
-
-
 def decode(value: Any) -> Any:
-    """Decode a value from `as_json`. Nothing in it is trusted.
+    """Decode a value from `as_json` or `copied`. Nothing in it is trusted.
 
     Raises:
         ValueError: `as_json` did not write the value, or what it needs is not installed.
     """
+    return _decoded(value, [])
+
+
+def _decoded(value: Any, table: list[Any]) -> Any:
+    """Decode a value.
+
+    Args:
+        value: The value.
+        table: The objects in several places that are known so far.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decoded(item, table) for item in value]
+    if isinstance(value, LargeBytes):
+        return value.read()
     if not isinstance(value, dict):
         return value
     if not _is_tagged(value):
-        return {key: decode(item) for key, item in value.items()}
+        return {key: _decoded(item, table) for key, item in value.items()}
     ((key, parts),) = value.items()
+    if key == _ALIASED:
+        return _aliased(parts)
+    if key == _SAME:
+        if type(parts) is not int or not 0 <= parts < len(table):
+            raise ValueError(f"{key}: {parts!r:.50} is not the number of an object")
+        return table[parts]
+    if key == FILE:
+        raise ValueError(f"{key}: {parts!r:.50} is in a file of its checkpoint, which is not at hand")
     if key not in _WHOLE:
         raise ValueError(f"the tag {key!r:.50} is not known; a newer version of jstep may have written it")
-    parts = decode(parts)
+    parts = _decoded(parts, table)
     try:
         return _WHOLE[key](parts)
     except ImportError as error:
@@ -145,68 +389,38 @@ def decode(value: Any) -> Any:
         raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
 
 
+def _aliased(parts: Any) -> Any:
+    """Decode a value with objects in several places, each of which refers only to those before it."""
+    if not (isinstance(parts, list) and len(parts) == 2 and isinstance(parts[0], list)):
+        raise ValueError(f"{_ALIASED}: it must be a list of objects and a value")
+    table: list[Any] = []
+    for one in parts[0]:
+        found = _decoded(one, table)
+        # Hashing tuples of tuples of one tuple would take forever.
+        if type(found) in _ATOMS or type(found) in (tuple, frozenset):
+            raise ValueError(f"{_ALIASED}: a {type(found).__name__} is not in several places")
+        table.append(found)
+    return _decoded(parts[1], table)
+
+
 def _is_tagged(value: dict[Any, Any]) -> bool:
     return len(value) == 1 and next(iter(value))[:1] == "$"
 
 
-# Arrays
-
-
-def _array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    if array.size and not array.itemsize:
-        raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
-    return {"dtype": _dtype_parts(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
-
-
-def _dtype_parts(dtype: np.dtype[Any]) -> Any:
-    """Return a description of a dtype: a name such as '<f4' or 'bfloat16', or a list of fields."""
-    names: tuple[Any, ...] = () if dtype.hasobject else (dtype.str, dtype.name, npy.dtype_to_descr(dtype))
-    for parts in names:
-        try:
-            if npy.descr_to_dtype(parts) == dtype:
-                return parts
-        except TypeError:
-            pass
-    raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
-
-
-def _array(parts: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
-    # Elements without bytes would need no data, and NumPy would still give memory to some of them.
-    elements = math.prod(shape)
-    if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
-        raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
-    return np.ndarray(shape, dtype, bytearray(data)).copy()
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value!r:.50} is not a shape")
-    return tuple(value)
-
-
-def _tensor_parts(tensor: Any) -> dict[str, Any]:
-    torch = importlib.import_module("torch")
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise UnsupportedError(f"is a torch tensor that is sparse, quantized or without values, of dtype {name}")
-    flat = tensor.detach().cpu().reshape(-1).resolve_conj().resolve_neg().contiguous()
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return {"dtype": name, "shape": list(tensor.shape), "data": flat.view(torch.uint8).numpy().tobytes()}
-
-
-def _tensor(parts: Any) -> Any:
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        raise ImportError("it holds a torch tensor, and torch cannot be imported; install torch") from None
-    dtype, shape, data = getattr(torch, parts["dtype"]), _shape(parts["shape"]), parts["data"]
-    if len(data) != math.prod(shape) * torch.empty(0, dtype=dtype).element_size():
-        raise ValueError(f"a tensor of {dtype} and shape {shape} does not have {len(data)} bytes")
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+def _bytes(data: Any) -> bytes:
+    return data if isinstance(data, bytes) else base64.b64decode(data, validate=True)
 
 
 # Random generators
+
+
+_SHARED_BITS = "bits"
+"""The key of a bit generator that a `RandomState` shares."""
+
+
+def _bits_of(generator: np.random.RandomState) -> Any:
+    """Return the bit generator of a `RandomState`, which others may share."""
+    return getattr(generator, "_bit_generator", None)
 
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
@@ -235,8 +449,13 @@ def _generator(bits: Any) -> np.random.Generator:
     return np.random.Generator(bits)
 
 
-def _random_state(state: Any) -> np.random.RandomState:
-    generator = np.random.RandomState(_bits({"state": state, "seed": None}))
+def _random_state(parts: Any) -> np.random.RandomState:
+    state, bits = parts, parts.get(_SHARED_BITS)
+    if bits is None:
+        bits = _bits({"state": state, "seed": None})
+    elif not isinstance(bits, np.random.BitGenerator):
+        raise ValueError("it has no bit generator")
+    generator = np.random.RandomState(bits)
     generator.set_state(state)
     return generator
 
@@ -279,14 +498,15 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     of.__name__: of
     for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
-_SCALAR = _Tag("$scalar", lambda scalar: _array_parts(np.asarray(scalar)), lambda parts: _array(parts)[()])
-_TENSOR = _Tag("$tensor", _tensor_parts, _tensor)
+_BITS = frozenset(_BIT_GENERATORS.values())
+_SCALAR = _Tag("$scalar", lambda scalar: array_parts(np.asarray(scalar)), lambda parts: array_of(parts)[()])
+_TENSOR = _Tag("$tensor", tensor_parts, tensor_of)
 _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
     complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
     bytearray: _Tag("$bytearray", bytes, bytearray),
-    np.ndarray: _Tag("$array", _array_parts, _array),
+    np.ndarray: _Tag("$array", array_parts, array_of),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
     np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
     np.random.SeedSequence: _Tag("$seed_sequence", lambda seed: dict(seed.state), _seed),
@@ -294,11 +514,26 @@ _TAGS: dict[type, _Tag] = {
     **{of: _Tag("$bit_generator", _bits_parts, _bits) for of in _BIT_GENERATORS.values()},
 }
 _WHOLE: dict[str, Callable[[Any], Any]] = {
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$bytes": _bytes,
     "$tuple": tuple,
     "$set": set,
     "$frozenset": frozenset,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
+    "$view": view_of,
+    "$jax": jax_array_of,
     **{tag.key: tag.whole for tag in (*_TAGS.values(), _SCALAR, _TENSOR)},
 }
+
+
+def _tag_of(value: Any) -> _Tag:
+    """Return how a value is encoded that is neither a number, a string, bytes, a container nor of JAX."""
+    of = type(value)
+    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
+    if of in _TAGS:
+        return _TAGS[of]
+    if isinstance(value, np.generic):
+        return _SCALAR
+    if torch is not None and of is torch.Tensor:
+        return _TENSOR
+    raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")

@@ -5,13 +5,15 @@ import json
 import random
 import threading
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import jstep
-from jstep.core.tagged_json import UnsupportedError, as_json, copied, decode
+from jstep.core.tagged_arrays import LARGE, UnsupportedError
+from jstep.core.tagged_json import Files, LargeBytes, as_json, copied, decode, size_of, with_files
 
 
 def encode(value):
@@ -143,7 +145,6 @@ class Text(str):
         (np.ma.ones(2), "MaskedArray"),
         (np.zeros(2, "V0"), r"dtype \|V0, whose elements have no bytes"),
         (np.void(b""), "whose elements have no bytes"),
-        (jnp.ones(2), "ArrayImpl"),
         (collections.deque([1]), "collections.deque"),
         (int, "builtins.type"),
     ],
@@ -196,7 +197,13 @@ def test_depth_is_limited_to_what_a_checkpoint_accepts(tmp_path):
         '{"$bit_generator": {"state": {"bit_generator": "default_rng"}, "seed": null}}',
         '{"$random": [1]}',
         '{"$seed_sequence": {"entropy": 1, "spawn_key": [], "pool_size": 1000000, "n_children_spawned": 0}}',
-        '{"$random_state": {}}',
+        '{"$random_state": {}}', '{"$random_state": {"bits": 1}}',
+        '{"$same": 0}', '{"$aliased": [[], {"$same": 0}]}', '{"$aliased": [[[]], {"$same": -1}]}',
+        '{"$aliased": [[[]], {"$same": true}]}', '{"$aliased": [[{"$same": 0}], 1]}', '{"$aliased": [[1], 1]}',
+        '{"$aliased": [[[], {"$tuple": [{"$same": 0}]}], 1]}', '{"$aliased": [1, 1]}', '{"$aliased": {}}',
+        '{"$file": "manifest.json"}', '{"$file": 1}',
+        '{"$view": {"of": [0, 0], "offset": 0, "dtype": "u1", "shape": [1], "strides": [1]}}',
+        '{"$jax": {"data": 1, "impl": null, "weak": false}}', '{"$jax": {}}',
     ],
 )  # fmt: skip
 def test_what_was_not_encoded_is_refused(text):
@@ -214,3 +221,203 @@ def test_a_generator_cannot_read_outside_its_buffer(bits, at):
         state["state"]["pos"] = at
     with pytest.raises(ValueError, match="pos must be from 0"):
         decode(encoded)
+
+
+# Objects in several places, and arrays that overlap.
+
+SHARED = {
+    "list": [1],
+    "list of lists": [[1], (2,)],
+    "dict": {"a": 1},
+    "dict with other keys": {1: 2},
+    "looks like a tag": {"$same": 0},
+    "ordered dict": collections.OrderedDict(a=1),
+    "set": {1, 2},
+    "bytearray": bytearray(b"ab"),
+    "array": np.arange(3),
+    "generator": np.random.default_rng(1),
+    "bit generator": np.random.MT19937(1),
+    "legacy generator": np.random.RandomState(1),
+    "seed": np.random.SeedSequence(1),
+    "random": random.Random(1),
+    "JAX": jnp.arange(3),
+}
+
+
+@pytest.mark.parametrize("value", SHARED.values(), ids=SHARED)
+def test_one_object_in_several_places_is_one_object_again(value):
+    places = {"a": value, "b": [(value,), {3: value}], "c": collections.OrderedDict(d=value), "e": 1}
+    found = round_trip(places)
+    one = found["a"]
+    assert all(other is one for other in (found["b"][0][0], found["b"][1][3], found["c"]["d"]))
+    assert type(one) is type(value)
+    assert json.dumps(encode(one)) == json.dumps(encode(value))  # alone, it is encoded as ever
+    assert "$aliased" not in json.dumps(encode(value))
+    assert round_trip([places, places])[0] is not found
+
+
+def test_equal_objects_stay_two():
+    first, second = round_trip([[1], [1]])
+    assert first is not second
+    assert "$same" not in json.dumps(encode([np.zeros(2), np.zeros(2), (1,), (1,), "a", "a", 7, 7]))
+
+
+def test_parts_of_generators_are_shared():
+    seed, bits = np.random.SeedSequence(3), np.random.MT19937(4)
+    generators = [np.random.Generator(np.random.PCG64(seed)), np.random.PCG64(seed), seed]
+    one, two, found = round_trip(generators)
+    assert one.bit_generator.seed_seq is found
+    assert two.seed_seq is found
+    assert found.spawn(1)[0].spawn_key == (0,)
+    assert one.spawn(1)[0].bit_generator.seed_seq.spawn_key == (1,)
+
+    legacy, generator, inner = round_trip([np.random.RandomState(bits), np.random.Generator(bits), bits])
+    assert generator.bit_generator is inner
+    draws = [legacy.random_sample(), generator.random(), np.random.Generator(inner).random()]
+    np.testing.assert_array_equal(draws, np.random.RandomState(np.random.MT19937(4)).random_sample(3))
+
+
+WHOLE = np.arange(24.0)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [WHOLE[:4], WHOLE[2:]],
+        [WHOLE[2:], WHOLE],
+        [WHOLE, WHOLE[::-1]],
+        [WHOLE.reshape(4, 6).T, WHOLE.reshape(4, 6)[:, ::2]],
+        [WHOLE[3:5], WHOLE.view(np.uint8)[20:60], WHOLE[6:8]],
+        [np.broadcast_to(WHOLE[5:6], (3,)), WHOLE[5:9]],
+        [np.frombuffer(buffer := bytearray(64), np.int32), np.frombuffer(buffer, np.float64)[1:]],
+        [(rows := np.zeros(3, [("a", "i4"), ("b", ">f8", (2,))]))["b"], rows],
+    ],
+    ids=range(8),
+)
+def test_views_of_one_array_are_views_of_one_array_again(views):
+    found = round_trip({"a": views[0], "rest": views[1:]})
+    found = [found["a"], *found["rest"]]
+    for view, again in zip(views, found, strict=True):
+        assert (again.dtype, again.shape, again.tobytes()) == (view.dtype, view.shape, view.tobytes())
+    for i, one in enumerate(views):
+        for j, other in enumerate(views):
+            assert np.shares_memory(found[i], found[j]) == np.shares_memory(one, other), (i, j)
+
+
+def test_arrays_that_do_not_overlap_are_encoded_alone():
+    assert "$view" not in json.dumps(encode([WHOLE[:4], WHOLE[4:], WHOLE[:0], np.zeros((0, 3)), np.zeros(3)]))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"offset": -8}, {"offset": 40}, {"shape": [9]}, {"shape": [-1]}, {"strides": [99]}, {"dtype": "O"}]
+)
+def test_a_view_cannot_reach_outside_its_array(changed):
+    encoded = json.loads(json.dumps(encode([WHOLE[:4], WHOLE[2:6]])))
+    encoded["$aliased"][1][1]["$view"] |= changed
+    with pytest.raises(ValueError, match=r"^\$view: "):
+        decode(encoded)
+
+
+def test_what_contains_itself_in_several_places_is_refused():
+    inner = [1]
+    inner.append({"again": inner})
+    with pytest.raises(UnsupportedError, match=r"^\['a'\]\[1\]\['again'\] is nested too deeply, or contains itself"):
+        encode({"a": inner, "b": inner})
+
+
+def test_objects_in_several_places_inside_of_a_set():
+    generator = np.random.default_rng(0)
+    found = sorted(round_trip({(n, generator) for n in range(9)}), key=lambda pair: pair[0])
+    assert len(found) == 9
+    assert all(one is found[0][1] for _, one in found)
+
+
+# Arrays and keys of JAX.
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        jnp.arange(6).reshape(2, 3), jnp.ones(2, jnp.bfloat16), jnp.asarray(1.5), jnp.asarray(2), jnp.zeros((0, 2)),
+        jnp.broadcast_to(jnp.asarray(0.1), (2, 2)), jnp.zeros(LARGE // 4 + 1), jax.random.PRNGKey(0),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_arrays_of_jax_survive(value):
+    (found,) = round_trip([value])
+    assert isinstance(found, jax.Array)
+    assert (found.dtype, found.shape, found.weak_type) == (value.dtype, value.shape, value.weak_type)
+    np.testing.assert_array_equal(found, value)
+    assert decode(copied(value)).dtype == value.dtype
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_survive(impl):
+    key = jax.random.key(3, impl=impl)
+    found, several = round_trip((key, jax.random.split(key, 3)))
+    assert (found.dtype, several.shape) == (key.dtype, (3,))
+    np.testing.assert_array_equal(jax.random.normal(found, 2), jax.random.normal(key, 2))
+    np.testing.assert_array_equal(jax.random.key_data(several), jax.random.key_data(jax.random.split(key, 3)))
+
+
+def test_a_copy_outlives_an_array_that_is_donated():
+    array = jnp.arange(4.0)
+    copy = copied({"a": array})
+    array.delete()
+    np.testing.assert_array_equal(decode(as_json(copy))["a"], np.arange(4.0))
+    with pytest.raises(UnsupportedError, match=r"^\['a'\] is a JAX array that was donated and deleted"):
+        copied({"a": array})
+    with pytest.raises(UnsupportedError, match="traced"):
+        jax.eval_shape(lambda x: copied([x]), 1.0)
+
+
+def test_an_array_of_64_bits_is_not_truncated():
+    with jax.enable_x64(True):
+        encoded = encode(jnp.asarray(0.1, jnp.float64))
+        assert decode(encoded).dtype == np.float64
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        decode(encoded)
+
+
+# Large arrays, which are files.
+
+
+def test_large_arrays_are_files():
+    block = np.arange(LARGE, dtype=np.float32)
+    value = {"a": block, "b": [block[5:], b"x" * (LARGE + 1)], "c": jnp.ones(LARGE), "d": block[:9].copy(), "e": block}
+    files = Files("position.")
+    encoded = json.loads(json.dumps(as_json(copied(value), files)))
+    assert len(json.dumps(encoded)) < 2000
+    assert [len(one.read()) for one in files.values()] == [4 * LARGE, LARGE + 1, 4 * LARGE]
+    assert [*files] == ["position.0", "position.1", "position.2"]
+
+    linked = with_files(encoded, lambda name: LargeBytes(load=files[name].read))
+    for found in (decode(linked), decode(as_json(linked)), decode(copied(value))):
+        assert found["a"] is found["e"]
+        assert np.shares_memory(found["a"], found["b"][0])
+        np.testing.assert_array_equal(found["b"][0], block[5:])
+        assert (found["b"][1], found["c"].shape, found["d"].shape) == (value["b"][1], (LARGE,), (9,))
+    again = Files("position.")
+    assert as_json(linked, again) == encoded
+    assert again == files
+    with pytest.raises(ValueError, match="is in a file of its checkpoint"):
+        decode(encoded)
+
+
+def test_the_limit_is_64_kb():
+    for size, number in ((LARGE, 0), (LARGE + 1, 1)):
+        files = Files()
+        as_json(copied([np.zeros(size, np.uint8), bytes(size), bytearray(size)]), files)
+        assert len(files) == 3 * number
+    assert size_of(copied({"a": [0] * 8200})) > LARGE >= size_of(copied({"a": [0] * 8000, "b": "x" * 1000}))
+
+
+def test_large_bytes_that_were_written_are_compared_by_their_hash():
+    one, two = LargeBytes(b"a" * 9), LargeBytes(b"a" * 9)
+    assert one == two != LargeBytes(b"a")
+    one.written()
+    assert (one, one.nbytes) == (two, 0)
+    with pytest.raises(RuntimeError, match="not kept in memory"):
+        one.read()
+    one.load = lambda: b"a" * 9
+    assert one.read() == two.read()

@@ -1,0 +1,165 @@
+"""Arrays in tagged JSON: those of NumPy with their views, tensors of torch, arrays and keys of JAX."""
+
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.lib import format as npy
+
+from jstep.core.meshes import internal_transfers
+
+LARGE = 2**16
+"""The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
+
+
+class UnsupportedError(TypeError):
+    """A value cannot be encoded.
+
+    Attributes:
+        what: What the value is.
+        path: Its path in the outermost value, such as `['epoch'][0]`.
+    """
+
+    def __init__(self, what: str, path: str = "") -> None:
+        super().__init__(f"{path} {what}".strip())
+        self.what, self.path = what, path
+
+
+# Arrays of NumPy
+
+
+def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return simpler values for an array."""
+    if array.size and not array.itemsize:
+        raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
+    return {"dtype": dtype_parts(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
+
+
+def dtype_parts(dtype: np.dtype[Any]) -> Any:
+    """Return a description of a dtype: a name such as '<f4' or 'bfloat16', or a list of fields."""
+    names: tuple[Any, ...] = () if dtype.hasobject else (dtype.str, dtype.name, npy.dtype_to_descr(dtype))
+    for parts in names:
+        try:
+            if npy.descr_to_dtype(parts) == dtype:
+                return parts
+        except TypeError:
+            pass
+    raise UnsupportedError(f"is a NumPy array of dtype {dtype}")
+
+
+def array_of(parts: Any) -> np.ndarray[Any, Any]:
+    """Return the array with these parts."""
+    dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
+    # Elements without bytes would need no data, and NumPy would still give memory to some of them.
+    elements = math.prod(shape)
+    if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
+        raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
+    return np.ndarray(shape, dtype, data).copy()
+
+
+def view_of(parts: Any) -> np.ndarray[Any, Any]:
+    """Return a view of an array of bytes."""
+    dtype, memory = npy.descr_to_dtype(parts["dtype"]), parts["of"]
+    if type(memory) is not np.ndarray or memory.dtype != np.uint8 or memory.ndim != 1:
+        raise ValueError("it is not a view of an array of bytes")
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"a view has no dtype {dtype}")
+    # NumPy refuses what is outside of the memory.
+    return np.ndarray(_shape(parts["shape"]), dtype, memory, parts["offset"], tuple(parts["strides"]))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value!r:.50} is not a shape")
+    return tuple(value)
+
+
+class MemoryRange:
+    """A range of memory, as an array of bytes; NumPy reads it by the array interface."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.__array_interface__ = {"data": (start, True), "shape": (stop - start,), "typestr": "|u1", "version": 3}
+
+
+def bounds_of(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array, and of the one after its last."""
+    address: int = array.__array_interface__["data"][0]
+    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return address + sum(min(0, span) for span in spans), address + sum(max(0, span) for span in spans) + array.itemsize
+
+
+# Tensors of torch
+
+
+def tensor_parts(tensor: Any) -> dict[str, Any]:
+    """Return simpler values for a tensor."""
+    torch = importlib.import_module("torch")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedError(f"is a torch tensor that is sparse, quantized or without values, of dtype {name}")
+    flat = tensor.detach().cpu().reshape(-1).resolve_conj().resolve_neg().contiguous()
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return {"dtype": name, "shape": list(tensor.shape), "data": flat.view(torch.uint8).numpy().tobytes()}
+
+
+def tensor_of(parts: Any) -> Any:
+    """Return the tensor with these parts."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise ImportError("it holds a torch tensor, and torch cannot be imported; install torch") from None
+    dtype, shape, data = getattr(torch, parts["dtype"]), _shape(parts["shape"]), parts["data"]
+    if len(data) != math.prod(shape) * torch.empty(0, dtype=dtype).element_size():
+        raise ValueError(f"a tensor of {dtype} and shape {shape} does not have {len(data)} bytes")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+# Arrays and keys of JAX
+
+
+def jax_parts(array: jax.Array) -> dict[str, Any]:
+    """Return the encoding of an array or a key: a copy on its device, for which the host does not wait, if it is small.
+
+    The array itself may be donated before the copy is used.
+    """
+    if isinstance(array, jax.core.Tracer):
+        raise UnsupportedError("is a traced JAX array, which has no value")
+    if array.is_deleted():
+        raise UnsupportedError("is a JAX array that was donated and deleted")
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise UnsupportedError("is a JAX array with parts on other processes")
+    weak, data = bool(getattr(array, "weak_type", False)), array  # keys have none
+    impl = None
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        impl, data = str(jax.random.key_impl(array)), jax.random.key_data(array)
+    with internal_transfers():
+        kept = data.copy() if data.nbytes <= LARGE else on_host(data)
+    return {"$jax": {"data": kept, "impl": impl, "weak": weak}}
+
+
+def on_host(array: jax.Array) -> dict[str, Any]:
+    """Return the encoding of an array as one of NumPy; this waits for the device."""
+    with internal_transfers():
+        parts = array_parts(np.asarray(array))
+    return {"$array": {**parts, "data": {"$bytes": parts["data"]}}}
+
+
+def jax_array_of(parts: Any) -> jax.Array:
+    """Return an array or a key on the default device."""
+    data, impl, weak = parts["data"], parts["impl"], parts["weak"]
+    if not isinstance(data, np.ndarray | jax.Array) or type(weak) is not bool:
+        raise ValueError("it has no array")
+    with internal_transfers():
+        if impl is not None:
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=str(impl))
+        array = jnp.asarray(data)
+        if array.dtype != data.dtype:
+            raise ValueError(f"{data.dtype} needs 64-bit types, which are off: set jax_enable_x64, as in that run")
+        if weak and not array.weak_type:
+            scalar = jnp.asarray(array.dtype.type(0).item())  # Python's numbers are the only way to weak types
+            if scalar.dtype == array.dtype:
+                array = jnp.broadcast_to(scalar, array.shape).at[...].set(array)
+    return array
