@@ -437,6 +437,13 @@ class Directory:
             return packs.find_corruption(functools.partial(packs.LocalRead, path), "", manifest, share)
         return listing.find_corruption(path, manifest, share, every=every)
 
+    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
+        """See `Store.read_file`."""
+        from jstep.checkpoint import packs  # not at the top: it imports JAX
+
+        read = packs.read_file if manifest.is_packed else listing.read_file
+        return read(functools.partial(packs.LocalRead, path), "", manifest, name)
+
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`."""
         from jstep.checkpoint import orbax_arrays, packs  # not at the top: importing tensorstore is slow
@@ -486,13 +493,16 @@ class Directory:
             _logger.exception("the save in progress in %s was not saved", self.directory)
         self.close()
 
-    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
+    def save(
+        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
+    ) -> None:
         """Write a checkpoint, in a thread; see `Store.save`.
 
         One after the other, these are on the disk:
 
-        1. the arrays, in a temporary folder (`orbax_arrays`), and with several processes the checksums of each;
-        2. all of their files, flushed, with checksums (`listing.collect`), and what `Saver.flushing` flushes;
+        1. the arrays and then the files, in a temporary folder (`orbax_arrays`), and with several processes the
+           checksums of each;
+        2. all of them, flushed, with checksums (`listing.collect`), and what `Saver.flushing` flushes;
         3. the manifest, which is written last, so that a folder without one is not a checkpoint;
         4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`publish_folder`);
         5. and then only are superseded checkpoints removed (`commit`).
@@ -512,14 +522,14 @@ class Directory:
             publish_folder(temporary, final, [NAME, *manifest.files])
             committed()
 
-        self._bytes = sum(int(array.nbytes) for array in arrays.values())
+        self._bytes = sum(int(one.nbytes) for one in (*arrays.values(), *files.values()))
         self._is_cleaned = False  # if this is interrupted, the next save removes the remains
         with self._explained():
-            if self._arrays is None:
-                from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
+            from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
+            if self._arrays is None:
                 self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
-            self._arrays.save(path, arrays, compress, publish)
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), publish)
         self._is_cleaned = True
 
     def wait(self) -> None:

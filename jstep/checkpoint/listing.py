@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode
-from jstep.stores.files import is_absent, may_be_file, sync_files
+from jstep.stores.files import is_absent, may_be_file, new_file, sync_files
 from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 
 # The `Store` protocol: storage of checkpoints in a directory or an object store.
@@ -100,6 +100,13 @@ class Store(Protocol):
             every: Whether a corrupted file that nothing reads is a problem, too, and not only a warning.
         """
 
+    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
+        """Read one of the files that were saved with the arrays, and verify its checksums.
+
+        Raises:
+            CorruptedError: The file is corrupted, or the checkpoint has no such file.
+        """
+
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays by their name in the manifest (`Leaf.array`).
 
@@ -129,11 +136,13 @@ class Store(Protocol):
             OSError: The directory cannot be created or written.
         """
 
-    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
-        """Start to write arrays, all processes together; return when their memory may be donated.
+    def save(
+        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
+    ) -> None:
+        """Start to write arrays, and the files of this process, all processes together.
 
-        When everything is written, the manifest that `commit.seal` returns is published atomically, and the function
-        that it returns is called.
+        It returns when the memory of the arrays may be donated. When everything is written, the manifest that
+        `commit.seal` returns is published atomically, and the function that it returns is called.
         """
 
     def wait(self) -> None:
@@ -501,9 +510,49 @@ def find_corruption_of_copy(
     return _problems(objects.at(above.rstrip("/")), found, is_first=True, every=every)
 
 
-def write_part(checkpoint: str, process: int) -> None:
-    """Flush the files that one process wrote to disk, and store their checksums for `collect`."""
-    paths = []
+def read_file(start_read: Callable[..., Any], above: str, manifest: Manifest, name: str) -> bytes:
+    """Read a file of a checkpoint that was written to a disk, and verify its checksums.
+
+    Args:
+        start_read: Starts to read a file or an object, as in `packs`.
+        above: What the keys of the checkpoint begin with: its name and a slash, or nothing.
+        manifest: The manifest of the checkpoint.
+        name: The name of the file.
+
+    Raises:
+        CorruptedError: It is corrupted, or not a file of the checkpoint.
+    """
+    try:
+        data = start_read(f"{above}{name}").read().data if name in manifest.files else None
+    except (ValueError, TruncatedError) as error:
+        raise CorruptedError([f"{name}: {error}"]) from error
+    actual = None
+    if data is not None:
+        sums = [f"{zlib.crc32(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
+        actual = {"bytes": len(data), "crc32": sums}
+    problem = difference(manifest.files.get(name, {}), actual)
+    if data is None or problem:
+        raise CorruptedError([f"{name}: {problem}"])
+    return bytes(data)
+
+
+def write_files(checkpoint: str, files: Mapping[str, Any]) -> None:
+    """Write the files of a save (`Extra.files`) and release their memory."""
+    for name, one in files.items():
+        with new_file(os.path.join(checkpoint, name)) as file:
+            file.write(one.read())
+        one.written()
+
+
+def write_part(checkpoint: str, process: int, files: Iterable[str] = ()) -> None:
+    """Flush the files that one process wrote to disk, and store their checksums for `collect`.
+
+    Args:
+        checkpoint: The path of the checkpoint.
+        process: The index of the process.
+        files: The names of its files besides those of the arrays.
+    """
+    paths = list(files)
     for path in files_below(checkpoint):
         # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
         match = re.match(r"ocdbt\.process_([0-9]+)", path.split("/")[0])

@@ -10,7 +10,7 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -24,6 +24,29 @@ class CheckpointError(RuntimeError):
 
 class UnsupportedFormatError(CheckpointError):
     """A checkpoint is intact, and was written in a format that this version does not read."""
+
+
+class Extra(NamedTuple):
+    """The `extra` of a save, or a part of it, with large bytes, which are files of the checkpoint and not in its text.
+
+    Attributes:
+        values: JSON, as for `Saver.save`, which refers to the files by their names.
+        files: Name of a file → its `LargeBytes`: the files that this process writes. No two processes have files of the
+            same name.
+    """
+
+    values: Any
+    files: Mapping[str, Any]
+
+    @staticmethod
+    def of(extra: Any) -> "Extra":
+        """Return an `extra` as one with files."""
+        return extra if isinstance(extra, Extra) else Extra(extra, {})
+
+    def is_same(self, other: "Extra") -> bool:
+        """Whether two are equal, whatever the order of their keys."""
+        mine, its = (json.dumps(one.values, sort_keys=True) for one in (self, other))
+        return mine == its and self.files == other.files
 
 
 @dataclasses.dataclass(frozen=True)

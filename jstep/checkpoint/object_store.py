@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -210,13 +211,13 @@ class ObjectSave:
         objects: Directory,
         name: str,
         attempt: str,
-        blocks: Sequence[Block],
+        blocks: Iterable[Block],
         compress: bool,
         process: tuple[int, int],
         ends: tuple[Callable[[], bytes], Callable[[dict[str, dict[str, Any]], bytes], None]],
     ) -> None:
         self._objects, self.folder, self.attempt = objects, f"{name}/{attempt}", attempt
-        self._blocks: Sequence[Block] = blocks
+        self._blocks: Iterable[Block] = blocks
         self._compress, self._process, self._ends = compress, process, ends
         self._error: BaseException | None = None
         _under_way.add(self)  # the interpreter waits at exit until the save is done
@@ -414,6 +415,11 @@ class ObjectStore:
             return packs.find_corruption(self._objects.start_read, above, manifest, share)
         return listing.find_corruption_of_copy(self._objects, above, manifest, share, every=every)
 
+    def read_file(self, path: str, manifest: Manifest, name: str) -> bytes:
+        """See `Store.read_file`."""
+        read = packs.read_file if manifest.is_packed else listing.read_file
+        return read(self._objects.start_read, f"{self._name(path)}/", manifest, name)
+
     def restore(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """See `Store.restore`. Each process reads the blocks that it needs and verifies their checksums."""
         if not shardings:
@@ -445,13 +451,15 @@ class ObjectStore:
                 raise
             self._claimed, self._prefix = claim, prefix
 
-    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit) -> None:
+    def save(
+        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
+    ) -> None:
         """See `Store.save`."""
         process, count = jax.process_index(), jax.process_count()
         name = self._name(path)
         began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
         attempt = f"data.{began}-{number:08x}"
-        blocks = own_blocks(arrays, packs.PACK)
+        blocks = itertools.chain(own_blocks(arrays, packs.PACK), packs.file_blocks(files, packs.PACK))
 
         def look() -> bytes:
             return self._objects.read(f"{name}/{_manifest.NAME}").stamp

@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError, write_part
+from jstep.checkpoint.listing import IN_FLIGHT, TEMPORARY, CorruptedError, write_files, write_part
 from jstep.checkpoint.manifest import Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import in_background
@@ -275,16 +275,18 @@ _logger = logging.getLogger("jstep")
 class _Written:
     """A future for all writes of this process, whether they succeed or fail."""
 
-    def __init__(self, owner: "Checkpointer", futures: Sequence[Any], temporary: str) -> None:
-        self._owner, self._futures, self._temporary = owner, futures, temporary
+    def __init__(self, owner: "Checkpointer", futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
+        self._owner, self._futures, self._temporary, self._files = owner, futures, temporary, files
 
     def result(self, timeout: float | None = None) -> None:
         with self._owner.deferred():
             errors = _ended(self._futures, timeout)
             if errors:  # raised when all have ended, so that no thread writes into a folder that is being removed
                 raise errors[0]
+            files, self._files = self._files, {}
+            write_files(self._temporary, files)
             if jax.process_count() > 1:
-                write_part(self._temporary, jax.process_index())
+                write_part(self._temporary, jax.process_index(), files)
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -322,7 +324,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
             futures = await self._handlers[args.compress].async_save(directory, args=arrays)
-            return [_Written(self._owner, [*(futures or []), *self._begun], str(directory))]
+            return [_Written(self._owner, [*(futures or []), *self._begun], str(directory), args.files)]
         except Exception:
             _ended(self._begun)
             raise
@@ -345,10 +347,11 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)  # Orbax accepts a handler only with both
 @dataclasses.dataclass
 class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """The arrays to write, by name."""
+    """The arrays to write, by name, and the files of this process."""
 
     arrays: dict[str, Any]
     compress: bool
+    files: Mapping[str, Any]
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
@@ -410,7 +413,7 @@ class Checkpointer:
             self.error = self.error or error
 
     @silenced()
-    def save(self, path: str, arrays: Mapping[str, Any], compress: bool, publish: Callable[[str, str], None]) -> None:
+    def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish(temporary, final)` ends the write."""
         self._publish = publish
         if path + TEMPORARY not in IN_FLIGHT:
@@ -418,7 +421,7 @@ class Checkpointer:
         IN_FLIGHT[path + TEMPORARY] = self
         _finish_at_exit()
         with self._one_error():
-            self._async.save(path, args=SaveArgs(dict(arrays), compress))
+            self._async.save(path, args=args)
 
     def _end(self, temporary: str, final: str) -> None:
         publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive

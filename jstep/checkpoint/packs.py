@@ -17,6 +17,7 @@ from jstep.checkpoint.manifest import Manifest
 from jstep.checkpoint.slots import stored_kind
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import ShardBounds, lengths, local_parts, place
+from jstep.core.tagged_json import LargeBytes
 from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, TruncatedError, at_once
 
 # Splitting of arrays into blocks, and packing of blocks into a few large objects with an index of their positions.
@@ -30,6 +31,8 @@ from jstep.stores.objects import ABSENT, Objects, Pending, ReadResult, Truncated
 # A checkpoint of 300 small leaves is two objects. A CRC-32 covers the bytes of each block, and one in the manifest
 # covers the index.
 
+FILE = "file"
+"""In place of the dtype of a block: it holds bytes of a file that comes with the arrays, such as a position."""
 Box = tuple[slice, ...]
 _For = TypeVar("_For")
 
@@ -41,11 +44,13 @@ class Block(NamedTuple):
         array: The array's name.
         start: The index of the first element, one number per axis.
         data: Its values.
+        dtype: `FILE` if these are bytes of a file that is no array of the state; then `array` is its name.
     """
 
     array: str
     start: tuple[int, ...]
     data: np.ndarray[Any, Any]
+    dtype: str = ""
 
 
 def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
@@ -72,6 +77,16 @@ def own_blocks(arrays: Mapping[str, Any], most: int) -> list[Block]:
             begin = tuple(a + part.start for a, part in zip(start, box, strict=True))
             blocks.append(Block(name, begin, host[box]))
     return blocks
+
+
+def file_blocks(files: Mapping[str, LargeBytes], most: int) -> Iterator[Block]:
+    """Yield files as blocks. A block must be copied before the next one is taken: its memory is released then."""
+    for name, one in files.items():
+        data = np.frombuffer(one.read(), np.uint8)
+        for start in range(0, len(data), most):
+            yield Block(name, (start,), data[start : start + most], FILE)
+        del data
+        one.written()
 
 
 def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
@@ -114,7 +129,7 @@ class Stored(NamedTuple):
 
     Attributes:
         array: The array's name.
-        dtype: The dtype of the array.
+        dtype: The dtype of the array, or `FILE`.
         start: The index of the block's first element in the array.
         shape: The shape of the block.
         pack: The object that holds the block, relative to the attempt.
@@ -162,7 +177,8 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
             offset = 0
             for block, body in group:
                 at = (name, offset, len(body), f"{zlib.crc32(body):08x}", int(compress))
-                stored.append(Stored(block.array, str(block.data.dtype), block.start, block.data.shape, *at))
+                dtype = block.dtype or str(block.data.dtype)
+                stored.append(Stored(block.array, dtype, block.start, block.data.shape, *at))
                 offset += len(body)
             yield (name, len(data)), objects.start_write(f"{folder}/{name}", data)
 
@@ -298,7 +314,7 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
         CorruptedError: The checkpoint is corrupted, or an object is missing.
         OSError: The store cannot be read.
     """
-    blocks = _blocks(start_read, above, manifest)
+    blocks = [block for block in _blocks(start_read, above, manifest) if block.dtype != FILE]
     kinds = _check(manifest, blocks, list(shardings))
     parts = {
         name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
@@ -322,6 +338,37 @@ def read(start_read: StartRead, above: str, manifest: Manifest, shardings: Mappi
     return out
 
 
+def read_file(start_read: StartRead, above: str, manifest: Manifest, name: str) -> bytes:
+    """Read a file that was packed with the arrays, and verify its checksums.
+
+    Args:
+        start_read: As in `read`.
+        above: As in `read`.
+        manifest: The manifest of the checkpoint.
+        name: The name of the file.
+
+    Raises:
+        CorruptedError: The checkpoint is corrupted, or has no such file.
+        OSError: The store cannot be read.
+    """
+    blocks = [one for one in _blocks(start_read, above, manifest) if (one.array, one.dtype) == (name, FILE)]
+    blocks.sort(key=lambda block: block.start)
+    ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
+    if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
+        raise CorruptedError([f"{above}{manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
+    found: dict[tuple[int, ...], bytes] = {}
+
+    def keep(block: Stored, body: bytes) -> None:
+        found[block.start] = decoded(block, body, _dtype_of(block)).tobytes()
+
+    _read_blocks(start_read, f"{above}{manifest.data}", blocks, keep)
+    return b"".join(found[block.start] for block in blocks)
+
+
+def _dtype_of(block: Stored) -> Any:
+    return np.dtype(np.uint8) if block.dtype == FILE else jnp.dtype(block.dtype)
+
+
 def find_corruption(start_read: StartRead, above: str, manifest: Manifest, share: tuple[int, int]) -> list[str]:
     """Return descriptions of what is wrong with the objects of a checkpoint; see `Store.find_corruption`."""
     try:
@@ -329,7 +376,7 @@ def find_corruption(start_read: StartRead, above: str, manifest: Manifest, share
         mine = set(sorted({block.pack for block in blocks})[share[0] :: share[1]])
         blocks = [block for block in blocks if block.pack in mine]
         folder = f"{above}{manifest.data}"
-        _read_blocks(start_read, folder, blocks, lambda block, body: decoded(block, body, jnp.dtype(block.dtype)))
+        _read_blocks(start_read, folder, blocks, lambda block, body: decoded(block, body, _dtype_of(block)))
     except CorruptedError as error:
         return error.problems
     except (TypeError, ValueError) as error:

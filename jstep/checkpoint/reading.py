@@ -45,6 +45,16 @@ class Reader:
         """See `Saver.extra`."""
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
 
+    def file(self, name: str, step: int) -> bytes:
+        """See `Saver.read_file`. Each process reads on its own."""
+        path = self._store.at(self._prefix, step)
+        if path is None:
+            raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
+        try:
+            return self._store.read_file(path, self._store.manifest(path), name)
+        except CorruptedError as error:
+            raise CheckpointError(f"{path} {CORRUPTED}: {first_of(error.problems)}") from error
+
     def restore(
         self,
         target: Any,

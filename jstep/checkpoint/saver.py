@@ -16,7 +16,7 @@ import numpy as np
 
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.listing import Commit, Files, Store, name
-from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
+from jstep.checkpoint.manifest import CheckpointError, Extra, LeftOut, Manifest, RetainedSteps
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
 from jstep.checkpoint.slots import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
@@ -400,9 +400,10 @@ class Saver:
             # All processes start this save, or none of them.
             problem = "the last checkpoint was not saved; see the error of another process"
             processes.on_all_processes(self.wait, problem, CheckpointError)
-            extra = naming.json_copy(extra, "extra")
+            given = Extra.of(extra)
+            given = Extra(naming.json_copy(given.values, "extra"), given.files)
             with internal_transfers():
-                path = self._save(state, step, extra)
+                path = self._save(state, step, given)
             if not self._async_save:
                 self.wait()
             return path
@@ -520,6 +521,17 @@ class Saver:
         with self._lock:
             self.wait()
             return self._reader.extra(_step_or_none(step))
+
+    def read_file(self, name: str, step: int) -> bytes:
+        """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
+
+        Large arrays of positions and hooks are such files. It may be called from any thread, also during a save.
+
+        Raises:
+            CheckpointError: The file is corrupted, or the checkpoint has no such file.
+            FileNotFoundError: There is no checkpoint of that step.
+        """
+        return self._reader.file(name, as_int(step, "step", 0))
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.
@@ -647,14 +659,14 @@ class Saver:
         if state is not None and is_first:
             self._retention.load(path for i, path in enumerate(trees.paths_of(state)) if i not in absent)
 
-    def _save(self, state: Any, step: int | None, extra: Any) -> str:
+    def _save(self, state: Any, step: int | None, extra: Extra) -> str:
         """Start to write a state, and return the path of its checkpoint."""
         saved_at = self._now()
         absent = left_out_indices(state, self.leave_out)
         everything = named_leaves(state)
         named = [one for i, one in enumerate(everything) if i not in absent]
         step = step_of(state, step)
-        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra)
+        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra.values)
         arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
         path = self._store.path(naming.checkpoint_name(self.prefix, step))
         self._claim()
@@ -663,7 +675,7 @@ class Saver:
             records = started_slots([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
             commit = self._retention.commit_of(manifest, records, tuple(self._flushes))
-            self._store.save(path, arrays, compress, commit)
+            self._store.save(path, arrays, compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)
         return path
