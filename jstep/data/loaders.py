@@ -1,12 +1,14 @@
 """Sources of batches that users pass: a function, a sequence, an iterator, a loader with a position of its own."""
 
-import base64
+import collections
 import contextlib
 import functools
 import inspect
 import itertools
 import json
 import logging
+import math
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +18,8 @@ import numpy as np
 
 from jstep.core import tagged_json
 from jstep.core.checks import can_take, kind, may_take, note, shown
+from jstep.core.tagged_arrays import LARGE, UnsupportedError
+from jstep.core.tagged_json import FILE, Files, LargeBytes
 from jstep.data.sequence import BatchIterator, BatchSequence, StateBatches
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
@@ -37,7 +41,7 @@ class SavedPosition(NamedTuple):
     """The position of this process's loader in a checkpoint.
 
     Attributes:
-        value: The position, as JSON; None if there is no position.
+        value: The position, as JSON, or as `copied_position` returns it; None if there is no position.
         error: Why the position is not available; "" if it is.
         warning: A warning to log when the position is used; "" for no warning.
     """
@@ -53,38 +57,64 @@ class LivePosition:
     Hooks tell the object that makes them what a step found, so its position is taken when a checkpoint is written. If a
     batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
 
+    A large position is not copied before each batch, only when a checkpoint needs it. Once large, it counts as large.
+
     Args:
         ask: Returns the current position, from `copied_position`.
         begin: Returns the position before the first batch, if the object does not know it yet; None if nothing does.
 
     Attributes:
-        before: The position before the latest batch, and after what hooks changed before that.
+        before: The position before the latest batch, and after what hooks changed before that; None if it is large.
+        is_large: Whether the position is large.
+        is_moving: Whether a batch is being made that must not be interrupted, as the position before it is not known.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
         self._ask = ask
         self.before = None if begin is None else begin()
-        self._is_fixed = self._is_known = False
+        self.is_large = tagged_json.size_of(self.before) > LARGE
+        self.is_moving = self._is_fixed = self._is_known = False
         self._at_end: Any = None
 
-    def take(self, made: Iterator[T]) -> T:
-        """Return the next of what is made of one batch, or raise StopIteration; a signal may interrupt this.
+    def is_lost(self, is_before: bool) -> bool:
+        """Whether the position that a checkpoint needs was not copied.
 
-        A position that cannot be kept is refused after the first batch.
+        Args:
+            is_before: Whether it needs the one before the latest batch, which was made.
         """
-        # An object may not know its position before its first batch.
-        with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
-            self.before = self._ask()
-            self._is_known = True
+        return self.is_large and self.before is None and (is_before or self._is_fixed)
+
+    def prepare(self) -> None:
+        """Take the position before a batch, if it is small; a signal may interrupt this."""
+        if not self.is_large:
+            # An object may not know its position before its first batch.
+            with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
+                self.before = self._ask()
+                self._is_known = True
+                self.is_large = tagged_json.size_of(self.before) > LARGE
+
+    def take(self, made: Iterator[T]) -> T:
+        """Return the next of what is made of one batch, after `prepare`, or raise StopIteration.
+
+        A signal may interrupt this if the position is small. A position that cannot be kept is refused after the first
+        batch.
+        """
+        if self.is_large:
+            self.is_moving = True
+            self.before = None
         self._is_fixed = True
         try:
             found = next(made)
         except StopIteration:
-            if self._is_known:  # the search for a batch may have changed the object
-                self._at_end, self._is_fixed = self._ask(), False
+            if self.is_large:
+                self._is_fixed, self._is_known = False, True
+            elif self._is_known:  # the search for a batch may have changed the object
+                self._at_end, self._is_fixed = tagged_json.as_json(self._ask()), False
             raise
+        finally:
+            self.is_moving = False
         if not self._is_known:
-            self._ask()
+            self.is_large = self.is_large or tagged_json.size_of(self._ask()) > LARGE
             self._is_known = True
         return found
 
@@ -101,7 +131,58 @@ class LivePosition:
         if self._is_fixed or not self._is_known:
             return self.before
         position = self._ask()
-        return self.before if self._at_end is not None and position == self._at_end else position
+        is_at_end = self._at_end is not None and tagged_json.as_json(position) == self._at_end
+        return self.before if is_at_end else position
+
+
+_SHARE = 0.04
+"""The share of the time that reading the position of a loader may take."""
+_QUICK = 5e-5
+"""Seconds within which a position is read that is read after each batch, whatever a batch takes."""
+_AFTER = "after"
+"""The key of the number of batches since a position was read; absent for none."""
+
+
+class RarePosition:
+    """The position of a loader after each batch, read so rarely that it takes a small share of the time.
+
+    In between it is the position that was read last, with the number of batches since: a restart fetches these again.
+
+    Args:
+        ask: Returns the position, from `copied_position`.
+        is_due: `is_due(number)`: whether to read it after that many batches in any case, because a checkpoint is due.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Any], is_due: Callable[[int], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask, self._is_due, self._clock = ask, is_due, clock
+        self._took: collections.deque[float] = collections.deque(maxlen=2)
+        self._last: Any = None
+        self._number = self._since = 0
+        self._next = -math.inf
+
+    def before_first(self) -> Any:
+        """The position before the first batch."""
+        return self._timed()
+
+    def __call__(self) -> Any:
+        """The position after the batch that was just made; must be called once after each."""
+        self._number += 1
+        self._since += 1
+        if self._last is None or self._clock() >= self._next or self._is_due(self._number):
+            self._last, self._since = self._timed(), 0
+        return self._last if not self._since else {**self._last, _AFTER: self._since}
+
+    def _timed(self) -> Any:
+        began = self._clock()
+        position = self._ask()
+        now = self._clock()
+        self._took.append(now - began)
+        cost = min(self._took)  # one of two may have been interrupted by another process
+        self._next = -math.inf if cost < _QUICK else now + cost * (1 / _SHARE - 1)
+        return position
 
 
 def copied_position(position: Any, owner: str, without: str) -> Any:
@@ -118,10 +199,10 @@ def copied_position(position: Any, owner: str, without: str) -> Any:
         TypeError: The position holds a value of an unsupported type; names the loader, the path and the type.
     """
     if isinstance(position, bytes):
-        return {_BYTES: position}
+        return {_BYTES: bytes(position)}
     try:
         return {"value": tagged_json.copied(position)}
-    except tagged_json.UnsupportedError as error:
+    except UnsupportedError as error:
         raise TypeError(
             f"batches: the state of the {owner} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
             f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
@@ -131,7 +212,7 @@ def copied_position(position: Any, owner: str, without: str) -> Any:
 
 
 def decode_position(kept: Any, owner: str) -> Any:
-    """Decode a position from `as_json(copied_position(…))`, without running any code that the checkpoint brings.
+    """Decode a position from `copied_position`, or from `as_json` of it; it runs no code that the checkpoint brings.
 
     Raises:
         ValueError: The position cannot be decoded, or was pickled by an older version of jstep; names the loader.
@@ -148,7 +229,7 @@ def decode_position(kept: Any, owner: str) -> Any:
         )
     try:
         if _BYTES in kept:
-            return base64.b64decode(kept[_BYTES], validate=True)
+            return tagged_json.decode({"$bytes": kept[_BYTES]})
         return tagged_json.decode(kept["value"])
     except KeyError as error:
         raise ValueError(f"{what} is not a position (it has no {error})") from None
@@ -181,21 +262,68 @@ def saved_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     )
 
 
-def gather_positions(position: Any) -> dict[str, Any]:
+def gather_positions(position: Any, files: Files | None = None) -> dict[str, Any]:
     """Gather the positions of all processes, for a checkpoint's `extra`. Must be called on every process.
 
     Args:
         position: The position of this process, from `copied_position`; None if not known.
+        files: Where to put large arrays of the position of this process, which become files; None to keep all as text.
     """
-    position = tagged_json.as_json(position)
-    if jax.process_count() == 1:
-        return {} if position is None else {POSITION: position}
-    positions = [json.loads(text) for text in processes.gather_texts(json.dumps(position))]
-    if all(one is None for one in positions):
+    index, count = jax.process_index(), jax.process_count()
+    mine = None if files is None else Files(by_content=count > 1)
+    gathered = [tagged_json.as_json(position, mine)]
+    if count > 1:
+        gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
+    if all(one is None for one in gathered):
         return {}
+    are_equal = all(one == gathered[0] for one in gathered)
+    if files is not None and mine and (index == 0 or not are_equal):
+        files |= {f"{_file_stem(index)}{name}": one for name, one in mine.items()}
+    positions = [
+        tagged_json.with_files(one, functools.partial(_reference, _file_stem(process)))
+        for process, one in enumerate(gathered)
+    ]
     first = {} if positions[0] is None else {POSITION: positions[0]}
-    distinct = positions[:1] if all(one == positions[0] for one in positions) else positions
-    return first | {POSITIONS: {_PROCESSES: len(positions), "positions": distinct}}
+    if count == 1:
+        return first
+    distinct = positions[:1] if are_equal else positions
+    return first | {POSITIONS: {_PROCESSES: count, "positions": distinct}}
+
+
+def kept_positions(extra: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """Return the positions in another checkpoint's `extra`, from `with_files`, as `gather_positions` does.
+
+    Args:
+        extra: That `extra`.
+        files: Where the first process puts the files of all processes.
+    """
+    found = Files(_file_stem(0))
+    kept: dict[str, Any] = tagged_json.as_json(
+        {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, found
+    )
+    if jax.process_index() == 0:
+        files |= found
+    return kept
+
+
+def _file_stem(process: int) -> str:
+    """Return what the names of the files begin with that a process writes for positions."""
+    return f"position.process_{process}."
+
+
+def _reference(stem: str, name: str) -> dict[str, str]:
+    return {FILE: f"{stem}{name}"}
+
+
+def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str, Any]:
+    """Return the `extra` of a checkpoint with large bytes, which are read when they are needed, in place of references.
+
+    Args:
+        extra: As `train` saved it.
+        read: Reads a file of that checkpoint, by its name.
+    """
+    found: dict[str, Any] = tagged_json.with_files(extra, lambda name: LargeBytes(load=functools.partial(read, name)))
+    return found
 
 
 # One iterator interface to all sources of batches: sequences, functions, iterables and stateful loaders.
@@ -304,7 +432,17 @@ def source_of(
     where, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    return Source(items, where, begin)
+    since = _fetched_since(position)
+    return Source(itertools.islice(items, since, None) if since else items, where, begin)
+
+
+def _fetched_since(position: Any) -> int:
+    """The number of batches that were fetched after a position was read, from `RarePosition`."""
+    kept = position.value if isinstance(position, SavedPosition) else position
+    number = kept.get(_AFTER, 0) if isinstance(kept, Mapping) else 0
+    if type(number) is not int or number < 0:
+        raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")
+    return number
 
 
 def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
@@ -449,8 +587,8 @@ def owner_of(batches: Any) -> Any:
 
 
 def position_of(owner: Any) -> Any:
-    """The current position of a loader that keeps it; None if the loader does not know it yet."""
-    return tagged_json.as_json(_position(_methods(owner)[0], type(owner).__name__))
+    """The current position of a loader that keeps it, from `copied_position`; None if it does not know it yet."""
+    return _position(_methods(owner)[0], type(owner).__name__)
 
 
 def _methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -14,6 +14,7 @@ from jstep.core import tagged_json, trees
 from jstep.core.checks import kind, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
+from jstep.core.tagged_arrays import UnsupportedError
 from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState, state_of
@@ -421,7 +422,7 @@ def check_owners(objects: Iterable[Any], where: str = "hooks") -> None:
 
 
 def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
-    """Return the states of all objects as a JSON-serializable list, copied.
+    """Return the states of all objects as a list, copied; `tagged_json.as_json` makes it JSON.
 
     Raises:
         TypeError: A state cannot be kept; names the object, the path in its state and the type.
@@ -436,8 +437,8 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
         note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
         raise
     try:
-        state = tagged_json.as_json(tagged_json.copied(value))
-    except tagged_json.UnsupportedError as error:
+        state = tagged_json.copied(value)
+    except UnsupportedError as error:
         raise TypeError(
             f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
             f"{error.what}, and a state may hold only {tagged_json.SUPPORTED}. Convert that value in get_state, and "

@@ -451,7 +451,7 @@ class BatchFeeder:
         read_ahead: Decides after each call whether the thread reads.
 
     Attributes:
-        waiting: Whether the loop is waiting for a batch and may be interrupted without losing one.
+        waiting: Whether the loop is waiting for a batch.
         steps: The number of steps of the latest call.
         got: When the loop got it, in seconds of the stopwatch.
         live: The position of a source whose batches are made with the state; None for any other.
@@ -499,6 +499,7 @@ class BatchFeeder:
             elif self.live is None:
                 call = next(self._made)
             else:
+                self.live.prepare()
                 call = self.live.take(self._made)
             if ahead:
                 self._reader.request(AHEAD - self._requested)
@@ -519,6 +520,15 @@ class BatchFeeder:
         self._taken += steps
         self._before, self.position = self.position, call.position
         return call
+
+    @property
+    def may_be_interrupted(self) -> bool:
+        """Whether a signal may interrupt the loop now without losing a batch or a position."""
+        return self.waiting and not (self.live is not None and self.live.is_moving)
+
+    def is_position_lost(self, steps: int) -> bool:
+        """Whether the position after that many steps was too large to be copied before it moved on."""
+        return self.live is not None and self.live.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
         """The position after that many steps: all that were fetched, or all but those of the latest call."""

@@ -1,7 +1,6 @@
 """Calling hooks when they are due, at the end, and when an error ends the run; the checkpoint of a run."""
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -10,11 +9,13 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
-from jstep.data.loaders import POSITION, POSITIONS, gather_positions
+from jstep.core.tagged_json import Files, as_json
+from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
 from jstep.hooks.base import Due, RunHook, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, is_public, name_of
@@ -38,11 +39,11 @@ class _Memory(NamedTuple):
 
     Attributes:
         positions: The positions of the batches.
-        hooks: The states of the hooks, as text.
+        hooks: The states of the hooks.
     """
 
-    positions: dict[str, Any]
-    hooks: str
+    positions: Extra
+    hooks: Extra
 
 
 class RunSaverHook(CheckpointSaverHook):
@@ -65,7 +66,7 @@ class RunSaverHook(CheckpointSaverHook):
         )
         self.part = STEPPING  # it measures its own time when it saves
         self._loop = run
-        self._memory = self._of_this_save = _Memory({}, "{}")
+        self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
     def _call_before(self, step: int) -> None:
         for fn in self._loop.before_saves:
@@ -85,20 +86,21 @@ class RunSaverHook(CheckpointSaverHook):
         """
         if not super().has_saved(step, state):
             self._call_before(step)
-            extra = self._positions() | self._past() | json.loads(self._memory.hooks)
             with internal_transfers():
-                self._loop.saver.save(state, extra=extra | ({HELD: self._loop.held} if self._loop.held else {}))
+                self._loop.saver.save(state, extra=self._extra_of(_Memory(self._positions(), self._memory.hooks)))
         self._loop.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
-        self._of_this_save = _Memory(self._positions(), _as_text(self._remembered()))
+        self._of_this_save = _Memory(self._positions(), self._remembered())
         self.is_saved(step, state)
 
     def is_saved(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step holds this state and the states of hooks when it was made."""
         super().is_saved(step, state)
         self._memory = self._of_this_save
+        for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
+            one.load = functools.partial(self._loop.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
@@ -106,39 +108,45 @@ class RunSaverHook(CheckpointSaverHook):
             return False
         feeder = self._loop.feeder
         # Only these can change after their step; the comparison comes first, as all processes take part in it.
-        is_same = feeder is None or feeder.live is None or self._positions() == self._memory.positions
-        return _as_text(self._remembered()) == self._memory.hooks and is_same
+        is_same = True
+        if feeder is not None and feeder.live is not None:
+            is_same = not processes.any_process(not self._positions().is_same(self._memory.positions))
+        return self._remembered().is_same(self._memory.hooks) and is_same
 
-    def _remembered(self) -> dict[str, Any]:
+    def _remembered(self) -> Extra:
         run, by = self._loop, self._stopped_by()
         states = get_states(run.hooks)
         known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
-        return {key: value for key, value in known.items() if value is not None}
+        values = {key: value for key, value in known.items() if value is not None}
+        files = Files("hooks.")
+        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
 
     def _stopped_by(self) -> str | None:
         """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
         kept = self._loop.extra.get(STOPPED) if self._loop.feeder is None else None
         return self._loop.stopped_by or kept
 
-    def _positions(self) -> dict[str, Any]:
+    def _positions(self) -> Extra:
         """The positions of the batches; must be called on all processes."""
         run = self._loop
+        files = Files()
         if run.feeder is None:  # no step was run: the positions have not changed
-            return {key: run.extra[key] for key in (POSITION, POSITIONS) if key in run.extra}
+            return Extra(kept_positions(run.extra, files), files)
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return gather_positions(run.feeder.position_after(run.step - run.first))
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
 
     def _past(self) -> dict[str, Any]:
         return {key: value for past in self._loop.pasts for key, value in past(self._loop.step).items()}
 
-    def _made_extra(self) -> dict[str, Any]:
-        positions, remembered = self._positions(), self._remembered()
-        self._of_this_save = _Memory(positions, _as_text(remembered))
-        return positions | self._past() | remembered | ({HELD: self._loop.held} if self._loop.held else {})
+    def _made_extra(self) -> Extra:
+        self._of_this_save = _Memory(self._positions(), self._remembered())
+        return self._extra_of(self._of_this_save)
 
-
-def _as_text(states: dict[str, Any]) -> str:
-    return json.dumps(states, sort_keys=True)
+    def _extra_of(self, memory: _Memory) -> Extra:
+        positions, hooks = memory
+        held = {HELD: self._loop.held} if self._loop.held else {}
+        values = positions.values | self._past() | hooks.values | held
+        return Extra(values, {**positions.files, **hooks.files})
 
 
 # Call hooks when they are due, and apply their results.
@@ -359,10 +367,12 @@ class HookRunner:
         is_evaluated = all(run.step in hook.results for hook in run.evaluations)
         return is_last and is_evaluated and not (self._ends_of_users or run.is_interrupted)
 
-    def save(self) -> list[tuple[Any, bool | Exception]]:
+    def save(self, *, without_own: bool = False) -> list[tuple[Any, bool | Exception]]:
         """Save the state by each saver, the run's own first; return whether each has saved it, or its error."""
         run, outcomes = self._run, list[tuple[Any, bool | Exception]]()
         for hook in run.savers:
+            if without_own and isinstance(hook, RunSaverHook):
+                continue
             run.calling = (hook, "save")
             try:
                 outcomes.append((hook, hook.save(run.step, run.state, wait=True)))
@@ -582,7 +592,7 @@ def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
     step, (hook, method) = run.step, run.calling or (None, "")
     try:
-        if why := why_not_finite(run):
+        if why := why_not_finite(run) or run.why_position_lost():
             return f"step {step} is not saved: {why}"
         next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
     except Exception as error:
@@ -601,10 +611,13 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved"
     if why := why_not_finite(run):
         return f", and is not saved: {why}"
-    (first, outcome), *others = run.runner.save()
+    lost = run.why_position_lost()
+    (first, outcome), *others = run.runner.save(without_own=bool(lost)) or [(None, False)]
     for hook, failure in others:
         if isinstance(failure, Exception) and str(failure) != str(error):
             note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
+    if lost:
+        return f", and is not saved: {lost}"
     if isinstance(outcome, Exception):
         return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
     if not outcome:

@@ -218,9 +218,20 @@ class Run(RunInfo):
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""
         if self.phase == STARTING:
             raise self.signals.stopped("before its first step")
-        is_waiting = self.feeder is not None and self.feeder.waiting
+        is_waiting = self.feeder is not None and self.feeder.may_be_interrupted
         if self.phase == RUNNING and (is_waiting or self.programs.may_be_left):
             raise StopWaiting
+
+    def why_position_lost(self) -> str:
+        """Describe why the state must not be saved: the batches have moved on past it; empty if they have not."""
+        if self.saver is None or self.feeder is None or not self.feeder.is_position_lost(self.step - self.first):
+            return ""
+        newest = self.saver.latest_step()
+        name = "" if newest is None else checkpoint_name(self.saver.prefix, newest)
+        return (
+            "the object that makes the batches has moved on, and its position is too large (above 64 kB) to be copied "
+            f"before each batch; {f'the newest is {name}' if name else 'there is no checkpoint'}"
+        )
 
     def release(self) -> None:
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""

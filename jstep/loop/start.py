@@ -15,7 +15,7 @@ from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
-from jstep.data.loaders import Source, saved_position, source_of
+from jstep.data.loaders import RarePosition, Source, saved_position, source_of, with_files
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
@@ -102,7 +102,7 @@ def restore(run: Run) -> None:
 
 def _extra(saver: Saver, step: int) -> dict[str, Any]:
     extra = saver.extra(step)
-    return extra if isinstance(extra, dict) else {}
+    return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
 
 
 def _begin_with_given(run: Run, why: str) -> None:
@@ -477,9 +477,21 @@ def _source(run: Run, batches: Any) -> Source:
     )
     if not resumable:
         return source._replace(position=None)  # the position is never saved
-    if source.position is None or source.begin is not None:
+    if source.position is None:
+        return source
+    ask = source.position
+    if not source.is_of_state:
+        rare = RarePosition(source.position, functools.partial(_is_save_due, run))
+        source, ask = source._replace(position=rare), rare.before_first
+    if source.begin is not None:
         return source
     before = None
     with contextlib.suppress(Exception):  # a loader may not know its position before its first batch
-        before = source.position()
+        before = ask()
     return source._replace(begin=lambda: before)
+
+
+def _is_save_due(run: Run, batches: int) -> bool:
+    """Whether a checkpoint is due by steps after so many batches of the run."""
+    step, interval = run.first + batches, run.options.save_checkpoint_steps
+    return step == run.options.last_step or (interval is not None and step % interval == 0)

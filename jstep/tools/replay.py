@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -11,13 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
-from jstep.data.loaders import Source, gather_positions, owner_of, position_of, saved_position, source_of
+from jstep.core.tagged_json import Files
+from jstep.data.loaders import (
+    SavedPosition,
+    Source,
+    gather_positions,
+    owner_of,
+    position_of,
+    saved_position,
+    source_of,
+    with_files,
+)
 from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
 from jstep.loop.programs import Programs, check, check_alive
@@ -122,7 +134,7 @@ def replay(
             "function of the step, or a loader with get_state and set_state, or with state_dict and load_state_dict, "
             "whose run kept checkpoints"
         )
-    items = copied_batches(source)
+    items = copied_batches(source._replace(position=None))  # which is not saved again
     programs = Programs(stages, steps_per_call, state=state)
     if step > start:
         ends = StageBoundaries(stages, source.next_change).ends(start, step)
@@ -149,7 +161,9 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
                 _log(checkpoint_name(saver.prefix, start), start, step)
                 with internal_transfers():
                     state, extra = saver.restore(state, step=start), saver.extra(start)
-                return start, state, saved_position(extra) if isinstance(extra, dict) else None
+                if not isinstance(extra, dict):
+                    return start, state, None
+                return start, state, saved_position(with_files(extra, functools.partial(saver.read_file, step=start)))
         found = f"checkpoints of the steps {shown(there)}" if there else f"no checkpoint {prefix}-*"
         where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {found}"
     with internal_transfers():
@@ -285,10 +299,11 @@ def verify_resume(
     def whole() -> TrainState:
         return run(fresh(), steps, position)[0]
 
-    reference = _bits_of(whole())
+    reference = _bits_of(run(fresh(), steps, SavedPosition(None))[0])  # nothing is loaded, as in a run's first process
     with tempfile.TemporaryDirectory() as directory:
         half, source = run(fresh(), at, position)
-        extra = gather_positions(source.position() if source.position else None)
+        files = Files()
+        extra = Extra(gather_positions(source.position() if source.position else None, files), files)
         before = _bits_of(half)
         with Saver(directory, async_save=False) as saver:
             saver.save(half, extra=extra)

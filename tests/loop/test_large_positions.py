@@ -1,0 +1,362 @@
+"""Positions and states of hooks above 64 kB: read where a save needs them, and files of the checkpoint."""
+
+import base64
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from children import end, read_until, start
+
+import jstep
+from jstep.checkpoint.listing import read_manifest
+from jstep.core.tagged_arrays import LARGE
+from jstep.tools.cli import main
+
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
+ROWS = 20_000  # of 8 bytes
+
+
+def make_state() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+
+
+class Buffer:
+    """A replay buffer on the host, which is changed in place, with a view of its last rows and a shared generator."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.rows, self.size, self.reads, self.loads = np.zeros((ROWS, 2), np.float32), 0, 0, 0
+        self.newest, self.rng = self.rows[-9:], np.random.default_rng(0)
+        self.environment = {"rng": self.rng, "log": b"x" * (LARGE + 1)}
+        self.fails_at = fails_at
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        if step == self.fails_at:
+            self.rng.normal()  # it has moved on
+            raise OSError("the environment is gone")
+        self.rows[self.size % ROWS] = self.environment["rng"].normal(size=2)
+        self.newest[self.size % 9] += 1
+        self.size += 1
+        return self.rows[self.rng.integers(0, self.size)] + self.rows[-1]
+
+    def tell(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+        self.rows[step] += np.float32(metrics["loss"])
+
+    def state_dict(self) -> Any:
+        self.reads += 1
+        kept = vars(self).copy()
+        return {name: kept[name] for name in ("rows", "size", "newest", "rng", "environment")}
+
+    def load_state_dict(self, position: Any) -> None:
+        self.loads += 1
+        vars(self).update(position)
+
+
+def train(buffer: Any, last: int, directory: Any, hooks: Any = (), batches: Any = None, **kwargs: Any) -> Any:
+    kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
+    tells = [jstep.every(1, buffer.tell)] if hasattr(buffer, "tell") else []
+    source = jstep.from_state(buffer) if batches is None else batches
+    return jstep.train(STEP, make_state(), source, last, hooks=[*tells, *hooks], checkpoint_dir=directory, **kwargs)
+
+
+def by_hand(steps: int) -> jstep.TrainState:
+    state, buffer = make_state(), Buffer()
+    for step in range(steps):
+        state, metrics = STEP(state, buffer(step, state))
+        buffer.tell(step + 1, state, metrics)
+    return state
+
+
+def files_of(directory: Path, step: int) -> dict[str, int]:
+    """The files of a checkpoint that hold values of the host, with their sizes, as its manifest has them."""
+    manifest = read_manifest(str(directory / f"model-{step}"))
+    found = {name: manifest.files[name]["bytes"] for name in manifest.files if name.startswith(("position.", "hooks."))}
+    assert {name: os.path.getsize(directory / f"model-{step}" / name) for name in found} == found
+    return found
+
+
+@pytest.mark.parametrize("stops", [(20,), (7, 20), (1, 2, 13, 20)])
+def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    for stop in stops:
+        buffer = Buffer()
+        state = train(buffer, stop, tmp_path, save_checkpoint_steps=5)
+        assert buffer.newest.base is not None
+        assert np.shares_memory(buffer.newest, buffer.rows)
+        assert buffer.environment["rng"] is buffer.rng
+        assert files_of(tmp_path, stop) == {"position.process_0.0": ROWS * 8, "position.process_0.1": LARGE + 1}
+        assert os.path.getsize(tmp_path / f"model-{stop}" / "manifest.json") < 20_000
+    assert state == by_hand(20)
+    replayed = jstep.replay(STEP, make_state(), jstep.from_state(Buffer()), tmp_path, 15)
+    assert replayed.state == by_hand(15)
+    assert STEP(replayed.state, *replayed.args)[0] == by_hand(16)
+
+
+def test_a_large_position_is_read_where_a_save_needs_it(tmp_path: Path) -> None:
+    buffer = Buffer()
+    train(buffer, 60, tmp_path, save_checkpoint_steps=20)
+    assert buffer.reads <= 2 + 3 + 1  # its size is looked at, three saves, and whether the last one is up to date
+    small = Buffer()
+    small.rows, small.newest, small.environment["log"] = small.rows[:100], small.rows[91:100], b""
+    train(small, 60, tmp_path / "small", save_checkpoint_steps=20)
+    assert small.reads > 60
+    assert files_of(tmp_path / "small", 60) == {}
+
+
+class Growing:
+    """A position that becomes large."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.reads = 0
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.rows.append(np.full(1000, step, np.float32))
+        return self.rows[-1][:2] / 100
+
+    def state_dict(self) -> Any:
+        self.reads += 1
+        return {"rows": self.rows}
+
+    def load_state_dict(self, position: Any) -> None:
+        self.rows = position["rows"]
+
+
+def test_once_large_it_stays_large(tmp_path: Path) -> None:
+    buffer = Growing()
+    train(buffer, 60, tmp_path)
+    assert 17 < buffer.reads < 25  # 17 arrays of 4 kB are more than 64 kB
+    assert files_of(tmp_path, 60) == {}  # none of them is large
+    again = Growing()
+    train(again, 90, tmp_path)
+    assert again.reads < 6
+    assert [int(row[0]) for row in again.rows] == [*range(90)]
+
+
+@pytest.mark.parametrize("fails_at", [3, 12])
+def test_an_error_in_fn_names_the_newest_checkpoint(tmp_path: Path, fails_at: int) -> None:
+    with pytest.raises(OSError, match="is gone") as error:
+        train(Buffer(fails_at), 20, tmp_path, save_checkpoint_steps=10)
+    assert error.value.state.global_step == fails_at  # type: ignore[attr-defined]
+    newest = "there is no checkpoint" if fails_at == 3 else "the newest is model-10"
+    (note,) = [note for note in error.value.__notes__ if note.startswith("jstep:")]
+    assert f"while batch {fails_at} was fetched; the state after step {fails_at} is in the exception's `state`" in note
+    assert "is not saved: the object that makes the batches has moved on" in note
+    assert newest in note
+    assert jstep.Saver(tmp_path).all_steps() == ([] if fails_at == 3 else [10])
+    assert train(Buffer(), 20, tmp_path) == by_hand(20)
+
+
+def test_a_saver_among_the_hooks_saves_the_state_all_the_same(tmp_path: Path) -> None:
+    own = jstep.CheckpointSaverHook(tmp_path / "own", save_steps=50)
+    with pytest.raises(OSError, match="is gone"):
+        train(Buffer(3), 20, tmp_path / "run", hooks=[own])
+    assert jstep.Saver(tmp_path / "own").all_steps() == [3]
+    assert jstep.Saver(tmp_path / "run").all_steps() == []
+
+
+def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path: Path) -> None:
+    class OtherShape(Buffer):
+        def __call__(self, step: int, state: jstep.TrainState) -> Any:
+            row = super().__call__(step, state)
+            return np.zeros(3, np.float32) if step == 12 else row
+
+    with pytest.raises(TypeError, match="shape") as error:
+        train(OtherShape(), 20, tmp_path, save_checkpoint_steps=10)
+    assert any("is not saved: the object that makes" in note for note in error.value.__notes__)
+    assert jstep.Saver(tmp_path).all_steps() == [10]
+    assert train(Buffer(), 20, tmp_path) == by_hand(20)
+
+
+def test_an_error_in_a_hook_loses_nothing(tmp_path: Path) -> None:
+    def fail(step: int, *_: Any) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        train(Buffer(), 20, tmp_path, hooks=[jstep.every(12, fail)])
+    assert jstep.Saver(tmp_path).all_steps() == [12]
+    assert train(Buffer(), 20, tmp_path) == by_hand(20)
+
+
+@pytest.mark.parametrize("at", [0, 12])
+def test_batches_that_end_save_the_last_state(tmp_path: Path, at: int) -> None:
+    class Ending(Buffer):
+        def __call__(self, step: int, state: jstep.TrainState) -> Any:
+            if step == 12 + at:
+                raise StopIteration
+            return super().__call__(step, state)
+
+    assert train(Ending(), 30, tmp_path) == by_hand(12 + at)
+    assert train(Ending(), 30, tmp_path) == by_hand(12 + at)  # used up
+    assert train(Buffer(), 30, tmp_path) == by_hand(30)
+
+
+CHILD = """
+class Buffer:
+    def __init__(self):
+        self.rows, self.rng = np.zeros((20000, 8), np.float32), np.random.default_rng(0)
+    def __call__(self, step, state):
+        self.rows[step] = self.rng.normal(size=8)
+        if step == 6:
+            say("in fn")
+            wait()
+        self.rows[step] += 1
+        return {"x": self.rows[:8] + step}
+    def state_dict(self):
+        return vars(self)
+    def load_state_dict(self, position):
+        vars(self).update(position)
+
+def run(last, **kwargs):
+    kwargs = {"progress": False, "save_checkpoint_secs": None} | kwargs
+    return jstep.train(STEP, make_state(), jstep.from_state(Buffer()), last, **kwargs)
+"""
+
+
+def test_a_signal_in_fn_lets_batch_and_step_end(tmp_path: Path) -> None:
+    process = start(CHILD + "run(20, checkpoint_dir=directory)", tmp_path)
+    read_until(process, "in fn")
+    process.send_signal(signal.SIGTERM)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    end(process, 143)
+    assert jstep.Saver(tmp_path).all_steps() == [7]
+    same = "wait = lambda: None\nsay('same', digest(run(20, checkpoint_dir=directory)) == digest(run(20)))"
+    assert "same True" in end(start(CHILD + same, tmp_path))[0]
+
+
+@pytest.mark.thorough
+def test_a_hang_in_fn_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    hooks = "hooks=[jstep.StallHook(warn_secs=0.2, exit_secs=0.6)]"
+    script = f"""
+import threading
+wait = threading.Event().wait
+run(20, checkpoint_dir=directory, save_checkpoint_steps=4, {hooks})
+"""
+    errors = end(start(CHILD + script, tmp_path), 75)[1]
+    assert "step 6 is not saved: the object that makes the batches has moved on" in errors
+    assert "the newest is model-4" in errors
+    assert jstep.Saver(tmp_path).all_steps() == [4]
+
+
+class Remembers(jstep.Hook):
+    """A hook with a large memory."""
+
+    def __init__(self, changes_at_end: bool = False) -> None:
+        self.memory, self._changes = np.zeros((ROWS, 2)), changes_at_end
+
+    def after_step(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+        self.memory[step] += step
+
+    def end(self, step: int, state: jstep.TrainState) -> Any:
+        return state.replace(params={"w": state.params["w"] + 1}) if self._changes else None
+
+    def get_state(self) -> Any:
+        return {"memory": self.memory}
+
+    def set_state(self, value: Any) -> None:
+        self.memory = value["memory"]
+
+
+def test_large_memories_of_hooks_are_files(tmp_path: Path) -> None:
+    class Callback(Remembers):
+        def __call__(self, step: int, state: jstep.TrainState, results: Any) -> None:
+            self.memory[step] += step
+
+    for stop in (4, 8):
+        hook, callback = Remembers(), Callback()
+        evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback])
+        train(Buffer(), stop, tmp_path, [hook, evaluation])
+        sizes = files_of(tmp_path, stop)
+        assert sorted(sizes) == ["hooks.0", "hooks.1", "position.process_0.0", "position.process_0.1"]
+        assert sizes["hooks.0"] == sizes["hooks.1"] == ROWS * 16
+    np.testing.assert_array_equal(hook.memory[:10, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0])
+    np.testing.assert_array_equal(callback.memory[:10, 0], [0, 0, 2, 0, 4, 0, 6, 0, 8, 0])
+
+
+def test_a_checkpoint_that_is_saved_again_without_a_step_keeps_its_files(tmp_path: Path) -> None:
+    """A hook changes the state at the end of a run that has nothing to do; the position is that of the checkpoint."""
+    train(Buffer(), 5, tmp_path, [Remembers()])
+    before = {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)}
+    train(Buffer(), 5, tmp_path, [Remembers(changes_at_end=True)])
+    assert {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)} == before
+    assert float(jstep.Saver(tmp_path).restore(make_state()).params["w"][0]) == pytest.approx(
+        float(by_hand(5).params["w"][0]) + 1
+    )
+    buffer = Buffer()
+    train(buffer, 6, tmp_path, [Remembers()])
+    assert (buffer.size, buffer.loads) == (6, 1)
+
+
+def test_a_state_is_saved_again_if_a_hook_changes_a_large_position_after_its_save(tmp_path: Path) -> None:
+    buffer = Buffer()
+    late = jstep.CheckpointSaverHook(tmp_path / "own", save_steps=5)
+
+    class Late(jstep.Hook):
+        def end(self, step: int, state: jstep.TrainState) -> None:
+            buffer.rows[77] = 7
+
+    train(buffer, 10, tmp_path, [Late(), late], save_checkpoint_steps=5)
+    found = Buffer()
+    train(found, 11, tmp_path)
+    assert found.rows[77, 0] == 7
+
+
+def test_a_corrupted_file_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(Buffer(), 5, tmp_path)
+    assert main(["inspect", str(tmp_path), "--verify"]) == 0
+    path = tmp_path / "model-5" / "position.process_0.0"
+    data = bytearray(path.read_bytes())
+    data[99] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(jstep.CheckpointError, match=r"model-5/position\.process_0\.0: the checksum"):
+        jstep.Saver(tmp_path).restore(make_state())
+    with pytest.raises(jstep.CheckpointError, match=r"position\.process_0\.0: the checksum of bytes"):
+        jstep.Saver(tmp_path, verify=False).read_file("position.process_0.0", 5)
+    with pytest.raises(jstep.CheckpointError, match=r"position\.process_0\.0: the checksum of bytes"):
+        train(Buffer(), 6, jstep.Saver(tmp_path, verify=False))
+    assert main(["inspect", str(tmp_path), "--verify"]) != 0
+    path.unlink()
+    assert jstep.Saver(tmp_path).all_steps() == []
+    capsys.readouterr()
+
+
+def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    with jstep.Saver(tmp_path / "run") as saver:
+        for extra in ({"batches": {"value": {"$bytes": {"$file": "../../secret"}}}}, {"a": 1}):
+            saver.save(make_state(), extra=extra)
+        for name in ("../../secret", str(tmp_path / "secret"), "position.process_0.0"):
+            with pytest.raises(jstep.CheckpointError, match="missing"):
+                saver.read_file(name, 0)
+        with pytest.raises(FileNotFoundError, match="step=3"):
+            saver.read_file("position.process_0.0", 3)
+
+
+def test_checkpoints_with_positions_as_text_resume(tmp_path: Path) -> None:
+    """jstep 0.4 and earlier wrote all positions as text."""
+    train(Buffer(), 8, tmp_path / "new")
+    with jstep.Saver(tmp_path / "new") as saver, jstep.Saver(tmp_path / "old") as old:
+        buffer = Buffer()
+        state = train(buffer, 8, None)
+        text = np.ascontiguousarray(buffer.rows)
+        array = {"dtype": "<f4", "shape": [ROWS, 2], "data": {"$bytes": base64.b64encode(text.tobytes()).decode()}}
+        small = saver.extra()["batches"]["value"]
+        assert "$file" in json.dumps(small)
+        old.save(state, extra={"batches": {"value": {"rows": {"$array": array}, "size": 8}}})
+    found = Buffer()
+    train(found, 9, tmp_path / "old")
+    assert found.size == 9
+    np.testing.assert_array_equal(found.rows[:8], buffer.rows[:8])
+
+
+def test_deleted_checkpoints_leave_nothing(tmp_path: Path) -> None:
+    train(Buffer(), 20, jstep.Saver(tmp_path, max_to_keep=1), save_checkpoint_steps=5)
+    with jstep.Saver(tmp_path) as saver:
+        assert saver.all_steps() == [20]
+        saver.delete(20)
+    assert [path.name for path in tmp_path.rglob("*") if "position" in path.name] == []
