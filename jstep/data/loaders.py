@@ -453,7 +453,9 @@ def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
         # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only
         # by inheritance.
         try:
-            first = list(until_end(map(batches.__getitem__, range(start, min(start + 1, last_step)))))
+            first = list(
+                until_end(_item(batches, batches.__getitem__, n) for n in range(start, min(start + 1, last_step)))
+            )
         except IndexError:
             first = []
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
@@ -461,7 +463,18 @@ def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
         if first is not None:
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
     is_function = not hasattr(batches, "__iter__") and callable(batches)
-    return map(batches, range(start, last_step)) if is_function else None
+    return (_item(batches, batches, step) for step in range(start, last_step)) if is_function else None
+
+
+def _item(batches: Any, fetch: Callable[[int], Any], step: int) -> Any:
+    """Fetch the batch of a step. A StopIteration out of it, which would end the run in silence, is an error."""
+    try:
+        return fetch(step)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"batches={shown(batches)}: StopIteration was raised for step {step}, perhaps by a next() of an iterator "
+            "that is exhausted; must return the batch of each step. If the data end there, raise jstep.OutOfRangeError"
+        ) from error
 
 
 def _may_keep_something(make: Callable[..., Any]) -> bool:
@@ -604,7 +617,7 @@ def _indexed(batches: Any, start: int, last_step: int) -> Iterator[Any]:
     stop = last_step if size is None else min(size, last_step)
     for step in range(start, stop):
         try:
-            item = batches[step]
+            item = _item(batches, batches.__getitem__, step)
         except IndexError:
             # Without a length, IndexError marks the end; with one, it is an error.
             if size is not None:

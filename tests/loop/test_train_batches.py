@@ -115,6 +115,37 @@ def test_the_run_ends_when_the_batches_end(steps_per_call, slow, tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [6]
 
 
+@pytest.mark.parametrize("kind", ["function", "object", "indexed", "iterable and indexed"])
+def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
+    """A `next` of an iterator that is exhausted would end the run in silence."""
+    left = iter(range(3))
+
+    def batch(step):
+        next(left)
+        return DATA[0]
+
+    class Called:
+        def __call__(self, step):
+            return batch(step)
+
+    class Indexed:
+        def __getitem__(self, step):
+            return batch(step)
+
+    class Both(Indexed):
+        def __iter__(self):
+            raise AssertionError
+
+    batches = {"function": batch, "object": Called(), "indexed": Indexed(), "iterable and indexed": Both()}[kind]
+    with pytest.raises(RuntimeError, match=r"StopIteration was raised for step 3.*jstep\.OutOfRangeError") as raised:
+        train(10, batches, checkpoint_dir=tmp_path)
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert raised.value.state.global_step == 3
+    assert jstep.Saver(tmp_path).latest_step() == 3
+    with pytest.raises(RuntimeError, match="for step 0"):
+        train(10, batches)
+
+
 class EndsOutOfRange:
     """Batches that report their end by an OutOfRangeError: an iterator, or indexed."""
 
