@@ -112,3 +112,63 @@ def test_equal_positions_work_on_any_number_of_processes(tmp_path):
             assert printed(lines, "log") is None
         with jstep.Saver(tmp_path) as saver:
             saver.delete(12)
+
+
+LARGE = """
+kind, last = sys.argv[5], int(sys.argv[6])
+
+class Buffer(jstep.Hook):
+    '''A large buffer on the host, of each process or the same on all, and a hook with a large memory.'''
+    def __init__(self):
+        self.rows = np.zeros((20_000, 8), np.float32)
+        self.rng = np.random.default_rng(0 if kind == "same" else process)
+        self.reads = 0
+    def __call__(self, step, state):
+        self.rows[step] = self.rng.normal(size=8)
+        return np.stack([self.rows[step]] * (16 // count))
+    def after_step(self, step, state, metrics):
+        self.rows[-step] = step
+    def state_dict(self):
+        self.reads += 1
+        return {"rows": self.rows, "rng": self.rng}
+    def load_state_dict(self, position):
+        vars(self).update(position)
+    get_state, set_state = state_dict, load_state_dict
+
+optimizer = jstep.adam(0.02)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+buffer, hook = Buffer(), Buffer()
+state = jstep.train(
+    jstep.minimize(loss_fn, optimizer), state, jstep.from_state(buffer), last, hooks=[hook], checkpoint_dir=directory,
+    progress=False, save_checkpoint_steps=4, save_checkpoint_secs=None, batch_sharding=rows,
+)
+print("weights", weights(state))
+import hashlib
+print("rows", hashlib.sha256(buffer.rows.tobytes()).hexdigest(), hashlib.sha256(hook.rows.tobytes()).hexdigest())
+print("reads", buffer.reads)
+"""
+
+
+def large_files(directory, step):
+    return sorted(path.name for path in (directory / f"model-{step}").iterdir() if path.stat().st_size == 640_000)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["own", "same"])
+def test_large_positions_are_files_of_each_process(tmp_path, kind):
+    whole = run(LARGE, 2, tmp_path / "whole", kind, 11)
+    run(LARGE, 2, tmp_path / "parts", kind, 6)
+    parts = run(LARGE, 2, tmp_path / "parts", kind, 11)
+    for name in ("weights", "rows"):
+        assert [printed(lines, name) for lines in parts] == [printed(lines, name) for lines in whole]
+    assert all(int(printed(lines, "reads")) < 8 for lines in whole)
+    (first, second) = (printed(lines, "rows").split()[0] for lines in parts)
+    files = large_files(tmp_path / "parts", 11)
+    assert files[0] == "hooks.0"
+    assert [name.rpartition(".")[0] for name in files[1:]] == (
+        ["position.process_0"] if kind == "same" else ["position.process_0", "position.process_1"]
+    )
+    assert (first == second) == (kind == "same")
+    if kind == "same":  # on another number of processes, as all positions are equal
+        alone = run(LARGE, 1, tmp_path / "parts", kind, 12)
+        assert printed(alone[0], "rows").split()[0] != first

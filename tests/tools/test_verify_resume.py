@@ -1,5 +1,6 @@
 """`verify_resume`: detected differences and reported causes."""
 
+import copy
 import itertools
 import threading
 
@@ -258,3 +259,56 @@ def test_batches_that_end_with_a_closed_queue(there):
         return
     with pytest.raises(ValueError, match="batches ended after 5 steps; steps=8"):
         jstep.verify_resume(make_state, STEP, dequeued(), at=3, steps=8)
+
+
+def test_what_a_position_does_not_keep_is_found():
+    """Two places share a generator in a first process; the first run of the comparison loads no position."""
+
+    class World:
+        def __init__(self):
+            self.rng, self.loads = np.random.default_rng(0), 0
+            self.environment = [self.rng]
+
+        def __call__(self, step, state):
+            return np.float32(self.environment[0].normal() + self.rng.normal())
+
+        def state_dict(self):
+            return {"rng": self.rng, "environment": self.environment}
+
+        def load_state_dict(self, position):
+            self.loads += 1
+            self.rng, self.environment = position["rng"], position["environment"]
+
+    class Copies(World):
+        def load_state_dict(self, position):
+            super().load_state_dict(position)
+            self.environment = copy.deepcopy(self.environment)
+
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    world, make = World(), lambda: jstep.TrainState.create({"w": 0.0}, optimizer)
+    assert jstep.verify_resume(make, step, jstep.from_state(world), at=3, steps=6)
+    assert world.loads == 2  # for the second run and for the restart, none for the first
+    report = jstep.verify_resume(make, step, jstep.from_state(Copies()), at=3, steps=6)
+    assert report.differing == ("params/w",)
+
+
+def test_large_positions_resume():
+    class Buffer:
+        def __init__(self):
+            self.rows = np.zeros(40_000)
+
+        def __call__(self, step, state):
+            self.rows[step] += 1 + self.rows[step - 1]
+            return np.float32(self.rows.sum())
+
+        def state_dict(self):
+            return {"rows": self.rows}
+
+        def load_state_dict(self, position):
+            self.rows = position["rows"]
+
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    make = lambda: jstep.TrainState.create({"w": 0.0}, optimizer)  # noqa: E731
+    assert jstep.verify_resume(make, step, jstep.from_state(Buffer()), at=3, steps=6)

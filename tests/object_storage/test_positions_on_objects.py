@@ -1,0 +1,116 @@
+"""Large arrays of positions and hooks in object stores: blocks of the packs, each with its checksum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_copied_checkpoints import InBucket, OnDisk
+
+import jstep
+from jstep.checkpoint import packs
+from jstep.checkpoint.manifest import Extra
+from jstep.core.tagged_json import LargeBytes
+from jstep.tools.cli import main
+
+pytestmark = pytest.mark.usefixtures("fast_retries")
+
+OPTIMIZER = jstep.momentum(0.1, 0.9)
+STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZER)
+
+
+class Buffer(jstep.Hook):
+    """A buffer on the host, and a hook with the same."""
+
+    def __init__(self):
+        self.rows, self.rng = np.zeros((20_000, 2), np.float32), np.random.default_rng(0)
+
+    def __call__(self, step, state):
+        self.rows[step] = self.rng.normal(size=2)
+        return self.rows[: step + 1].mean(0)
+
+    def after_step(self, step, state, metrics):
+        self.rows[-step] = step
+
+    def state_dict(self):
+        return {"rows": self.rows, "rng": self.rng}
+
+    def load_state_dict(self, position):
+        vars(self).update(position)
+
+    get_state, set_state = state_dict, load_state_dict
+
+
+def train(directory, last, **kwargs):
+    state, batches, hook = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER), Buffer(), Buffer()
+    kwargs = {"save_checkpoint_steps": 5, "progress": False, "log_steps": None} | kwargs
+    state = jstep.train(STEP, state, jstep.from_state(batches), last, checkpoint_dir=directory, hooks=[hook], **kwargs)
+    return state, batches.rows, hook.rows
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    return True
+
+
+@pytest.fixture
+def small_packs(monkeypatch):
+    monkeypatch.setattr(packs, "PACK", 50_000)  # a buffer takes several objects
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs, compress):
+    for last in (7, 12):
+        with jstep.Saver(store.run, compress=compress) as saver:
+            found = train(saver, last)
+    assert same(found, train(tmp_path, 12))
+
+
+@pytest.mark.parametrize("kind", [OnDisk, InBucket])
+def test_copies_resume(store, tmp_path, small_packs, kind):
+    store.page = 1000
+    copy = kind(store, tmp_path / "there")
+    train(copy.url, 7)
+    copy.fill()
+    assert main(["inspect", copy.copy, "--verify"]) == 0
+    assert same(train(copy.copy, 12), train(tmp_path / "whole", 12))
+
+
+def test_in_a_bucket(store, tmp_path, small_packs):
+    assert len(store.keys("run/")) == 0
+    train(store.run, 5)
+    manifest = store.data("run/model-5/manifest.json")
+    assert len(manifest) < 5_000
+    assert b"hooks.0" in manifest
+    assert sum("/pack." in key for key in store.keys("run/model-5/")) > 6
+    assert main(["inspect", store.run, "--verify"]) == 0
+    with jstep.Saver(store.run) as saver:
+        assert np.frombuffer(saver.read_file("hooks.0", 5), np.float32).reshape(-1, 2)[-3].tolist() == [3, 3]
+        with pytest.raises(jstep.CheckpointError, match=r"hooks\.7: it is missing"):
+            saver.read_file("hooks.7", 5)
+        saver.delete(5)
+    assert not store.keys("run/model-5/")
+
+
+def test_corrupted_blocks_are_found(store, small_packs):
+    train(store.run, 5)
+    saver = jstep.Saver(store.run, verify=False)
+    for key in [key for key in store.keys("run/model-5/") if "/pack." in key][1:]:  # the first has the state
+        data = bytearray(store.data(key))
+        data[-1] ^= 1
+        store.put("bkt", key, bytes(data))
+    assert main(["inspect", store.run, "--verify"]) != 0
+    for name in ("position.process_0.0", "hooks.0"):
+        with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: .*pack\.0\.\d+: the checksum"):
+            saver.read_file(name, 5)
+    with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: .*pack\.0\.\d+: the checksum"):
+        train(store.run, 9)
+
+
+def test_a_file_named_like_a_leaf_is_another_thing(store):
+    with jstep.Saver(store.run) as saver:
+        state = {"global_step": jnp.int32(1), "hooks.0": jnp.arange(3.0)}
+        saver.save(state, extra=Extra({"a": {"$file": "hooks.0"}}, {"hooks.0": LargeBytes(b"abc")}))
+        saver.wait()
+        assert saver.read_file("hooks.0", 1) == b"abc"
+        np.testing.assert_array_equal(saver.restore(state)["hooks.0"], np.arange(3.0))
+        assert saver.extra() == {"a": {"$file": "hooks.0"}}
