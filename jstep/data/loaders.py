@@ -135,7 +135,7 @@ class LivePosition:
         return self.before if is_at_end else position
 
 
-_SHARE = 0.04
+_SHARE = 0.02
 """The share of the time that reading the position of a loader may take."""
 _QUICK = 5e-5
 """Seconds within which a position is read that is read after each batch, whatever a batch takes."""
@@ -150,14 +150,16 @@ class RarePosition:
 
     Args:
         ask: Returns the position, from `copied_position`.
-        is_due: `is_due(number)`: whether to read it after that many batches in any case, because a checkpoint is due.
+        next_due: `next_due(number)`: after how many batches, more than that many, to read it in any case, because a
+            checkpoint is due.
         clock: Returns the time in seconds.
     """
 
     def __init__(
-        self, ask: Callable[[], Any], is_due: Callable[[int], bool], clock: Callable[[], float] = time.monotonic
+        self, ask: Callable[[], Any], next_due: Callable[[int], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ask, self._is_due, self._clock = ask, is_due, clock
+        self._ask, self._next_due, self._clock = ask, next_due, clock
+        self._due = next_due(0)
         self._took: collections.deque[float] = collections.deque(maxlen=2)
         self._last: Any = None
         self._number = self._since = 0
@@ -170,18 +172,21 @@ class RarePosition:
     def __call__(self) -> Any:
         """The position after the batch that was just made; must be called once after each."""
         self._number += 1
-        self._since += 1
-        if self._last is None or self._clock() >= self._next or self._is_due(self._number):
+        if self._number >= self._due or self._last is None or self._clock() >= self._next:
             self._last, self._since = self._timed(), 0
-        return self._last if not self._since else {**self._last, _AFTER: self._since}
+            self._due = self._next_due(self._number)
+            return self._last
+        self._since += 1
+        return {**self._last, _AFTER: self._since}
 
     def _timed(self) -> Any:
         began = self._clock()
         position = self._ask()
         now = self._clock()
-        self._took.append(now - began)
-        cost = min(self._took)  # one of two may have been interrupted by another process
-        self._next = -math.inf if cost < _QUICK else now + cost * (1 / _SHARE - 1)
+        took = now - began
+        self._took.append(took)
+        is_quick = min(self._took) < _QUICK  # one of two may have been interrupted by another process
+        self._next = -math.inf if is_quick else now + took * (1 / _SHARE - 1)
         return position
 
 

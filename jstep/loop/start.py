@@ -481,7 +481,7 @@ def _source(run: Run, batches: Any) -> Source:
         return source
     ask = source.position
     if not source.is_of_state:
-        rare = RarePosition(source.position, functools.partial(_is_save_due, run))
+        rare = RarePosition(source.position, functools.partial(_next_save, run))
         source, ask = source._replace(position=rare), rare.before_first
     if source.begin is not None:
         return source
@@ -491,7 +491,7 @@ def _source(run: Run, batches: Any) -> Source:
     return source._replace(begin=lambda: before)
 
 
-def _is_save_due(run: Run, batches: int) -> bool:
-    """Whether a checkpoint is due by steps after so many batches of the run."""
-    step, interval = run.first + batches, run.options.save_checkpoint_steps
-    return step == run.options.last_step or (interval is not None and step % interval == 0)
+def _next_save(run: Run, batches: int) -> int:
+    """After how many batches of the run, more than these, a checkpoint is due by steps."""
+    step, interval, last = run.first + batches, run.options.save_checkpoint_steps, int(run.options.last_step)
+    return (last if interval is None else min(last, (step // interval + 1) * interval)) - run.first

@@ -20,4 +20,11 @@ BOUNDS: dict[str, dict[tuple[str, str], float]] = {
         ("train, jstep.batches, busy", "bare loop, jstep.batches, busy"): 1.25,
         ("train, loader of 10 ms", "bare loop, loader of 10 ms"): 0.60,
     },
+    "positions": {
+        ("with checkpoint_dir, buffer of 1 MB", "without, buffer of 1 MB"): 1.10,
+        ("with checkpoint_dir, buffer of 100 MB", "without, buffer of 100 MB"): 1.10,
+        ("with checkpoint_dir, list of 10⁴", "without, list of 10⁴"): 1.10,
+        ("with checkpoint_dir, list of 10⁵", "without, list of 10⁵"): 1.10,
+        ("with checkpoint_dir, array of 8 MB", "without, array of 8 MB"): 1.10,
+    },
 }

@@ -1,5 +1,6 @@
 """Positions of loaders that are slow to read are read rarely; a restart fetches the batches since, bit for bit."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ class Clock:
 @pytest.mark.parametrize(("cost", "batch"), [(0.027, 0.0003), (0.001, 0.0001), (0.5, 1.0), (0.0001, 0.0001)])
 def test_reading_takes_at_most_a_twentieth_of_the_time(cost: float, batch: float) -> None:
     clock = Clock(cost, batch)
-    rare = RarePosition(clock.ask, lambda number: False, lambda: clock.now)
+    rare = RarePosition(clock.ask, lambda number: math.inf, lambda: clock.now)
     clock.run(rare, 20_000)
     assert clock.spent <= 0.05 * clock.now + cost
     assert clock.reads > 1
@@ -176,18 +177,20 @@ def test_reading_takes_at_most_a_twentieth_of_the_time(cost: float, batch: float
 
 def test_quick_positions_and_positions_due_are_read_at_once() -> None:
     quick = Clock(1e-5, 1e-5)
-    assert not any("after" in one for one in quick.run(RarePosition(quick.ask, lambda n: False, lambda: quick.now), 99))
+    assert not any(
+        "after" in one for one in quick.run(RarePosition(quick.ask, lambda n: math.inf, lambda: quick.now), 99)
+    )
     rare_batches = Clock(0.01, 10.0)
-    rare = RarePosition(rare_batches.ask, lambda n: False, lambda: rare_batches.now)
+    rare = RarePosition(rare_batches.ask, lambda n: math.inf, lambda: rare_batches.now)
     assert not any("after" in one for one in rare_batches.run(rare, 99))
     slow = Clock(0.1, 1e-3)
-    found = slow.run(RarePosition(slow.ask, lambda n: n % 10 == 0, lambda: slow.now), 30)
+    found = slow.run(RarePosition(slow.ask, lambda n: (n // 10 + 1) * 10, lambda: slow.now), 30)
     assert [n for n, one in enumerate(found, 1) if "after" not in one] == [1, 10, 20, 30]
 
 
 def test_one_slow_read_of_a_quick_position_changes_little() -> None:
     clock = Clock(1e-5, 1e-3)
-    rare = RarePosition(clock.ask, lambda n: False, lambda: clock.now)
+    rare = RarePosition(clock.ask, lambda n: math.inf, lambda: clock.now)
     clock.run(rare, 10)
     clock.cost = 0.1  # another process had the core
     clock.run(rare, 1)
