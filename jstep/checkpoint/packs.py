@@ -44,7 +44,7 @@ class Block(NamedTuple):
         array: The array's name.
         start: The index of the first element, one number per axis.
         data: Its values.
-        dtype: `FILE` if these are bytes of a file that is no array of the state; then `array` is its name.
+        dtype: `FILE` if these are bytes of a file, not of an array of the state; then `array` is its name.
     """
 
     array: str

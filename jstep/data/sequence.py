@@ -31,8 +31,9 @@ def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     Args:
         fn: `fn(step, state) -> batch`. If it is an object with `state_dict` and `load_state_dict`, or `get_state` and
             `set_state`, its position is kept with each checkpoint, as that of a loader, and is taken after all hooks of
-            that step: what a hook tells `fn` is in it. It ends the batches by raising StopIteration or
-            `OutOfRangeError`.
+            that step: what a hook tells `fn` is in it. A position above 64 kB, such as a replay buffer, is only read
+            when a checkpoint is saved: if `fn` raises then, the run resumes from the newest checkpoint. It ends the
+            batches by raising StopIteration or `OutOfRangeError`.
 
     Returns:
         Batches for `train`, `replay` and `verify_resume`. `train` refuses steps_per_call > 1 with them.

@@ -38,8 +38,9 @@ class Hook:
     what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
-    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays and random generators; it is read once after `begin`,
-    so that a value of another type is an error before the first step, and is saved with each checkpoint. `set_state` is
+    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators; it is read once
+    after `begin`, so that a value of another type is an error before the first step, and is saved with each checkpoint,
+    arrays above 64 kB as files. An object in two places of it is one object again after a restart. `set_state` is
     called with it after `begin`; if it returns True, no step is run. The value is matched to a hook by its attribute
     `key`, a string that no other hook has, whatever its class, or without a `key` by the name of its class and its
     attribute `watches`, such as the name of a metric. The
