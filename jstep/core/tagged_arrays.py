@@ -1,7 +1,9 @@
 """Arrays in tagged JSON: those of NumPy with their views, tensors of torch, arrays and keys of JAX."""
 
 import importlib
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,10 @@ from jstep.core.meshes import internal_transfers
 
 LARGE = 2**16
 """The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
+
+
+_MOST_PAIRED, _MOST_WORK = 64, 10_000
+"""The arrays that are compared in pairs, and the work of one comparison; others count as sharing memory."""
 
 
 class UnsupportedError(TypeError):
@@ -89,6 +95,19 @@ def bounds_of(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     address: int = array.__array_interface__["data"][0]
     spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return address + sum(min(0, span) for span in spans), address + sum(max(0, span) for span in spans) + array.itemsize
+
+
+def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+    """Return whether any of some arrays share memory whose ranges overlap: columns of one array do not."""
+    if len(arrays) > _MOST_PAIRED:
+        return True
+    for one, other in itertools.combinations(arrays, 2):
+        try:
+            if np.shares_memory(one, other, max_work=_MOST_WORK):
+                return True
+        except np.exceptions.TooHardError:
+            return True
+    return False
 
 
 # Tensors of torch

@@ -27,6 +27,7 @@ from jstep.core.tagged_arrays import (
     jax_array_of,
     jax_parts,
     on_host,
+    share_memory,
     tensor_of,
     tensor_parts,
     view_of,
@@ -256,7 +257,7 @@ class _Encoder:
             groups[-1].append(one)
             stop = max(stop, one[1])
         for group in groups:
-            if len(group) > 1:
+            if len(group) > 1 and share_memory([self._arrays[i] for _, _, i in group]):
                 start = group[0][0]
                 block = np.asarray(MemoryRange(start, max(one[1] for one in group)))
                 self._numbers[id(block)] = _UNSEEN

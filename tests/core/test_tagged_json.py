@@ -306,6 +306,10 @@ def test_views_of_one_array_are_views_of_one_array_again(views):
 
 def test_arrays_that_do_not_overlap_are_encoded_alone():
     assert "$view" not in json.dumps(encode([WHOLE[:4], WHOLE[4:], WHOLE[:0], np.zeros((0, 3)), np.zeros(3)]))
+    table = np.zeros((100, 1000), np.int8)
+    assert len(json.dumps(encode([table[:, 0], table[:, 1], table[::-1, 2]]))) < 1000  # not the whole table
+    found = round_trip([table[:, n] for n in range(100)] + [table[0]])  # too many to compare in pairs
+    assert np.shares_memory(found[7], found[-1])
 
 
 @pytest.mark.parametrize(

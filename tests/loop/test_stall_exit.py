@@ -159,3 +159,27 @@ def test_ordinary_runs_are_silent(seed, tmp_path):
     errors = end(start(ORDINARY, tmp_path, seed))[1]
     assert "has been" not in errors
     assert not (tmp_path / "stalls").exists()
+
+
+@pytest.mark.thorough
+def test_a_large_memory_of_a_hook_is_that_of_the_save_before(tmp_path):
+    script = """
+class Remembers(jstep.Hook):
+    memory = np.zeros(20_000)
+    def after_step(self, step, state, metrics):
+        self.memory[step] = step
+    def get_state(self):
+        return self.memory
+    def set_state(self, value):
+        self.memory = value
+hook = Remembers()
+"""
+    run = "train(30, lambda step: DATA[step] if step < 8 else stuck(), hooks=[*hooks, hook], checkpoint_dir=directory, "
+    errors = ended(script + run + "save_checkpoint_secs=None, save_checkpoint_steps=6)", tmp_path)
+    assert "step 8 is saved as model-8" in errors
+    with Saver(tmp_path) as saver:
+        assert saver.all_steps() == [6, 8]
+        memory = saver.read_file("hooks.0", 8)
+        assert memory == saver.read_file("hooks.0", 6)
+    assert len(memory) == 160_000
+    end(start(script + "train(10, hooks=[hook], checkpoint_dir=directory); say(*hook.memory[:10])", tmp_path))
