@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, decode
-from jstep.stores.files import is_absent, may_be_file, new_file, sync_files
+from jstep.stores.files import is_absent, may_be_file, sync_files
 from jstep.stores.objects import Objects, Pending, TruncatedError, at_once
 
 # The `Store` protocol: storage of checkpoints in a directory or an object store.
@@ -537,9 +537,9 @@ def read_file(start_read: Callable[..., Any], above: str, manifest: Manifest, na
 
 
 def write_files(checkpoint: str, files: Mapping[str, Any]) -> None:
-    """Write the files of a save (`Extra.files`) and release their memory."""
+    """Write the files of a save (`Extra.files`) and release their memory; `write_part` or `collect` flush them."""
     for name, one in files.items():
-        with new_file(os.path.join(checkpoint, name)) as file:
+        with open(os.path.join(checkpoint, name), "xb") as file:
             file.write(one.read())
         one.written()
 

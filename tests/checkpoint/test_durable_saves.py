@@ -12,8 +12,9 @@ from checkpoint_states import files_of, listing, save_all, state_at
 from file_operations import before, failing, held
 
 import jstep
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.saver import Saver
+from jstep.core.tagged_json import LargeBytes
 
 
 @pytest.fixture
@@ -76,6 +77,27 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
     ]
     assert order == sorted(order)
     assert {"_METADATA", "_CHECKPOINT_METADATA"} <= set(names)
+
+
+def test_files_of_an_extra_are_flushed_before_the_manifest(tmp_path, flushed, monkeypatch):
+    def save_with_file(step):
+        file = LargeBytes(b"a" * 100_000)
+        saver.save(
+            state_at(step), extra=Extra({"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file})
+        )
+        saver.wait()
+
+    with Saver(tmp_path, max_to_keep=1) as saver:
+        save_with_file(1)
+        temporary = f"{tmp_path}/model-1.orbax-checkpoint-tmp"
+        at = flushed.index(f"{temporary}/position.process_0.0")
+        assert at < flushed.index(f"{temporary}/manifest.json")
+        assert flushed.count(f"{temporary}/position.process_0.0") == 1
+        full = pytest.raises(CheckpointError, match=r"the disk is full \(")
+        with failing_flush(monkeypatch, "/position.process_0.0", errno.ENOSPC), full:
+            save_with_file(2)
+        assert listing(tmp_path) == ["model-1"]
+        assert saver.read_file("position.process_0.0", 1) == b"a" * 100_000
 
 
 def test_new_folders_above_the_checkpoints_are_flushed(tmp_path, flushed):
