@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -360,3 +361,46 @@ def test_deleted_checkpoints_leave_nothing(tmp_path: Path) -> None:
         assert saver.all_steps() == [20]
         saver.delete(20)
     assert [path.name for path in tmp_path.rglob("*") if "position" in path.name] == []
+
+
+class OnDevice:
+    """Batches that are drawn with a key of JAX, a large array on the device and a scale of a weak type."""
+
+    def __init__(self) -> None:
+        self.key, self.rows, self.scale = jax.random.key(0, impl="rbg"), jnp.zeros((20_000, 2)), jnp.asarray(0.5)
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.key, key = jax.random.split(self.key)
+        self.rows = self.rows.at[step].set(jax.random.normal(key, 2))
+        self.scale = self.scale * 1.1
+        drawn = self.rows.sum(0).astype(jnp.bfloat16) * self.scale  # bfloat16, because the scale has a weak type
+        return np.asarray(drawn.astype(jnp.float32))
+
+    def state_dict(self) -> Any:
+        return vars(self)
+
+    def load_state_dict(self, position: Any) -> None:
+        vars(self).update(position)
+
+
+class LoaderOnDevice(OnDevice):
+    """The same as a loader."""
+
+    __call__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        while True:
+            yield OnDevice.__call__(self, 7, make_state())
+
+
+@pytest.mark.parametrize("kind", [OnDevice, LoaderOnDevice])
+def test_positions_with_arrays_of_jax(tmp_path: Path, kind: type[OnDevice]) -> None:
+    ends = []
+    for stops in ((9,), (4, 9)):
+        for stop in stops:
+            batches = kind()
+            source = batches if kind is LoaderOnDevice else jstep.from_state(batches)
+            ends.append(train(batches, stop, tmp_path / str(len(stops)), batches=source))
+    assert ends[0] == ends[-1]
+    assert batches.scale.weak_type
+    assert files_of(tmp_path / "2", 9) == {"position.process_0.0": 160_000}
