@@ -17,8 +17,10 @@ LARGE = 2**16
 """The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
 
 
-_MOST_PAIRED, _MOST_WORK = 64, 10_000
-"""The arrays that are compared in pairs, and the work of one comparison; others count as sharing memory."""
+_MOST_PAIRED = 64
+"""The arrays that are compared in pairs; more of them count as sharing memory."""
+_MOST_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
+"""The work of one comparison; what takes more counts as sharing memory."""
 
 
 class UnsupportedError(TypeError):
