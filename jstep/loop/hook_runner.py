@@ -611,18 +611,23 @@ def _saved(run: Run, error: BaseException) -> str:
         return ", and is not saved"
     if why := why_not_finite(run):
         return f", and is not saved: {why}"
-    lost = run.why_position_lost()
-    (first, outcome), *others = run.runner.save(without_own=bool(lost)) or [(None, False)]
-    for hook, failure in others:
-        if isinstance(failure, Exception) and str(failure) != str(error):
-            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(failure)}")
-    if lost:
+    try:
+        lost = run.why_position_lost()
+    except Exception as failure:  # of an earlier save
+        return f", and could not be saved: {_text(failure)}"
+    others = run.runner.save(without_own=bool(lost))
+    first = None if lost else others.pop(0)
+    for hook, outcome in others:
+        if isinstance(outcome, Exception) and str(outcome) != str(error):
+            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(outcome)}")
+    if first is None:
         return f", and is not saved: {lost}"
+    hook, outcome = first
     if isinstance(outcome, Exception):
         return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
     if not outcome:
         return ", and is not saved, as a hook demands"
-    return f", and is saved as {checkpoint_name(first.prefix, run.step)}; start the run again to resume"
+    return f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
 
 
 def _text(error: Exception) -> str:
