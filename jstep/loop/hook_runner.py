@@ -1,6 +1,7 @@
 """Calling hooks when they are due, at the end, and when an error ends the run; the checkpoint of a run."""
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -243,6 +244,7 @@ class HookRunner:
         run.is_checking = True
         began = run.watch.clock()
         check_step(run.step, run.state, first)
+        run.in_flight.look()
         run.watch.record(FIRST_CALL, began, share=1 / (run.step - first))
         run.is_checking = False
         edge = run.stages.edge_after(first)

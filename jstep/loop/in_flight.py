@@ -48,7 +48,7 @@ class InFlight:
         self.finished: int | None = None
         self._calls: deque[_Call] = deque()
         self._clock = clock
-        self._busy_since: float | None = None  # when the device began its present call, if that is known
+        self._busy_since = 0.0  # when the device began its present call, as far as is known
         self._each: float | None = None  # the seconds that a call takes
 
     @property
@@ -58,6 +58,8 @@ class InFlight:
 
     def add(self, step: int, state: Any, metrics: Any) -> None:
         """Add a call that was dispatched, with the step after it and its results."""
+        if not self._calls:
+            self._busy_since = self._clock()
         self._calls.append(_Call(_result(state, metrics), step))
 
     def look(self) -> None:
@@ -69,10 +71,9 @@ class InFlight:
         if not done:
             return
         now = self._clock()
-        if self._busy_since is not None:
-            new = (now - self._busy_since) / done
-            self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
-        self._busy_since = now if calls else None
+        new = (now - self._busy_since) / done
+        self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
+        self._busy_since = now
 
     def make_room(self) -> None:
         """Wait until another call may be handed to the device; what is wrong with a call, its results raise."""

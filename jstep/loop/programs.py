@@ -315,7 +315,6 @@ class Programs:
         sums: Receives the metrics of all steps.
         first_call: A context manager for the very first call.
         watch: The stopwatch of the run; compilation is not counted as time of the steps.
-        is_stopping: Whether a signal was received, so that the run must not wait for a program.
 
     Attributes:
         on_device: Whether batches must be put on the device, for a step that is not compiled.
@@ -326,6 +325,7 @@ class Programs:
         after_call: Functions that are called after each call was dispatched, with a `Dispatched`.
         after_first: Functions that are called after the first call of each stage.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
+        may_leave_call: Whether a signal was received, so that the run need not wait for the program of a call.
         may_be_left: Whether the next call's program is being traced, which a signal may interrupt: nothing is lost.
     """
 
@@ -338,7 +338,6 @@ class Programs:
         sums: MetricSums | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
-        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         is_auto = steps_per_call == AUTO
         self._firsts = stages
@@ -369,7 +368,8 @@ class Programs:
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
         self._shapes: Any = None  # those of the latest call
-        self._is_stopping, self.may_be_left = is_stopping, False
+        self.may_leave_call: Callable[[], bool] = lambda: False
+        self.may_be_left = False
         # What calls of the stage run for the state that the last one returned; None if a `TrainStep` has more to do.
         self._program: Callable[..., Any] | None = None
         self._last: Callable[[], Any] = lambda: None
@@ -545,7 +545,7 @@ class Programs:
         with using_mesh(mesh_of((state, call.args))):
             self.may_be_left = True
             try:
-                if self._is_stopping():
+                if self.may_leave_call():
                     raise StopWaiting
                 traced = self._trace(stage, call.looped, state, call.args)
                 with internal_transfers():
@@ -555,7 +555,7 @@ class Programs:
             finally:
                 self.may_be_left = False
             try:
-                compile_apart(lowered, self._is_stopping)
+                compile_apart(lowered, self.may_leave_call)
             except Exception as error:
                 if stage.is_train_step:
                     stage.single.explain(error, state, call.args)

@@ -214,12 +214,18 @@ class Run(RunInfo):
         """Whether a signal was received, so that the run must not wait for a batch or a program."""
         return self.signals.interrupts
 
+    def may_leave_call(self) -> bool:
+        """Whether the run is stopping, and need not run the call that was fetched: its batches will be made again."""
+        feeder = self.feeder
+        is_lost = feeder is not None and feeder.is_position_lost(self.step - self.first)
+        return self.signals.interrupts and not is_lost
+
     def on_signal(self) -> None:
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""
         if self.phase == STARTING:
             raise self.signals.stopped("before its first step")
         is_waiting = self.feeder is not None and self.feeder.may_be_interrupted
-        if self.phase == RUNNING and (is_waiting or self.programs.may_be_left):
+        if self.phase == RUNNING and (is_waiting or (self.programs.may_be_left and self.may_leave_call())):
             raise StopWaiting
 
     def why_position_lost(self) -> str:
@@ -254,7 +260,6 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         sums=sums,
         first_call=times.compiling,
         watch=watch,
-        is_stopping=lambda: signals.interrupts,
     )
     run = Run(
         last_step=options.end,
@@ -272,4 +277,5 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         signals=signals,
     )
     signals.on_first = run.on_signal
+    programs.may_leave_call = run.may_leave_call
     return run

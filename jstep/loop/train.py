@@ -204,7 +204,7 @@ def _take_steps(run: Run) -> None:
     try:
         for call in fetched_by_all(run.feeder or ()):
             in_flight.make_room()
-            if run.is_stopping():  # a signal arrived meanwhile
+            if run.may_leave_call():  # a signal arrived meanwhile
                 raise StopWaiting
             if runner.precedes_calls:
                 runner.before()

@@ -280,8 +280,10 @@ def test_large_memories_of_hooks_are_files(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_saved_again_without_a_step_keeps_its_files(tmp_path: Path) -> None:
-    """A hook changes the state at the end of a run that has nothing to do; the position is that of the checkpoint."""
-    train(Buffer(), 5, tmp_path, [Remembers()])
+    """A hook changes the state at the end of a run that a signal stopped at its last step."""
+    kill = jstep.every(5, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(jstep.Preempted):
+        train(Buffer(), 5, tmp_path, [Remembers(), kill])
     before = {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)}
     train(Buffer(), 5, tmp_path, [Remembers(changes_at_end=True)])
     assert {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)} == before
