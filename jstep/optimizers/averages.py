@@ -28,7 +28,7 @@ from jstep.state.train_state import TrainState, values_of
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
 NAME = "ExponentialMovingAverage"
-DECAY = "decay"
+DECAY, RATE = "decay", "rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExponentialMovingAverage:
 
     Attributes:
         decay: The decay in [0, 1], usually close to 1, such as 0.999; a schedule, read at the step before the update;
-            or `held`, for `with_moving_average` only.
+            or `held`, for `with_moving_average` only. None if `rate` is given.
         num_updates: Whether the decay starts low and grows with the number n of updates, so that averages
             move faster early in training.
         zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
@@ -47,11 +47,14 @@ class ExponentialMovingAverage:
         every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
+        rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
+            `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
+            digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
 
     Raises:
-        TypeError: `decay` is not a number or a schedule, `name` is not a string, or start_step or every is not an
-            integer.
-        ValueError: A number is out of range, or `name` is empty.
+        TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
+            not an integer.
+        ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -59,20 +62,30 @@ class ExponentialMovingAverage:
         >>> averages = ema.init({"w": jnp.float32(0.0)})
         >>> print(ema.apply(averages, {"w": jnp.float32(1.0)})["w"])
         0.5
+        >>> slow = jstep.ExponentialMovingAverage(rate=lambda step: 1e-7)
+        >>> print(slow.apply({"w": jnp.float32(0.0)}, {"w": jnp.float32(1.0)}, num_updates=1)["w"])
+        1e-07
 
     Source: Polyak and Juditsky (1992); Kingma and Ba, "Adam" (2014), section 3, for the bias;
     `tf.train.ExponentialMovingAverage`.
     """
 
-    decay: ScalarOrSchedule
+    decay: ScalarOrSchedule | None = None
     num_updates: bool = False
     zero_debias: bool = False
     name: str = NAME
     start_step: int = 0
     every: int = 1
+    rate: ScalarOrSchedule | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decay", checked("decay", self.decay, low=0, high=1))
+        if (self.decay is None) == (self.rate is None):
+            raise ValueError(
+                f"decay={shown(self.decay)}, rate={shown(self.rate)}: must be one of them, where rate is 1 − decay, "
+                f"got {'neither' if self.decay is None else 'both'}; leave out the other"
+            )
+        argument, given = self.speed
+        object.__setattr__(self, argument, checked(argument, given, low=0, high=1))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(
@@ -118,27 +131,33 @@ class ExponentialMovingAverage:
             New averages.
 
         Raises:
-            TypeError: `decay` is held.
+            TypeError: `decay` or `rate` is held.
             ValueError: num_updates is required but missing, or is negative; or the structures differ.
         """
-        rate = self.rate(num_updates, age)
+        weight = self.weight(num_updates, age)
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
         return treedef.unflatten(
-            [avg if avg is None else _moved(avg, p, rate) for avg, p in zip(old, leaves, strict=True)]
+            [avg if avg is None else _moved(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
         )
 
-    def rate(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
-        """The weight of new values of the parameters: `apply` adds rate · (p − avg); see there for the arguments."""
-        needed = self.num_updates or self.waits or callable(self.decay) or (self.zero_debias and age is None)
+    @property
+    def speed(self) -> tuple[str, Any]:
+        """The argument that says how fast the averages move, `decay` or `rate`, and its value."""
+        return (DECAY, self.decay) if self.rate is None else (RATE, self.rate)
+
+    def weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
+        """The weight of new values of the parameters: `apply` adds weight · (p − avg); see there for the arguments."""
+        argument, given = self.speed
+        needed = self.num_updates or self.waits or callable(given) or (self.zero_debias and age is None)
         if num_updates is None and needed:
             raise ValueError(
                 "num_updates=None: an average with num_updates, zero_debias, start_step, every or a schedule needs the "
                 "number of updates, as in ema.apply(averages, params, num_updates=state.global_step)"
             )
-        if isinstance(self.decay, Held):
+        if isinstance(given, Held):
             raise TypeError(
-                f"decay=held({self.decay.name!r}, …): its value is in the state: use "
+                f"{argument}=held({given.name!r}, …): its value is in the state: use "
                 "jstep.with_moving_average(optimizer, ema), which reads it, or a number or a schedule"
             )
         for name, value in (("num_updates", num_updates), ("age", age)):
@@ -146,11 +165,11 @@ class ExponentialMovingAverage:
                 _count(name, value)
         if age is None and self.zero_debias:  # if there was one update for each number from 1 to n
             age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
-        rate = self._rate(num_updates, age)
+        weight = self._weight_when_due(num_updates, age)
         if self.waits:
-            still = jnp.where(self.is_due(num_updates), jnp.asarray(rate, trees.default_float()), 0.0)
-            rate = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
-        return rate
+            still = jnp.where(self.is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
+            weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
+        return weight
 
     @property
     def starts_at_zeros(self) -> bool:
@@ -167,12 +186,12 @@ class ExponentialMovingAverage:
         since = jnp.asarray(num_updates) - self.start_step
         return (since > 0) & (since % self.every == 0)
 
-    def _rate(self, num_updates: Step | None, age: Step | None) -> Any:
+    def _weight_when_due(self, num_updates: Step | None, age: Step | None) -> Any:
         # In terms of 1 − d, because computing 1 − d for d near 1 would lose digits.
-        decay: Any = self.decay
-        if callable(decay):
-            decay = value_at("decay", decay, jnp.asarray(num_updates) - 1)
-        rate: Any = 1 - decay
+        argument, given = self.speed
+        if callable(given):
+            given = value_at(argument, given, jnp.asarray(num_updates) - 1)
+        rate: Any = 1 - given if argument == DECAY else given
         if self.num_updates:
             rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
         if self.zero_debias:
@@ -222,7 +241,8 @@ def with_moving_average(
     Args:
         optimizer: The whole optimizer, including chains: changes by outer wrappers are not averaged.
         ema: The average. Its number of updates at the update N → N + 1 is N + 1. A decay that is a schedule is read at
-            the step N, and is the hyperparameter `name/decay`; one that is `held` is in the slot `held/…`.
+            the step N, and is the hyperparameter `name/decay`, a rate `name/rate`; one that is `held` is in the slot
+            `held/…`.
         var_list: The leaves to average: a predicate `(path, leaf) -> bool`, paths or globs, a tree of bools; None for
             all.
         initial: The values from which the averages start, such as another initialization of a teacher: a function
@@ -253,7 +273,7 @@ def with_moving_average(
         A teacher that starts elsewhere, and whose decay grows from 0.996 to 1:
 
         >>> import jax, jax.numpy as jnp
-        >>> ema = jstep.ExponentialMovingAverage(lambda step: 1 - jstep.cosine_decay(0.004, 1000)(step))
+        >>> ema = jstep.ExponentialMovingAverage(rate=jstep.cosine_decay(0.004, 1000))
         >>> optimizer = jstep.with_moving_average(
         ...     jstep.gradient_descent(1.0), ema, initial=lambda params: jax.tree.map(jnp.ones_like, params)
         ... )
@@ -275,8 +295,8 @@ def with_moving_average(
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
-    is_constant = not (callable(ema.decay) or isinstance(ema.decay, Held))
-    hyper = {} if is_constant else {f"{ema.name}/{DECAY}": ema.decay}
+    argument, speed = ema.speed
+    hyper = {f"{ema.name}/{argument}": speed} if callable(speed) or isinstance(speed, Held) else {}
 
     def fresh(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
@@ -290,7 +310,7 @@ def with_moving_average(
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
         updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
-        now = dataclasses.replace(ema, decay=at.h[f"{ema.name}/{DECAY}"]) if hyper else ema
+        now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         rates: dict[int, tuple[Any, Any]] = {}  # one for each label
@@ -301,7 +321,7 @@ def with_moving_average(
                 age = None if start is None else age_of(at.step, start)
                 # What begins at zeros takes the first value, even if it does not change.
                 first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-                rates[id(start)] = now.rate(after, age), first
+                rates[id(start)] = now.weight(after, age), first
             return rates[id(start)]
 
         def call(average: Any, p: Any, u: Any, gradient: Any, start: Any) -> Any:

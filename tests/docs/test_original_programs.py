@@ -26,8 +26,8 @@ MISTAKES = [
     ("per-example-gradients", "jax.random.fold_in(KEY, state.global_step)", "KEY", 1),
     ("per-example-gradients", "/ len(x)\n", "/ len(x) / 2\n", 1),
     ("self-supervision", "initial=make_params(seed=1),", "", 1),
-    ("self-supervision", "Average(decay),\n        var_list", "Average(0.99),\n        var_list", 1),
-    ("self-supervision", "Average(decay)\n)", "Average(0.99)\n)", 1),
+    ("self-supervision", "Average(rate=rate),\n        var_list", "Average(0.99),\n        var_list", 1),
+    ("self-supervision", "Average(rate=rate)\n)", "Average(0.99)\n)", 1),
     ("wgan", "(real, keys[:5])", "(real, jnp.broadcast_to(keys[0], 5))", 1),
     ("wgan", "    increment_global_step=False,\n", "", 1),
 ]  # fmt: skip

@@ -72,10 +72,73 @@ def test_a_held_decay_is_in_the_state():
         ema.apply(ema.init(PARAMS), PARAMS)
 
 
+RATES = [1.0, 1e-4, 1e-7, 0.0]
+
+
+def moved_by(ema, change=lambda state: state):
+    """Return how far the average of a parameter that stays 1 moves from 0 in one update."""
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(0.0), ema, initial=None if ema.zero_debias else lambda p: jax.tree.map(jnp.zeros_like, p)
+    )
+    state = change(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer))
+    state, metrics = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)(state)
+    return float(state.slots[ema.name]["w"][1]), metrics
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_rate_is_applied_as_it_is_given_where_a_decay_loses_digits(rate):
+    exact = np.float32(rate)
+    number, metrics = moved_by(jstep.ExponentialMovingAverage(rate=rate))
+    assert number == exact
+    assert "ExponentialMovingAverage/rate" not in metrics
+    scheduled, metrics = moved_by(jstep.ExponentialMovingAverage(rate=lambda step: rate, name="mean"))
+    assert scheduled == exact
+    assert float(metrics["mean/rate"]) == exact
+    held = jstep.ExponentialMovingAverage(rate=jstep.held("speed", 0.5))
+    moved, metrics = moved_by(held, lambda state: jstep.set_hyperparameter(state, "speed", rate))
+    assert moved == exact
+    assert float(metrics["speed"]) == exact
+
+
+def test_a_rate_with_num_updates_and_zero_debias():
+    assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, num_updates=True))[0] == np.float32(9 / 11)
+    assert moved_by(jstep.ExponentialMovingAverage(rate=0.95, num_updates=True))[0] == np.float32(0.95)
+    assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, zero_debias=True))[0] == 1
+    for rate in (1e-3, 0.0):
+        given = jstep.ExponentialMovingAverage(rate=rate, zero_debias=True)
+        same = jstep.ExponentialMovingAverage(1 - rate, zero_debias=True)
+        for age in (1, 2, 50):
+            np.testing.assert_allclose(given.weight(age), same.weight(age), rtol=1e-6)
+
+
+def test_a_rate_that_grows_slowly_is_that_of_float64():
+    """The average after many updates with a rate that a cosine lowers to 0, the schedule of a teacher."""
+    steps, schedule = 300, jstep.cosine_decay(1e-5, 300)
+    ema = jstep.ExponentialMovingAverage(rate=schedule)
+
+    def body(average, step):
+        return ema.apply(average, {"w": jnp.float32(1)}, num_updates=step + 1), None
+
+    average, _ = jax.lax.scan(body, {"w": jnp.float32(0)}, jnp.arange(steps))
+    left = np.prod([1 - 1e-5 * (1 + np.cos(np.pi * n / steps)) / 2 for n in range(steps)])
+    np.testing.assert_allclose(average["w"], 1 - left, rtol=1e-5)
+
+
+def test_decay_or_rate():
+    for given in ({}, {"decay": 0.9, "rate": 0.1}, {"decay": 0.9, "rate": 0.0}, {"decay": 0.0, "rate": 1.0}):
+        with pytest.raises(ValueError, match=r"decay=.*, rate=.*: must be one of them, where rate is 1 − decay, got"):
+            jstep.ExponentialMovingAverage(**given)
+    with pytest.raises(TypeError, match=r"rate=held\('speed', …\): its value is in the state"):
+        jstep.ExponentialMovingAverage(rate=jstep.held("speed", 0.5)).weight()
+    with pytest.raises(ValueError, match="a schedule needs the number of updates"):
+        jstep.ExponentialMovingAverage(rate=lambda step: 0.5).weight()
+
+
 def test_a_decay_out_of_range_is_refused():
-    for decay in (1.5, jstep.held("decay", -0.1), float("nan"), "0.9"):
-        with pytest.raises((TypeError, ValueError), match="decay"):
-            jstep.ExponentialMovingAverage(decay)
+    for argument in ("decay", "rate"):
+        for value in (1.5, jstep.held("some", -0.1), float("nan"), "0.9"):
+            with pytest.raises((TypeError, ValueError), match=argument):
+                jstep.ExponentialMovingAverage(**{argument: value})
 
 
 @pytest.mark.parametrize("given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}])
