@@ -239,6 +239,30 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
+def depend_on_calls(body: Subprogram, name: str, given: Sequence[bool]) -> list[bool]:
+    """Whether each result of a program depends on the result of a call of a function of this name.
+
+    Args:
+        body: The program.
+        name: The name of the function, which is called under `jax.jit`.
+        given: Whether each argument of the program does.
+    """
+
+    def calls(operation: Operation) -> bool:
+        return operation.eqn.params.get("name") == name
+
+    def by(operation: Operation, given: list[bool]) -> list[bool]:
+        if operation.kind in ("call", "shard_map") and not calls(operation):
+            return depend_on_calls(operation.bodies[0], name, given)
+        if operation.kind == "cond":
+            branches = [depend_on_calls(branch, name, given[1:]) for branch in operation.bodies]
+            return [any((given[0], *results)) for results in zip(*branches, strict=True)]
+        is_inside = calls(operation) or any(calls(one) for body in operation.bodies for one in walk(body))
+        return [is_inside or any(given)] * len(operation.eqn.outvars)
+
+    return evaluate(body, given, by, lambda constant: False)
+
+
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     """Evaluate an operation on values, traced or not."""
     # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.

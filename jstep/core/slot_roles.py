@@ -57,6 +57,8 @@ HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots without values of their own: each is half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
+ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows updates", "follows the step"
+"""Details of slots: of the number of gradients that wait for an update, and of averages, by when they move."""
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
 
 
@@ -74,6 +76,8 @@ class Roles(Mapping[str, Role | None]):
         halves: Name of a slot that is stored as codes, or in bfloat16 → the name of the slot with its other half.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
         hidden: The names of the slots of wrappers that must be outermost and are not, so that their first step raises.
+        details: Slot name → what else is known of it: one of the details above, or of a held hyperparameter the name of
+            the argument that it was given for.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -82,6 +86,7 @@ class Roles(Mapping[str, Role | None]):
     halves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     formats: Set[str] = frozenset()
     hidden: Set[str] = frozenset()
+    details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -118,6 +123,7 @@ class Roles(Mapping[str, Role | None]):
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
             formats=self.formats,
             hidden={f"{prefix}/{name}" for name in self.hidden},
+            details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -129,6 +135,7 @@ class Roles(Mapping[str, Role | None]):
             halves={**self.halves, **other.halves},
             formats=self.formats | other.formats,
             hidden=self.hidden | other.hidden,
+            details={**self.details, **other.details},
         )
 
     def stored_by(self, format: str) -> "Roles":
@@ -150,6 +157,10 @@ class Roles(Mapping[str, Role | None]):
     def of(self, *roles: Role) -> list[str]:
         """The names of the slots that have one of these roles."""
         return [name for name, role in self.items() if role in roles]
+
+    def with_detail(self, *details: str) -> list[str]:
+        """The names of the slots that have one of these details."""
+        return [name for name, detail in self.details.items() if detail in details]
 
     def has_one_value(self, name: str) -> bool:
         """Whether a known slot has one value for all parameters."""

@@ -28,6 +28,7 @@ from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
+from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
 from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
@@ -415,6 +416,7 @@ def begin(run: Run, batches: Any) -> None:
         return
     if run.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.extra[STOPPED], run.first)
+    look_ahead(run)
     _make_calls(run, runner, source, items)
 
 

@@ -5,25 +5,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, as_text, kind, shown
+from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Role, Roles
+from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
-from jstep.optimizers.hyperparameters import age_of, check_prefix, checked, is_update, mask, value_at
+from jstep.optimizers.hyperparameters import (
+    Hyper,
+    age_of,
+    check_prefix,
+    checked,
+    is_update,
+    mask,
+    unless_skipped_by_guards,
+    value_at,
+)
 from jstep.optimizers.leafwise import Slot
 from jstep.optimizers.updates import add, apply_updates, find_slot, on_leaves
-from jstep.state.train_state import TrainState, values_of
+from jstep.state.train_state import START_STEP, TrainState, values_of
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
@@ -47,6 +56,10 @@ class ExponentialMovingAverage:
         every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
+        follows: When the average of a leaf moves, in `with_moving_average`. `"updates"`: in the updates that have a
+            gradient of the leaf, so that it stops where the leaf is no longer trained, behind it. `"step"`: once in
+            each update that advances the global step and is not skipped, whether it has a gradient of the leaf or
+            not, as the usual averages of a training loop; below a label, in the updates of its part.
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
             `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
             digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
@@ -54,7 +67,8 @@ class ExponentialMovingAverage:
     Raises:
         TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
             not an integer.
-        ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
+        ValueError: A number is out of range, `name` is empty, `follows` is neither of both, or not exactly one of
+            `decay` and `rate` is given.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -76,6 +90,7 @@ class ExponentialMovingAverage:
     name: str = NAME
     start_step: int = 0
     every: int = 1
+    follows: Literal["updates", "step"] = "updates"
     rate: ScalarOrSchedule | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +101,7 @@ class ExponentialMovingAverage:
             )
         argument, given = self.speed
         object.__setattr__(self, argument, checked(argument, given, low=0, high=1))
+        one_of(self.follows, "follows", ("updates", "step"))
         for flag in ("num_updates", "zero_debias"):
             if not isinstance(getattr(self, flag), bool):
                 raise TypeError(
@@ -138,7 +154,7 @@ class ExponentialMovingAverage:
         old = trees.flatten_like(params, averages, "averages")
         leaves, treedef = trees.flatten(params)
         return treedef.unflatten(
-            [avg if avg is None else _moved(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
+            [avg if avg is None else moved_average(avg, p, weight) for avg, p in zip(old, leaves, strict=True)]
         )
 
     @property
@@ -217,8 +233,13 @@ def _count(name: str, value: Any) -> Array:
     return jnp.asarray(as_scalar(value, name, low=0, integer=True)).astype(trees.default_float())
 
 
+MOVED = "moved_average"
+"""The name of the function below, by which the program of a step shows where averages move."""
+
+
 @jax.jit  # one trace for all leaves of a shape, as in leafwise
-def _moved(average: Array, p: Array, rate: Array) -> Array:
+def moved_average(average: Array, p: Array, rate: Array) -> Array:
+    """The average after a new value of its parameter."""
     rate, p = jnp.asarray(rate).astype(average.dtype), p.astype(average.dtype)
     moved = average - rate * (average - p)
     # Exactly the parameter or exactly the average, without rounding or 0 · ∞.
@@ -227,7 +248,7 @@ def _moved(average: Array, p: Array, rate: Array) -> Array:
 
 def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
     """The average after an update of its parameter, None for no update."""
-    return None, {NAME: _moved(own[NAME], p if u is None else add(p, u), rate)}
+    return None, {NAME: moved_average(own[NAME], p if u is None else add(p, u), rate)}
 
 
 def with_moving_average(
@@ -252,7 +273,10 @@ def with_moving_average(
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
         gradient of the leaf, so in a step of several updates, such as those of the players of a GAN, once for each of
-        its own. Leaves that a `partition` freezes have no average. With zero_debias, the age of the averages comes from
+        its own; with `follows="step"` all averages move together, in each update that advances the step, and have an
+        age of their own with zero_debias. `train` logs a warning before the first step if a later stage stops training
+        leaves whose averages follow their updates, and after it if averages that follow the step move in no update of
+        the step. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages comes from
         the optimizer's `start_step`, which is added if missing; around a `partition` each label has a separate one,
         `with_moving_average/label/start_step`, which counts the updates that have a gradient of its leaves. Averages
         with start_step or every, which not every update moves, have an age of their own,
@@ -309,43 +333,91 @@ def with_moving_average(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
-        updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
+        conditions = hyperparameters.Conditions()
+        with hyperparameters.observing_conditions(conditions):
+            updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        rates: dict[int, tuple[Any, Any]] = {}  # one for each label
+        ages: Slots = {}
+        if ema.follows == "step":
+            moves = hyperparameters.advances() and unless_skipped_by_guards(conditions, gradients, params)
+            age = age_of(at.step, own[_age_name(ema)]) if ema.zero_debias else None
+            weights = [_weight_at_steps(now, after, age, moves)] * len(found)
+            counts = moves & ema.is_due(after)
+            ages = {name: jnp.where(counts, own[name], own[name] + 1) for name in own.keys() - {ema.name}}
+        else:
+            starts = at.starts or [None] * len(found)
+            weights = _weights_at_updates(now, after, at.step, list(zip(averages, gradients, starts, strict=True)))
 
-        def rates_of(start: Any) -> tuple[Any, Any]:
-            """The rate of a leaf with a gradient, and of one without."""
-            if id(start) not in rates:
-                age = None if start is None else age_of(at.step, start)
-                # What begins at zeros takes the first value, even if it does not change.
-                first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-                rates[id(start)] = now.weight(after, age), first
-            return rates[id(start)]
+        def call(average: Any, p: Any, u: Any, weight: Any) -> Any:
+            return None if average is None or weight is None else (_followed, p, u, weight)
 
-        def call(average: Any, p: Any, u: Any, gradient: Any, start: Any) -> Any:
-            rate = None if average is None else rates_of(start)[gradient is None]
-            return None if rate is None else (_followed, p, u, rate)
+        on_leaves(params, {NAME: averages}, map(call, averages, jax.tree.leaves(params), found, weights))
+        return updates, inner, {**ages, ema.name: trees.structure(params).unflatten(averages)}
 
-        starts = at.starts or [None] * len(found)
-        calls = map(call, averages, jax.tree.leaves(params), found, gradients, starts)
-        on_leaves(params, {NAME: averages}, calls)
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
+    return wrap_optimizer(optimizer, "with_moving_average", update, _own(ema, fresh, hyper, copied=initial is None))
 
-    copied = initial is None and not ema.starts_at_zeros
+
+def _own(ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], hyper: Hyper, *, copied: bool) -> Own:
+    """The slots, ages and hyperparameters of `with_moving_average`."""
+    follows_step = ema.follows == "step"
+    # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
     waits = ema.zero_debias and ema.waits
-    own = Own(
-        {ema.name: fresh},
-        {ema.name: Role.COPY if copied else Role.AVERAGE},
+    role = Role.COPY if copied and not ema.starts_at_zeros else Role.AVERAGE
+    ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
+    return Own(
+        {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: hyperparameters.new_start_step(step))},
+        {ema.name: role, **dict.fromkeys(ages, Role.OWN_AGE)},
         {ema.name: "weight"},
         hyper,
-        aged=ema.zero_debias,
-        # Averages that do not move at each update have an age of their own; the others have that of the optimizer.
+        aged=ema.zero_debias and not follows_step,
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
-        age_scope=f"with_moving_average/{ema.name}" if waits else None,
+        age_scope=_age_scope(ema) if waits else None,
+        details={ema.name: FOLLOWS_STEP if follows_step else FOLLOWS_UPDATES},
     )
-    return wrap_optimizer(optimizer, "with_moving_average", update, own)
+
+
+def _age_scope(ema: ExponentialMovingAverage) -> str:
+    return f"with_moving_average/{ema.name}"
+
+
+def _age_name(ema: ExponentialMovingAverage) -> str:
+    """The slot with the age of averages that follow the step, the same for all leaves: they move together."""
+    return f"{_age_scope(ema)}/{START_STEP}"
+
+
+def _weight_at_steps(ema: ExponentialMovingAverage, after: Array, age: Array | None, moves: Array | bool) -> Any:
+    """The weight of new parameters in averages that follow the step; None if they do not move in this update."""
+    if moves is False:
+        return None
+    weight = ema.weight(after, age)
+    return weight if moves is True else jnp.where(moves, weight, 0.0)
+
+
+def _weights_at_updates(
+    ema: ExponentialMovingAverage, after: Array, step: Step, leaves: Sequence[tuple[Any, Any, Any]]
+) -> list[Any]:
+    """The weight of new parameters in averages that follow their updates, by leaf; None for one that does not move.
+
+    Args:
+        ema: The average.
+        after: The number of updates after this one.
+        step: The step.
+        leaves: The average, the gradient and the `start_step` of each leaf, in order, or None.
+    """
+    found: dict[int, tuple[Any, Any]] = {}  # one for each label
+
+    def of_label(start: Any) -> tuple[Any, Any]:
+        """The weight for a leaf with a gradient, and for one without."""
+        if id(start) not in found:
+            age = None if start is None else age_of(step, start)
+            # What begins at zeros takes the first value, even if it does not change.
+            first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
+            found[id(start)] = ema.weight(after, age), first
+        return found[id(start)]
+
+    return [None if average is None else of_label(start)[g is None] for average, g, start in leaves]
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:

@@ -111,8 +111,8 @@ def updated(stored: Stored, inner: Inner, updates: Updates) -> tuple[Updates, Sl
     made = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
     default = _collecting(conditions, _at_once, stored, inner, updates)
     result, values = jax.lax.platform_dependent(default=default, **made)
-    for (params, _), condition in zip(conditions, values, strict=True):
-        report(params, condition)
+    for condition, holds in zip(conditions, values, strict=True):
+        report(condition._replace(holds=holds))
     found: tuple[Updates, Slots] = result
     return found
 
@@ -124,7 +124,7 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: Any)
         conditions.clear()
         with hyper.collecting_conditions(conditions):
             made = update(*first, *rest)
-        return made, [condition for _, condition in conditions]
+        return made, [condition.holds for condition in conditions]
 
     return traced
 
@@ -256,8 +256,8 @@ def _by_leaf(stored: Stored, inner: Inner, updates: Updates, platform: str) -> t
     rest = [var for number, var in enumerate(results) if number not in done]
     known = iter(by_slices.values_of(program, given, [*rest, *needed]))
     (updates, new), reached = structure.unflatten([None if n in done else next(known) for n in range(len(results))])
-    for (params, _), condition in zip(conditions, reached, strict=True):
-        report(params, condition)
+    for condition, holds in zip(conditions, reached, strict=True):
+        report(condition._replace(holds=holds))
     env = dict(zip(needed, known, strict=True))
     by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
     return _closed(stored, *values, updates, new, by_itself)

@@ -16,7 +16,7 @@ from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
-from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
+from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_roles, is_update, values_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import NoGradientsError, apply_updates, loads_slots, require_slots
 from jstep.state.train_state import START_STEP
@@ -61,6 +61,7 @@ class Own:
         counted: `counted(step)`: whether the age counts an update, if it does not count all. Then it is never that of
             the inner optimizer.
         age_scope: The prefix of the separate slots; by default the name of the wrapper.
+        details: Details of some slots: see `Roles`.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
@@ -70,6 +71,7 @@ class Own:
     aged: bool = False
     counted: Callable[[Step], Array] | None = None
     age_scope: str | None = None
+    details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots, but for the age."""
@@ -78,8 +80,8 @@ class Own:
 
     def all_roles(self) -> Roles:
         """The roles of the slots, but for the age."""
-        held = dict.fromkeys(held_names(self.hyper), Role.HELD)
-        return Roles({**dict.fromkeys(self.slots), **self.roles, **held}, holds=self.holds)
+        own = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
+        return own.joined(held_roles(self.hyper))
 
 
 _NOTHING = Own()
@@ -645,10 +647,8 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, conditions = at.params, hyperparameters.Conditions()
-        with hyperparameters.collecting_conditions(conditions):
+        with hyperparameters.observing_conditions(conditions):
             updates, inner = leafwise.call_update(optimizer, updates, inner, params, at.step, at.context, exact=True)
-        for one in conditions:
-            hyperparameters.report_condition(*one)
         found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         moved = apply_updates(params, updates)
         new = _checked(moved, fn(moved))

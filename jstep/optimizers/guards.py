@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
-from jstep.core.slot_roles import AGES, Role, Roles, roles_of
+from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
@@ -97,7 +97,7 @@ def unless_skipped(
         Role.SCALE_SINCE: lambda old, new: new,
         Role.LAST_FINITE: lambda old, new: jnp.where(finite, new, _left_out(old)),
     }
-    return conditional_update(finite, optimizer, updates, slots, at, slot_rules)
+    return conditional_update(finite, optimizer, updates, slots, at, slot_rules, is_guard=True)
 
 
 SlotRule = Callable[[Any, Any], Any]
@@ -111,6 +111,8 @@ def conditional_update(
     slots: Slots,
     at: StepInputs,
     slot_rules: Mapping[Role, SlotRule] = MappingProxyType({}),
+    *,
+    is_guard: bool = False,
 ) -> tuple[Updates, Slots]:
     """Update if `condition` is true; otherwise return zero updates and unchanged slots, with `start_step` advanced.
 
@@ -121,9 +123,10 @@ def conditional_update(
         slots: Its slots.
         at: The inputs of its wrapper.
         slot_rules: Rules for slots of certain roles, applied whether or not the update is selected.
+        is_guard: Whether an update that is not made is skipped, and not one that was not due.
     """
     roles = roles_of(optimizer, at.params)
-    hyper.report_condition(at.params, condition)
+    hyper.report_condition(hyper.Condition(at.params, condition, is_guard))
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at.params, at.step, at.context, exact=True)
     found = trees.flatten_like(at.params, updates, "updates", is_leaf=hyper.is_update)
@@ -443,7 +446,14 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
     }
-    return wrap_optimizer(optimizer, "update_every", update, Own(added), guarded=False, inner_roles=_of_own_age)
+    return wrap_optimizer(
+        optimizer,
+        "update_every",
+        update,
+        Own(added, details={GRADIENT_COUNT: ACCUMULATED}),
+        guarded=False,
+        inner_roles=_of_own_age,
+    )
 
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:

@@ -9,14 +9,14 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, Unpack
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import Bounds, as_function, kind, setting, shown
+from jstep.core.checks import Bounds, as_function, kind, scoped, setting, shown
 from jstep.core.placement import as_scalar, on_devices
 from jstep.core.selection import VarList, check_form, flags, is_named, names_of
 from jstep.core.slot_roles import Role, Roles
@@ -97,6 +97,12 @@ def held_names(hyper: Mapping[str, Any]) -> tuple[str, ...]:
                     f"give it another name, such as held({argument!r}, …)"
                 )
     return tuple(owner)
+
+
+def held_roles(hyper: Mapping[str, Any]) -> Roles:
+    """The roles of the slots of held hyperparameters, with the arguments that they were given for."""
+    given = {f"{HELD}/{value.name}": argument for argument, value in hyper.items() if isinstance(value, Held)}
+    return Roles(dict.fromkeys(held_names(hyper), Role.HELD), details=given)
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
@@ -679,8 +685,21 @@ def _difference(p: Any, new: Array) -> Array:
     return new.astype(dtype) - jnp.asarray(p).astype(dtype)
 
 
-Conditions = list[tuple[Params, Array]]
-"""Parameters, and whether they were updated: if not, their updates are zero."""
+class Condition(NamedTuple):
+    """A condition of the updates of some parameters.
+
+    Attributes:
+        params: The parameters: a tree with None in place of the others.
+        holds: Whether they were updated: if not, their updates are zero.
+        is_guard: Whether the update is otherwise skipped, by a guard; not if it was not due.
+    """
+
+    params: Params
+    holds: Array
+    is_guard: bool
+
+
+Conditions = list[Condition]
 
 _CONDITIONS: contextvars.ContextVar[Conditions | None] = contextvars.ContextVar("jstep_conditions", default=None)
 
@@ -690,11 +709,20 @@ def collecting_conditions(into: Conditions | None) -> contextlib.AbstractContext
     return setting(_CONDITIONS, into)
 
 
-def report_condition(params: Params, condition: Array) -> None:
-    """Report that these parameters are updated only if a condition holds."""
+@scoped
+def observing_conditions(into: Conditions) -> Iterator[None]:
+    """Collect the conditions of the updates made in a context, for those outside as well."""
+    with collecting_conditions(into):
+        yield
+    for one in into:
+        report_condition(one)
+
+
+def report_condition(condition: Condition) -> None:
+    """Report that some parameters are updated only if a condition holds."""
     collected = _CONDITIONS.get()
     if collected is not None:
-        collected.append((params, condition))
+        collected.append(condition)
 
 
 def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
@@ -702,10 +730,39 @@ def conditions_of(params: Params, collected: Conditions) -> list[Array | None]:
 
     Args:
         params: The parameters.
-        collected: Conditions of some of them: trees with None in place of the others.
+        collected: Conditions of some of them.
     """
     found: dict[Any, Array] = {}
-    for part, condition in collected:
+    for part, condition, _ in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(part):
             found[keys] = found[keys] & condition if keys in found else condition
     return [found.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def unless_skipped_by_guards(collected: Conditions, gradients: list[Any], params: Params) -> Array | bool:
+    """Whether guards let an update through, for one leaf with a gradient at least.
+
+    Args:
+        collected: The conditions of the update.
+        gradients: The gradients, in order; None for a leaf without one.
+        params: The parameters.
+    """
+    conditions = conditions_of(params, [one for one in collected if one.is_guard])
+    mine = [one for one, gradient in zip(conditions, gradients, strict=True) if gradient is not None]
+    known = [one for one in mine if one is not None]
+    return functools.reduce(jnp.logical_or, known) if known and len(known) == len(mine) else True
+
+
+# Whether an update advances the global step, for what follows steps.
+
+_ADVANCES: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_advances", default=True)
+
+
+def advancing(increment: bool) -> contextlib.AbstractContextManager[bool]:
+    """Declare whether the update that is computed in this context advances the global step."""
+    return setting(_ADVANCES, increment)
+
+
+def advances() -> bool:
+    """Whether the update that is being computed advances the global step."""
+    return _ADVANCES.get()

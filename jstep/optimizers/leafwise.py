@@ -60,7 +60,7 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
     def init(params: Params, step: Step) -> Slots:
         return held_slots(hyper)
 
-    roles = Roles(dict.fromkeys(held, Role.HELD))
+    roles = hyperparameters.held_roles(hyper)
     return Optimizer(Init(init, lambda params: roles, order=order), update, hyperparameters.report(hyper))
 
 
@@ -601,13 +601,13 @@ def leafwise(
         own: dict[str, Role | None] = {
             name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()
         }
-        own |= dict.fromkeys(scalars, Role.SHARED) | dict.fromkeys(held, Role.HELD)
+        own |= dict.fromkeys(scalars, Role.SHARED)
         declared = {name: spec for name, spec in specs.items() if spec.holds is not None}
         return Roles(
             own | ({START_STEP: Role.AGE} if aged else {}),
             holds={name: str(spec.holds) for name, spec in declared.items()},
             formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
-        )
+        ).joined(hyperparameters.held_roles(hyper))
 
     return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
 

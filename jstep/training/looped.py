@@ -1,6 +1,7 @@
 """Several training steps in one call, compiled as a loop."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -60,12 +61,8 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
         state, (computed, constants) = scan(body, state, stacked, k, unroll)
         return state, computed, constants.repeated(k)
 
-    scanned = PureStep(
-        parts,
-        name=f"{step.__name__}s",
-        looks_at_rows=step.looks_at_rows,
-        leading_axes=step.leading_axes + 1,
-        lanes=step.lanes,
+    scanned = dataclasses.replace(
+        step, parts=parts, name=f"{step.__name__}s", title="", leading_axes=step.leading_axes + 1
     )
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 

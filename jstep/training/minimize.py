@@ -18,8 +18,8 @@ from jstep.core import placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
 from jstep.core.placement import Layouts, Unroll
-from jstep.core.selection import VarList, check_form
-from jstep.core.slot_roles import COUNTS, Role, Roles, roles_of
+from jstep.core.selection import VarList, check_form, selected
+from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
 from jstep.differentiate import engine
 from jstep.differentiate.clipping import global_norm
@@ -29,7 +29,7 @@ from jstep.differentiate.microbatches import AggregationMethod, Part, checked_ra
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
-from jstep.optimizers.hyperparameters import SKIPPED, became_nonfinite, moves, shown_slots, skips, value_at
+from jstep.optimizers.hyperparameters import SKIPPED, advancing, became_nonfinite, moves, shown_slots, skips, value_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import (
     NoGradientsError,
@@ -148,7 +148,8 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     try:
-        updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
+        with advancing(increment):
+            updates, own = call_update(optimizer, grads, held | not_reached, state.params, step, context, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
@@ -639,8 +640,23 @@ def minimize(
         return (new_state, *split_constants(trees.merged(named.items(), refusal), SKIPPED if skipped else None))
 
     run = parts if lanes is None else _in_lanes(lanes, parts)
-    pure_step = PureStep(run, title=name_of(loss_fn), looks_at_rows=differentiate.looks_at_rows, lanes=lanes)
+    pure_step = PureStep(
+        run,
+        title=name_of(loss_fn),
+        looks_at_rows=differentiate.looks_at_rows,
+        lanes=lanes,
+        optimizer=optimizer,
+        trains=functools.partial(_trained, differentiate, optimizer),
+    )
     return TrainStep(pure_step, donate=donate) if jit else pure_step
+
+
+def _trained(differentiate: Differentiation | SeveralLosses, optimizer: Optimizer, params: Params) -> list[bool]:
+    """Whether a step trains each leaf."""
+    each = differentiate.each.values() if isinstance(differentiate, SeveralLosses) else [differentiate]
+    chosen = {i for one in each for i in selected(params, one.var_list)}
+    labels = labels_of(optimizer, params) or [""] * len(jax.tree.leaves(params))
+    return [i in chosen and label is not None for i, label in enumerate(labels)]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:

@@ -17,6 +17,7 @@ from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
 from jstep.distributed.processes import AgreedShapes, is_single_process
+from jstep.core.trees import Optimizer, Params
 from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, state_of
 
@@ -264,6 +265,8 @@ class PureStep:
         looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
         leading_axes: The number of batch axes before that of the rows: one for each `scan_steps`.
         lanes: The number of lanes, if the step computes in lanes.
+        optimizer: The optimizer whose update the step makes, for a step of `minimize`; None for any other.
+        trains: `trains(params)`: whether the step trains each leaf, in order; None if that is not known.
     """
 
     parts: Parts
@@ -273,6 +276,8 @@ class PureStep:
     looks_at_rows: bool = False
     leading_axes: int = 0
     lanes: int | None = None
+    optimizer: Optimizer | None = None
+    trains: Callable[[Params], list[bool]] | None = None
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
@@ -321,6 +326,13 @@ def pure(step: Callable[..., Any]) -> PureStep:
         return (new, *split_constants(metrics, SKIPPED if is_guarded else None))
 
     return PureStep(parts, name=name)
+
+
+def minimized(step: Any) -> PureStep | None:
+    """The pure function of a step of `minimize`, compiled or not, or of its loop over steps; None for any other."""
+    while isinstance(step, TrainStep):
+        step = step.__wrapped__
+    return step if isinstance(step, PureStep) and step.optimizer is not None else None
 
 
 def whole(parts: Parts, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any]:
