@@ -225,6 +225,7 @@ class Init:
         labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
             all leaves have the same optimizer.
         order: Its place in a chain.
+        rated: Whether all updates have been multiplied by a hyperparameter named learning_rate, held or reported.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -233,6 +234,7 @@ class Init:
     guarded: bool = False
     labels: Callable[[Params], Labels | None] = lambda params: None
     order: Order = Order()
+    rated: bool = False
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots for `params` at `global_step`."""

@@ -1,17 +1,24 @@
-"""Warnings about the steps of a run before they are run: averages that will be left behind."""
+"""Warnings about the steps of a run before they are run: learning rates of 0, averages that will be left behind."""
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
-from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import body_of, depend_on_calls
-from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, roles_in, roles_of
+from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
+from jstep.core.trees import Optimizer, Step
 from jstep.loop.compiler import shapes_of
 from jstep.loop.programs import Dispatched
-from jstep.loop.run_record import Run
+from jstep.loop.run_record import LARGEST_STEP, Run
 from jstep.optimizers.averages import MOVED
+from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
+from jstep.optimizers.leafwise import is_rated
 from jstep.state.train_state import TrainState
 from jstep.training.step import minimized, pure
 
@@ -22,13 +29,142 @@ _MOST_NAMES = 20
 
 def look_ahead(run: Run) -> None:
     """Log what is foreseen, before the first step of a run."""
+    try:  # on all processes, because a schedule may close over arrays of all of them
+        with using_mesh(mesh_of(run.state)):
+            zeros = _zero_rate_from(run)
+    except Exception as error:  # the step raises it, too, and says more about it
+        _logger.debug("whether learning rates are 0 is not known: %s", error)
+        zeros = None
     if jax.process_index() != 0:
         return
+    if zeros is not None:
+        end = run.options.end
+        _logger.warning(
+            "The learning rate is 0 from step %d %s, so that these steps do not train: its schedule ends before the "
+            "run does. Give it more steps, or end the run earlier (last_step).",
+            zeros,
+            "on, for good" if end is None else f"to the end of the run at step {end}",
+        )
     _warn_of_averages_left_behind(run)
     roles = roles_in(run.state)
     # Compact averages may move in loops over slices, which do not show calls.
     if roles.with_detail(FOLLOWS_STEP) and "compact" not in roles.formats:
         run.programs.after_first.append(_warn_of_averages_at_rest)
+
+
+# Learning rates that are 0 up to the end.
+
+_RATES = "scheduled rates"
+_POINTS = 2**16
+"""The most steps at which rates are evaluated at once."""
+
+
+class ScheduledRates:
+    """All learning rates of an optimizer, of which one at least is a schedule.
+
+    Args:
+        largest: The largest size of the rates at a step; it can be traced.
+    """
+
+    def __init__(self, largest: Callable[[Step], Any]) -> None:
+        self._are_zero = jax.jit(jax.vmap(lambda step: largest(step) == 0))
+
+    def are_zero(self, steps: Sequence[int]) -> Any:
+        """Whether all rates are 0, for each of some steps."""
+        with internal_transfers():
+            return jax.device_get(self._are_zero(np.asarray(steps, trees.default_int())))
+
+    def zero_from(self, first: int, stop: int) -> int | None:
+        """The step from which the rates are 0 up to `stop`, `first` or later; None if the last one is not.
+
+        Of more than 65,536 steps only as many, evenly spaced, are looked at first, and then those between two of them.
+        """
+        if not self.are_zero(range(max(first, stop - 2), stop))[-1]:
+            return None
+        low, last = first, stop - 1
+        while low < last:
+            points = np.unique(np.linspace(low, last, min(_POINTS, last - low + 1)).round().astype(np.int64))
+            # Of one length, so that one program evaluates them all.
+            others = np.flatnonzero(
+                ~self.are_zero(np.pad(points, (0, _POINTS - len(points)), mode="edge"))[: len(points)]
+            )
+            if not others.size:
+                break  # all from `low` on are 0
+            if others[-1] == len(points) - 1:
+                return None
+            low, last = int(points[others[-1]]) + 1, int(points[others[-1] + 1])
+        return low
+
+
+def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> ScheduledRates | None:
+    """The learning rates among hyperparameters; None if none is a schedule, or another one is never 0.
+
+    Args:
+        hyperparameters: A function from the step to the values by name.
+    """
+    scheduled: set[str] = set()
+    fixed: list[float] = []
+
+    def look(step: Step) -> None:
+        for name, value in hyperparameters(step).items():
+            if is_learning_rate(name):
+                if trees.is_traced(value):
+                    scheduled.add(name)
+                else:
+                    fixed.append(float(np.max(np.abs(value))))
+
+    try:
+        abstractly(look)
+    except Exception:  # a schedule that needs a concrete step, which no compiled step gives it
+        return None
+    if not scheduled or any(fixed):
+        return None
+
+    def largest(step: Step) -> Any:
+        found = hyperparameters(step)
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(found[name])) for name in sorted(scheduled)]))
+
+    return ScheduledRates(largest)
+
+
+def rates_of(optimizer: Optimizer) -> ScheduledRates | None:
+    """The learning rates of an optimizer; None if they are not known for all updates, if one is held, or as above."""
+    if not is_rated(optimizer) or roles_of(optimizer, {}).with_detail(LEARNING_RATE):
+        return None
+    return scheduled_rates(optimizer.hyperparameters)
+
+
+def _zero_rate_from(run: Run) -> int | None:
+    """The step from which all learning rates of a run are 0 up to its end, for two steps at least; else None.
+
+    Of a run without an end only its first step and the largest one are looked at.
+    """
+    end = run.options.end
+    begin = LARGEST_STEP if end is None else end
+    for stage in reversed(list(run.stages.stages())):
+        first = max(stage.first, run.first)
+        step = minimized(stage.value)
+        if first >= begin or (stage.stop is not None and stage.stop <= run.first):
+            continue
+        if step is None or step.optimizer is None:
+            break
+        if _RATES not in step.kept:
+            step.kept[_RATES] = rates_of(step.optimizer)  # with its compiled program, for later runs of the step
+        rates: ScheduledRates | None = step.kept[_RATES]
+        if rates is None:
+            break
+        if end is None and stage.stop is None:
+            found = first if rates.are_zero([first, LARGEST_STEP - 1]).all() else None
+        else:
+            found = rates.zero_from(first, begin)
+        if found is None:
+            break
+        begin = found
+        if begin > first:
+            break
+    if end is None:
+        return begin if begin == run.first else None
+    return begin if end - begin >= 2 else None
 
 
 # Moving averages whose parameters move on without them.

@@ -284,6 +284,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         guarded=leafwise.is_guarded(optimizers[0]),
         labels=labels,
         order=_order_of_chain(parts),
+        rated=any(map(leafwise.is_rated, optimizers)),
     )
     return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
 
@@ -506,6 +507,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
         guarded=all(leafwise.is_guarded(part) for part in parts.values()),
         labels=inner_labels,
         order=_order_of_partition(parts.values()),
+        rated=all(map(leafwise.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())
     return Optimizer(init_of_all, update, leafwise.merged_hyperparameters(called), takes_context)

@@ -219,6 +219,14 @@ def _slot_of(state: Any, name: str) -> str:
     return known[name]
 
 
+LEARNING_RATE = "learning_rate"
+
+
+def is_learning_rate(name: str) -> bool:
+    """Whether a hyperparameter, named with the prefixes of scopes and labels, is a learning rate."""
+    return name.rsplit("/", 1)[-1] == LEARNING_RATE
+
+
 # Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step.
 
 Hyper: TypeAlias = dict[str, Any]

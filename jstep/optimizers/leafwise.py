@@ -27,7 +27,7 @@ from jstep.core.slot_roles import (
 )
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
-from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
+from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_names, held_slots, value_at, values_at
 from jstep.optimizers.updates import (
     can_load_slots,
     loads_slots,
@@ -61,7 +61,8 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
         return held_slots(hyper)
 
     roles = hyperparameters.held_roles(hyper)
-    return Optimizer(Init(init, lambda params: roles, order=order), update, hyperparameters.report(hyper))
+    made = Init(init, lambda params: roles, order=order, rated=LEARNING_RATE in hyper)
+    return Optimizer(made, update, hyperparameters.report(hyper))
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
@@ -297,11 +298,20 @@ def makes_finished_updates(optimizer: Optimizer) -> bool:
     """Whether the updates of an optimizer include −learning_rate, so that another one would flip their sign."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
+    return _reports_a_rate(optimizer)
+
+
+def is_rated(optimizer: Optimizer) -> bool:
+    """Whether all updates of an optimizer have been multiplied by a learning rate that it reports or holds."""
+    return optimizer.init.rated if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
+
+
+def _reports_a_rate(optimizer: Optimizer) -> bool:
     try:
         names = hyperparameter_names(optimizer)
     except Exception:  # a user-defined function, which may need a concrete step
         return False
-    return any(name.rsplit("/", 1)[-1] == "learning_rate" for name in names)
+    return any(map(hyperparameters.is_learning_rate, names))
 
 
 def wrapped_init(
@@ -314,7 +324,8 @@ def wrapped_init(
     """The `init` of a wrapper; what it does not change is as in the optimizer inside."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(labels_of, optimizer)
-    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels, order_of(optimizer))
+    finished = makes_finished_updates(optimizer)
+    return Init(make, roles, finished, is_safe, labels, order_of(optimizer), is_rated(optimizer))
 
 
 Parts = Mapping[str, Optimizer]
@@ -537,7 +548,7 @@ def leafwise(
         0.5
     """
     scalars, flags = scalars or {}, flags or {}
-    is_finished = "learning_rate" in hyper if finished is None else finished
+    is_finished = LEARNING_RATE in hyper if finished is None else finished
     hyper = {name: hyperparameters.checked(name, value) for name, value in hyper.items()}
     held = held_names(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
@@ -609,7 +620,8 @@ def leafwise(
             formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
         ).joined(hyperparameters.held_roles(hyper))
 
-    return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
+    made = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
+    return Optimizer(made, update, hyperparameters.report(hyper))
 
 
 def _without_slots(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:

@@ -24,6 +24,7 @@ from jstep.hooks.base import RunHook, cadence_of
 from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.feeder import name_of_step, stages_of
+from jstep.loop.foresight import rates_of, scheduled_rates
 from jstep.loop.programs import list_of_hooks
 
 # The steps at which hooks are due, derived from their cadence.
@@ -87,6 +88,7 @@ def plan_text(plan: Any) -> str:
     constant = _constants(plan, longest=36)
     if constant:
         lines += ["", *checks.wrapped("constant", constant)]
+    lines += ["", *warned] if (warned := _warnings(plan)) else []
     due = named_due(plan)
     if due:
         hooks = checks.columns([(checks.cut_path(name, 40), due_text(when)) for name, when in due], left=2)
@@ -99,6 +101,7 @@ def plan_html(plan: Any) -> str:
     """Format a `Plan` as HTML for a notebook, followed by the schedule of the data."""
     changing, constant = _changing(plan), _constants(plan)
     notes = [
+        *_warnings(plan),
         *([f"constant: {', '.join(constant)}"] if constant else []),
         *_schedule(plan),
         *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
@@ -106,6 +109,13 @@ def plan_html(plan: Any) -> str:
     title = f"Plan of the steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"
     table = (_rows_shown(plan, changing), ("step", *changing)) if changing else ([], ())
     return checks.html_table(title, *table, notes)
+
+
+def _warnings(plan: Any) -> list[str]:
+    if plan.rate_zero_from is None:
+        return []
+    first, end = checks.count(plan.rate_zero_from), checks.count(plan.last_step)
+    return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
 
 
 def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -348,6 +358,8 @@ class Plan:
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
         rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if unknown.
         passes: Source → number of passes over it by the last step.
+        rate_zero_from: The step from which all learning rates are 0 up to the end, for two steps at least, although
+            one of them is a schedule; None if there is none.
     """
 
     steps: np.ndarray[Any, Any]
@@ -358,6 +370,7 @@ class Plan:
     batch_size: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rate_zero_from: int | None = None
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -456,7 +469,14 @@ def plan(
         last_step,
         {} if train_step is None else _stages(train_step, start, last_step),
         **_data(batches, start, last_step, steps),
+        rate_zero_from=_zero_rate_from(optimizer, functions, start, last_step),
     )
+
+
+def _zero_rate_from(optimizer: Any, functions: Any, start: int, last_step: int) -> int | None:
+    rates = rates_of(optimizer) if isinstance(optimizer, Optimizer) else scheduled_rates(functions)
+    found = None if rates is None else rates.zero_from(start, last_step)
+    return found if found is not None and last_step - found >= 2 else None
 
 
 def _functions(optimizer: Any) -> Any:

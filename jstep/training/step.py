@@ -16,8 +16,8 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
-from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.core.trees import Optimizer, Params
+from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.optimizers.hyperparameters import SKIPPED
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, state_of
 
@@ -267,6 +267,7 @@ class PureStep:
         lanes: The number of lanes, if the step computes in lanes.
         optimizer: The optimizer whose update the step makes, for a step of `minimize`; None for any other.
         trains: `trains(params)`: whether the step trains each leaf, in order; None if that is not known.
+        kept: What others have computed of the step, by names of their own, and need not compute again.
     """
 
     parts: Parts
@@ -278,6 +279,7 @@ class PureStep:
     lanes: int | None = None
     optimizer: Optimizer | None = None
     trains: Callable[[Params], list[bool]] | None = None
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name

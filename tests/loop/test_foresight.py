@@ -1,4 +1,4 @@
-"""What a run logs of its steps before the first one: averages that are left behind or at rest."""
+"""What a run logs of its steps before the first one: rates of 0, averages that are left behind or at rest."""
 
 import logging
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.loop.foresight import scheduled_rates
 
 EMA = jstep.ExponentialMovingAverage
 SGD = jstep.gradient_descent(0.1)
@@ -30,6 +31,145 @@ def warnings_of(
     with caplog.at_level(logging.WARNING, "jstep"):
         jstep.train(step, state, batches, last, progress=False, log_steps=None, **kwargs)
     return [record.getMessage() for record in caplog.records if record.name == "jstep"]
+
+
+ENDS = jstep.linear(0.1, 0.0, steps=5)  # 0 at step 5 and later
+
+
+def parts(first: jstep.Optimizer, second: jstep.Optimizer) -> jstep.Optimizer:
+    return jstep.partition({"a": first, "ab": second}, lambda path, leaf: "a" if path == "body" else "ab")
+
+
+def rates(optimizer: jstep.Optimizer) -> Any:
+    return jstep.minimize(loss, optimizer), optimizer
+
+
+def from_step(number: int, end: int | None) -> str:
+    until = "on, for good" if end is None else f"to the end of the run at step {end}"
+    return f"The learning rate is 0 from step {number} {until}, so that"
+
+
+ALL_ZERO = {
+    "alone": lambda: jstep.adam(ENDS),
+    "wrapped": lambda: jstep.skip_nonfinite(jstep.with_moving_average(jstep.sgd(ENDS, momentum=0.5), EMA(0.9))),
+    "blocks": lambda: jstep.chain(
+        jstep.clip_gradients(by_norm=1.0), jstep.scale_by_adam(), jstep.scale_by_learning_rate(ENDS)
+    ),
+    "labels": lambda: parts(jstep.scope("x", jstep.adam(ENDS)), jstep.sgd(jstep.linear(0.1, 0.0, steps=2))),
+    "a plain 0 beside it": lambda: parts(jstep.adam(ENDS), jstep.sgd(0.0)),
+    "another held one": lambda: jstep.adam(ENDS, beta1=jstep.held("learning_rate_of_m", 0.9)),
+    "negative": lambda: jstep.adam(lambda step: -ENDS(step)),
+}
+NOT_ZERO = {
+    "plain zeros": lambda: jstep.adam(0.0),
+    "a part that learns": lambda: parts(jstep.adam(ENDS), jstep.adam(0.1)),
+    "a scheduled part that learns": lambda: parts(jstep.adam(ENDS), jstep.adam(jstep.linear(0.0, 0.1, steps=50))),
+    "a held one": lambda: parts(jstep.adam(ENDS), jstep.adam(jstep.held("speed", 0.1))),
+    "a held 0": lambda: parts(jstep.adam(ENDS), jstep.adam(jstep.held("speed", 0.0))),
+    "one without a rate": lambda: parts(jstep.adam(ENDS), jstep.adafactor()),
+    "an unknown one": lambda: parts(jstep.adam(ENDS), jstep.Optimizer(lambda p, n: {}, UNKNOWN, lambda step: {})),
+    "other schedules": lambda: jstep.adam(0.1, beta1=ENDS),
+}
+
+
+def UNKNOWN(updates: Any, slots: Any, params: Any, step: Any) -> Any:  # noqa: N802
+    return jax.tree.map(lambda g: -0.1 * g, updates), {}
+
+
+@pytest.mark.thorough(except_for=["alone", "labels"])
+@pytest.mark.parametrize("name", ALL_ZERO)
+def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
+    step, optimizer = rates(ALL_ZERO[name]())
+    found = warnings_of(caplog, step, optimizer, 9)
+    assert [line.startswith(from_step(5, 9)) for line in found] == [True], found
+    assert jstep.plan(optimizer, 9).rate_zero_from == 5
+
+
+@pytest.mark.parametrize("name", NOT_ZERO)
+def test_rates_that_are_not_all_0(name: str, caplog: Any) -> None:
+    step, optimizer = rates(NOT_ZERO[name]())
+    assert not warnings_of(caplog, step, optimizer, 9)
+    assert jstep.plan(optimizer, 9).rate_zero_from is None
+
+
+def test_from_which_step_on_the_rate_is_0(caplog: Any) -> None:
+    step, optimizer = rates(jstep.adam(ENDS))
+    cases = [(6, 0, None), (7, 0, 5), (9, 3, 5), (9, 7, 7), (9, 8, None), (100_000, 99_997, 99_997)]
+    for last, start, want in cases:
+        found = warnings_of(caplog, step, optimizer, last, start=start)
+        assert [line.startswith(from_step(want or 0, last)) for line in found] == [True] * (want is not None), found
+        assert jstep.plan(optimizer, last, start=start).rate_zero_from == want
+    warms_up, optimizer = rates(jstep.adam(lambda step: jnp.where(step < 5, 0.0, 0.1)))
+    assert not warnings_of(caplog, warms_up, optimizer, 9)
+
+
+def test_the_rates_of_stages(caplog: Any) -> None:
+    ends, optimizer = rates(jstep.sgd(ENDS))
+    constant, later, zero = (
+        jstep.minimize(loss, jstep.sgd(rate)) for rate in (0.1, jstep.linear(0.1, 0.0, steps=8), 0.0)
+    )
+    own = lambda state: ends(state)  # noqa: E731
+    cases: list[tuple[Any, int | None]] = [
+        ({0: constant, 7: ends}, 7),
+        ({0: later, 11: ends}, 8),
+        ({0: ends, 7: own}, None),
+        ({0: own, 7: ends}, 7),
+        ({0: ends, 11: constant}, None),
+        ({0: ends, 12: constant}, 5),  # it is not reached
+        ({0: constant, 11: ends}, None),  # one step
+        ({0: ends, 7: zero}, None),  # a plain 0 is meant
+    ]
+    for stages, want in cases:
+        found = [line for line in warnings_of(caplog, stages, optimizer, 12) if "learning rate" in line]
+        assert [line.startswith(from_step(want or 0, 12)) for line in found] == [True] * (want is not None), stages
+
+
+def test_a_run_without_an_end(caplog: Any) -> None:
+    step, optimizer = rates(jstep.adam(ENDS))
+    hooks = [jstep.StopAtStepHook(num_steps=2)]
+    for start, want in ((0, []), (4, []), (5, [from_step(5, None)])):
+        found = warnings_of(caplog, step, optimizer, None, start=start, hooks=hooks)
+        assert [line[:40] for line in found if "learning rate" in line] == [line[:40] for line in want]
+    again, optimizer = rates(jstep.adam(lambda step: jnp.where(step < 1000, 0.0, 0.1)))
+    assert not [line for line in warnings_of(caplog, again, optimizer, None, hooks=hooks) if "rate" in line]
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_rates_of_a_run_on_a_mesh(axes: str, caplog: Any) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axes],))
+    step, optimizer = rates(jstep.adam(ENDS))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+    found = warnings_of(caplog, step, optimizer, 9, params=params)
+    assert [line.startswith(from_step(5, 9)) for line in found] == [True], found
+
+
+def test_a_schedule_that_fails_is_an_error_of_the_step() -> None:
+    def schedule(step: Any) -> Any:
+        raise ZeroDivisionError("my schedule")
+
+    step, optimizer = rates(jstep.adam(schedule))
+    with pytest.raises(ZeroDivisionError, match="my schedule") as caught:
+        jstep.train(step, jstep.TrainState.create(PARAMS, optimizer), lambda step: (), 4, progress=False)
+    assert "while running the step" in caught.value.__notes__[-1]
+
+
+def test_the_search_for_the_first_0() -> None:
+    def last_nonzero_at(edge: int) -> Any:
+        return scheduled_rates(lambda step: {"x/learning_rate": jnp.where(step <= edge, 0.1, 0.0), "rate": 0.1})
+
+    for stop in (2, 5, 70_000, 5_000_000):
+        for edge in {-1, 0, stop // 3, stop - 3, stop - 2} & set(range(-1, stop)):
+            assert last_nonzero_at(edge).zero_from(0, stop) == edge + 1
+        assert last_nonzero_at(stop - 1).zero_from(0, stop) is None
+    cyclic = scheduled_rates(lambda step: {"learning_rate": jnp.where(step % 20 < 15, 0.0, 0.1)})
+    assert cyclic is not None
+    assert (cyclic.zero_from(0, 110), cyclic.zero_from(103, 110), cyclic.zero_from(0, 100)) == (100, 103, None)
+
+
+def test_a_schedule_that_cannot_be_traced() -> None:
+    assert scheduled_rates(lambda step: {"learning_rate": 0.0 if step > 3 else 0.1}) is None
+    plan = jstep.plan({"learning_rate": lambda step: 0.0 if step > 3 else 0.1}, 9)
+    assert plan.rate_zero_from is None
 
 
 def by_label(ema: EMA) -> Any:

@@ -97,6 +97,22 @@ def test_a_hook_in_use_outside_of_train_is_due_as_in_train():
     assert jstep.plan(RATE, 1000, hooks=[hook]).due[hook] == range(100, 1001, 100)
 
 
+def test_a_rate_that_is_0_up_to_the_end():
+    schedule = jstep.warmup_cosine_decay(1e-2, 5, 50)
+    parts = {"a": jstep.adam(schedule), "b": jstep.adam(jstep.linear(0.1, 0.0, steps=60))}
+    optimizer = jstep.partition(parts, lambda path, leaf: path)
+    line = "WARNING: the learning rate is 0 from step {} to the end of the run at step 1 500"
+    for given, step in ((jstep.adam(schedule), 50), (optimizer, 60), ({"learning_rate": schedule}, 50)):
+        plan = jstep.plan(given, 1500, points=4)
+        assert plan.rate_zero_from == step
+        assert line.format(step) in str(plan).splitlines()
+        assert line.format(step) in plan._repr_html_()
+    for given, last in ((jstep.adam(schedule), 51), (jstep.adam(0.0), 1500), ({"weight_decay": schedule}, 1500)):
+        plan = jstep.plan(given, last, points=4)
+        assert plan.rate_zero_from is None
+        assert "WARNING" not in str(plan) + plan._repr_html_()
+
+
 def test_text_fits_100_columns():
     optimizer = jstep.partition(
         {f"a_long_label_of_part_{i}": jstep.adam(RATE, beta1=jstep.linear(0.8, 0.9, 100)) for i in range(5)},
