@@ -62,6 +62,24 @@ ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows upda
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *_WITH_A_START, *HALVES)
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Hyperparameters that depend on a count of updates in the slots, not on the global step.
+
+    Attributes:
+        names: The names of those that are schedules.
+        at: `at(count)`: their values, and those of others, by name.
+        slot: `slot()`: the name of the slot of the count; None if it is not known, after a line of the log that says
+            what to do.
+        prefix: The prefix of all these names.
+    """
+
+    names: frozenset[str]
+    at: Callable[[Step], Mapping[str, Any]]
+    slot: Callable[[], str | None]
+    prefix: str = ""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
@@ -78,6 +96,7 @@ class Roles(Mapping[str, Role | None]):
         hidden: The names of the slots of wrappers that must be outermost and are not, so that their first step raises.
         details: Slot name → what else is known of it: one of the details above, or of a held hyperparameter the name of
             the argument that it was given for.
+        counted: Hyperparameters that depend on counts in these slots.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -87,6 +106,7 @@ class Roles(Mapping[str, Role | None]):
     formats: Set[str] = frozenset()
     hidden: Set[str] = frozenset()
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    counted: tuple[Counted, ...] = ()
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -124,6 +144,7 @@ class Roles(Mapping[str, Role | None]):
             formats=self.formats,
             hidden={f"{prefix}/{name}" for name in self.hidden},
             details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
+            counted=tuple(dataclasses.replace(one, prefix=f"{prefix}/{one.prefix}") for one in self.counted),
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -136,6 +157,7 @@ class Roles(Mapping[str, Role | None]):
             formats=self.formats | other.formats,
             hidden=self.hidden | other.hidden,
             details={**self.details, **other.details},
+            counted=self.counted + other.counted,
         )
 
     def stored_by(self, format: str) -> "Roles":

@@ -1,7 +1,7 @@
 """Warnings about the steps of a run before they are run: learning rates of 0, averages that will be left behind."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class ScheduledRates:
     def __init__(self, largest: Callable[[Step], Any]) -> None:
         self._are_zero = jax.jit(jax.vmap(lambda step: largest(step) == 0))
 
-    def are_zero(self, steps: Sequence[int]) -> Any:
+    def are_zero(self, steps: Any) -> Any:
         """Whether all rates are 0, for each of some steps."""
         with internal_transfers():
             return jax.device_get(self._are_zero(np.asarray(steps, trees.default_int())))

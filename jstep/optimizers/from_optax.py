@@ -1,19 +1,26 @@
 """Use Optax transformations as jstep optimizers."""
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_text, kind, scoped, shown
-from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
+from jstep.core.programs import Operation, Subprogram, apply, body_of, evaluate
+from jstep.core.slot_roles import Counted, Init, Roles, abstractly, copies_in, of_slots
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, Slots, Step, Updates
-from jstep.optimizers.hyperparameters import as_arrays, check_prefix, checked, report
+from jstep.optimizers.hyperparameters import LEARNING_RATE, as_arrays, check_prefix, checked, report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import match_gradients, require_slots
+
+_logger = logging.getLogger("jstep")
 
 
 def from_optax(
@@ -35,12 +42,15 @@ def from_optax(
     `context=jstep.Context(...)`.
 
     Optax keeps its own counts: its schedules see the number of its own updates, which equals the global step unless
-    updates were skipped or the slots were created later in the run.
+    updates were skipped or the slots were created later in the run. Schedules in `hyperparameters` are reported at that
+    count. If the transformation has none, or counts that it moves on conditions of its own (`MultiSteps`,
+    `apply_if_finite`, `multi_transform`), they are not among the metrics, and a line of the log says how to report the
+    rate that is used: `chain(from_optax(optax.scale_by_adam()), scale_by_learning_rate(rate))`.
 
     Args:
         transformation: An Optax transformation, such as `optax.adam(1e-3)`.
         hyperparameters: The hyperparameters to report: name → number or schedule, or a function of the step that
-            returns such a mapping.
+            returns such a mapping. Optax does not read them: give the transformation the same ones.
         name: The prefix of the slots: `optax/0/mu`.
 
     Returns:
@@ -72,6 +82,9 @@ def from_optax(
         )
     check_prefix("name", as_text(name, "name"))
     reported = _reported(hyperparameters)
+    depend = _names_in(reported)
+    schedules = frozenset(key for key, is_schedule in depend.items() if is_schedule)
+    log_once = functools.cache(functools.partial(_log_that_no_count_is_known, schedules))
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -95,7 +108,15 @@ def from_optax(
             return Roles(complete=False)
         with _standard_promotion():
             copies = copies_in(lambda given: _StateSlots(name, transformation.init(_seen(given)), given).slots, params)
-        return of_slots(shapes, params, copies, lambda both: skeleton(both).slots)
+        found = of_slots(shapes, params, copies, lambda both: skeleton(both).slots)
+
+        def count() -> str | None:
+            slot = _slot_of_count(transformation, name, params)
+            if slot is None:
+                log_once()
+            return slot
+
+        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if schedules else ()))
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
@@ -133,8 +154,91 @@ def from_optax(
         added = trees.flatten_like(params, given, "updates")
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
-    finished = isinstance(hyperparameters, Mapping) and "learning_rate" in hyperparameters
-    return Optimizer(Init(init, roles, finished), update, reported, any(map(takes, EXTRA)))
+    finished = isinstance(hyperparameters, Mapping) and LEARNING_RATE in hyperparameters
+    made = Init(init, roles, finished, rated=LEARNING_RATE in depend)
+    return Optimizer(made, update, reported, any(map(takes, EXTRA)))
+
+
+def _names_in(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:
+    """The names of hyperparameters, and whether they depend on the step. Uses no device."""
+    found: dict[str, bool] = {}
+    with contextlib.suppress(Exception):  # a function that needs a concrete step, which no compiled step gives it
+        abstractly(lambda step: found.update({key: trees.is_traced(value) for key, value in reported(step).items()}))
+    return found
+
+
+def _log_that_no_count_is_known(names: frozenset[str]) -> None:
+    if jax.process_index() != 0:
+        return
+    _logger.warning(
+        "from_optax: %s not reported, because the count at which Optax evaluates %s is not known. To report the rate "
+        "that is used, leave it to jstep: jstep.chain(jstep.from_optax(optax.scale_by_…), "
+        "jstep.scale_by_learning_rate(rate))",
+        " and ".join(sorted(names)) + (" is" if len(names) == 1 else " are"),
+        "it" if len(names) == 1 else "them",
+    )
+
+
+_BY_LABEL = ("PartitionState", "MultiTransformState")
+"""Optax states, by class name, of transformations with a count for each label, of which a schedule may be any one's."""
+
+
+def _has_labels(node: Any) -> bool:
+    return type(node).__name__ in _BY_LABEL and type(node).__module__.startswith("optax.")
+
+
+def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None:
+    """The slot of a count of all updates of a transformation; None if it has none, or others that may differ from it.
+
+    A scalar integer of its state is such a count if its next value is its value + 1, whatever else the update is given.
+    If an integer depends on anything else, it may be another one, such as those of `MultiSteps` and `apply_if_finite`.
+    """
+    takes = takes_extra(transformation.update)
+
+    def update(state: Any, params: Params) -> Any:
+        loss = jnp.zeros((), jnp.float32)
+        known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
+        return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(_seen, params))
+    with _standard_promotion():
+        state = jax.eval_shape(transformation.init, shapes)
+        if any(map(_has_labels, jax.tree.leaves(state, is_leaf=_has_labels))):
+            return None
+        program = body_of(jax.make_jaxpr(update)(state, shapes))
+    leaves, found = jax.tree_util.tree_leaves_with_path(state), []
+    for i, (keys, leaf) in enumerate(leaves):
+        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.integer):
+            continue
+        values = [np.asarray(value, leaf.dtype) for value in (0, np.iinfo(leaf.dtype).max // 2)]
+        after = [_next_value(program, i, value) for value in values]
+        if None in after:
+            return None
+        if after == [int(value) + 1 for value in values]:
+            found.append(f"{name}/{trees.path_str(keys)}" if keys else name)
+    return found[0] if found else None
+
+
+def _next_value(program: Subprogram, number: int, value: Any) -> int | None:
+    """A scalar of the state after an update, from its value alone; None if it depends on anything else.
+
+    Args:
+        program: The update, of the state and the parameters.
+        number: The number of the scalar among the leaves of the state.
+        value: Its value before the update.
+    """
+
+    def by(operation: Operation, given: list[Any]) -> Sequence[Any]:
+        if operation.kind == "call":
+            return evaluate(operation.bodies[0], given, by)
+        are_scalars = all(var.aval.shape == () for var in operation.eqn.outvars)
+        is_known = are_scalars and not any(one is None for one in given)
+        return apply(operation, given) if is_known else [None] * len(operation.eqn.outvars)
+
+    given = [value if i == number else None for i in range(len(program.jaxpr.invars))]
+    with jax.ensure_compile_time_eval():
+        after = evaluate(program, given, by)[number]
+        return None if after is None else int(after)
 
 
 def _other_params(function: str, error: Exception) -> TypeError:

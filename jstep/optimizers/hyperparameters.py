@@ -405,6 +405,26 @@ def bias_correction(beta: Any, age: Array) -> Array:
 SKIPPED = "skipped"
 
 
+def values_used(reported: Mapping[str, Any], roles: Roles, slots: Slots) -> dict[str, Any]:
+    """The hyperparameters that an update uses: schedules that depend on a count in the slots are evaluated at it.
+
+    Args:
+        reported: The hyperparameters at the global step.
+        roles: The roles of the slots.
+        slots: The slots before the update.
+    """
+    found = dict(reported)
+    for one in roles.counted:
+        mine = {f"{one.prefix}{name}": name for name in one.names}
+        if found.keys().isdisjoint(mine):
+            continue  # someone else reports them
+        slot = one.slot()
+        values = {} if slot is None else one.at(on_devices(slots[f"{one.prefix}{slot}"]))
+        known = {name: values[inner] for name, inner in mine.items() if inner in values}
+        found = {name: known.get(name, value) for name, value in found.items() if name in known or name not in mine}
+    return found
+
+
 def shown_slots(roles: Roles, slots: Slots) -> dict[str, Array]:
     """The current held hyperparameters and loss scale, by name with the prefixes of scopes and labels."""
     held = {str(shown_name(name)): slots[name] for name in roles.of(Role.HELD)}

@@ -29,7 +29,16 @@ from jstep.differentiate.microbatches import AggregationMethod, Part, checked_ra
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
 from jstep.optimizers.compose import frozen_leaves, warn_of_order, without_frozen
-from jstep.optimizers.hyperparameters import SKIPPED, advancing, became_nonfinite, moves, shown_slots, skips, value_at
+from jstep.optimizers.hyperparameters import (
+    SKIPPED,
+    advancing,
+    became_nonfinite,
+    moves,
+    shown_slots,
+    skips,
+    value_at,
+    values_used,
+)
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import (
     NoGradientsError,
@@ -627,7 +636,9 @@ def minimize(
             return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, new_state.params))
 
         named = {
-            "the optimizer's hyperparameters": optimizer.hyperparameters(step_of(state)),
+            "the optimizer's hyperparameters": values_used(
+                optimizer.hyperparameters(step_of(state)), done.roles, state.slots
+            ),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
             "the norms": {name: norm(name) for name in norms},
