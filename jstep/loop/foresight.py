@@ -1,4 +1,4 @@
-"""Warnings about the steps of a run before they are run: learning rates of 0, averages that will be left behind."""
+"""Log lines about the updates of a run: rates of 0 and averages left behind before it, unused gradients after it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import body_of, depend_on_calls
-from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
+from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
 from jstep.loop.compiler import shapes_of
 from jstep.loop.programs import Dispatched
@@ -232,6 +232,26 @@ def _warn_of_averages_at_rest(done: Dispatched) -> None:
             '"updates"',
             done.stage.name,
             _named(rest),
+        )
+
+
+# Gradients that no update has used.
+
+
+def report_accumulated(run: Run) -> None:
+    """Log how many gradients still wait for an update when a run ends."""
+    names = roles_in(run.state).with_detail(ACCUMULATED)
+    if run.feeder is None or not names or jax.process_index() != 0:
+        return
+    counts = jax.device_get(jax.tree.leaves([run.state.slots[name] for name in names]))
+    most = max((int(np.max(count)) for count in counts), default=0)
+    if most:
+        _logger.info(
+            "the run ends with the gradients of %d step%s accumulated (%s), which no update has used; a run that "
+            "resumes from its checkpoint uses them",
+            most,
+            "" if most == 1 else "s",
+            _named(names),
         )
 
 

@@ -20,6 +20,7 @@ from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import fetched_by_all, stages_of, take_steps
+from jstep.loop.foresight import report_accumulated
 from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.programs import check
 from jstep.loop.progress import shown
@@ -228,3 +229,4 @@ def _finish(run: Run) -> None:
         run.runner.end()
     if run.is_interrupted or run.signals.to_stop():  # also if it arrived during the hooks above
         exit_on_signal(run)
+    report_accumulated(run)

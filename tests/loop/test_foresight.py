@@ -1,6 +1,8 @@
 """What a run logs of its steps before the first one: rates of 0, averages that are left behind or at rest."""
 
 import logging
+import os
+import signal
 from typing import Any
 
 import jax
@@ -170,6 +172,46 @@ def test_a_schedule_that_cannot_be_traced() -> None:
     assert scheduled_rates(lambda step: {"learning_rate": 0.0 if step > 3 else 0.1}) is None
     plan = jstep.plan({"learning_rate": lambda step: 0.0 if step > 3 else 0.1}, 9)
     assert plan.rate_zero_from is None
+
+
+@pytest.mark.parametrize("around", ["alone", "below a label", "compact"])
+def test_gradients_that_no_update_has_used(around: str, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "jstep")
+    every = jstep.update_every(4, SGD, accumulate=True)
+    wrapped = {
+        "alone": (jstep.skip_nonfinite(every), ["gradient_count"]),
+        "below a label": (parts(every, jstep.scope("x", every)), ["a/gradient_count", "ab/x/gradient_count"]),
+        "compact": (jstep.compact(every), ["gradient_count"]),
+    }
+    optimizer, slots = wrapped[around]
+    step = jstep.minimize(loss, optimizer)
+    for last, steps_per_call, many in ((10, 1, "2 steps"), (9, 3, "1 step"), (8, 1, None)):
+        caplog.clear()
+        state = jstep.TrainState.create(PARAMS, optimizer)
+        jstep.train(step, state, lambda n: (), last, progress=False, steps_per_call=steps_per_call)
+        found = [record.getMessage() for record in caplog.records if "accumul" in record.getMessage()]
+        named = ", ".join(map(repr, slots))
+        want = [f"the run ends with the gradients of {many} accumulated ({named}), which no update has used"]
+        assert [line.split(";")[0] for line in found] == want * (many is not None)
+
+
+def test_gradients_of_a_run_that_is_interrupted_are_not_reported(tmp_path: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, "jstep")
+    optimizer = jstep.update_every(4, SGD, accumulate=True)
+    step, state = jstep.minimize(loss, optimizer), jstep.TrainState.create(PARAMS, optimizer)
+
+    def batches(n: int) -> tuple[()]:
+        if n == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ()
+
+    with pytest.raises(jstep.Preempted):
+        jstep.train(step, state, batches, 10, checkpoint_dir=tmp_path, progress=False)
+    assert "accumulated" not in caplog.text
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for _ in range(2):  # the second run has no step to run
+        jstep.train(step, state, lambda n: (), 10, checkpoint_dir=tmp_path, progress=False)
+    assert caplog.text.count("the gradients of 2 steps accumulated") == 1
 
 
 def by_label(ema: EMA) -> Any:
