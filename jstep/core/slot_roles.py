@@ -72,12 +72,14 @@ class Counted:
         slot: `slot()`: the name of the slot of the count; None if it is not known, after a line of the log that says
             what to do.
         prefix: The prefix of all these names.
+        lags: Whether most steps do not advance the count.
     """
 
     names: frozenset[str]
     at: Callable[[Step], Mapping[str, Any]]
     slot: Callable[[], str | None]
     prefix: str = ""
+    lags: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -171,6 +173,12 @@ class Roles(Mapping[str, Role | None]):
     def of_own_age(self) -> "Roles":
         """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""
         return self.changed({Role.AGE: Role.OWN_AGE})
+
+    def at_some_steps(self) -> "Roles":
+        """The roles of an optimizer that makes an update at some steps only, by its own decision."""
+        return dataclasses.replace(
+            self.of_own_age(), counted=tuple(dataclasses.replace(one, lags=True) for one in self.counted)
+        )
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""

@@ -17,10 +17,10 @@ from jstep.loop.compiler import shapes_of
 from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import LARGEST_STEP, Run
 from jstep.optimizers.averages import MOVED
-from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
+from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate, values_used
 from jstep.optimizers.leafwise import is_rated
 from jstep.state.train_state import TrainState
-from jstep.training.step import minimized, pure
+from jstep.training.step import PureStep, minimized, pure
 
 _logger = logging.getLogger("jstep")
 
@@ -67,33 +67,53 @@ class ScheduledRates:
     """
 
     def __init__(self, largest: Callable[[Step], Any]) -> None:
-        self._are_zero = jax.jit(jax.vmap(lambda step: largest(step) == 0))
+        self._largest = jax.jit(jax.vmap(largest))
 
-    def are_zero(self, steps: Any) -> Any:
-        """Whether all rates are 0, for each of some steps."""
+    def at(self, steps: Any) -> Any:
+        """The largest size of the rates, for each of some steps."""
         with internal_transfers():
-            return jax.device_get(self._are_zero(np.asarray(steps, trees.default_int())))
+            return jax.device_get(self._largest(np.asarray(steps, trees.default_int())))
 
     def zero_from(self, first: int, stop: int) -> int | None:
         """The step from which the rates are 0 up to `stop`, `first` or later; None if the last one is not.
 
         Of more than 65,536 steps only as many, evenly spaced, are looked at first, and then those between two of them.
         """
-        if not self.are_zero(range(max(first, stop - 2), stop))[-1]:
+        zero = self._zero(self.at(range(max(first, stop - 2), stop))[-1], stop)
+        if zero is None:
             return None
         low, last = first, stop - 1
         while low < last:
-            points = np.unique(np.linspace(low, last, min(_POINTS, last - low + 1)).round().astype(np.int64))
-            # Of one length, so that one program evaluates them all.
-            others = np.flatnonzero(
-                ~self.are_zero(np.pad(points, (0, _POINTS - len(points)), mode="edge"))[: len(points)]
-            )
+            points, values = self._sampled(low, last)
+            others = np.flatnonzero(values != zero)
             if not others.size:
                 break  # all from `low` on are 0
             if others[-1] == len(points) - 1:
                 return None
             low, last = int(points[others[-1]]) + 1, int(points[others[-1] + 1])
         return low
+
+    def are_zero_for_good(self, first: int) -> bool:
+        """Whether the rates are 0 at a step and at the largest one."""
+        now, last = self.at([first, LARGEST_STEP - 1])
+        return bool(now == last and self._zero(now, first + 1) is not None)
+
+    def _zero(self, value: Any, stop: int) -> Any:
+        """The value if it is 0, or that of a schedule to 0 in a compiled step, where rounding may leave something.
+
+        Args:
+            value: The value at the end of a schedule.
+            stop: The step after the last one at which the rates may have been larger.
+        """
+        if not value <= 2**-20:  # NaN is not 0 either
+            return None
+        return value if value == 0 or value <= 2**-24 * np.max(self._sampled(0, stop - 1)[1]) else None
+
+    def _sampled(self, low: int, last: int) -> tuple[Any, Any]:
+        """Steps from `low` to `last`, and the values at them."""
+        points = np.unique(np.linspace(low, last, min(_POINTS, last - low + 1)).round().astype(np.int64))
+        # Of one length, so that one program evaluates them all.
+        return points, self.at(np.pad(points, (0, _POINTS - len(points)), mode="edge"))[: len(points)]
 
 
 def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> ScheduledRates | None:
@@ -128,10 +148,37 @@ def scheduled_rates(hyperparameters: Callable[[Step], Mapping[str, Any]]) -> Sch
 
 
 def rates_of(optimizer: Optimizer) -> ScheduledRates | None:
-    """The learning rates of an optimizer; None if they are not known for all updates, if one is held, or as above."""
-    if not is_rated(optimizer) or roles_of(optimizer, {}).with_detail(LEARNING_RATE):
+    """The learning rates of an optimizer; None if they are not known for all updates, if one is held, or as above.
+
+    Rates that depend on a count of updates are taken at the step: each step is expected to advance it by one.
+    """
+    roles = roles_of(optimizer, {})
+    if not is_rated(optimizer) or roles.with_detail(LEARNING_RATE) or any(one.lags for one in roles.counted):
         return None
     return scheduled_rates(optimizer.hyperparameters)
+
+
+def _rates_in(run: Run, step: PureStep) -> ScheduledRates | None:
+    """The learning rates of a step, whose program is kept for later runs of it."""
+    optimizer, state = step.optimizer, run.state
+    assert optimizer is not None
+    roles = roles_of(optimizer, state.params)
+    if not any(is_learning_rate(name) for one in roles.counted for name in one.names):
+        if _RATES not in step.kept:
+            step.kept[_RATES] = rates_of(optimizer)
+        known: ScheduledRates | None = step.kept[_RATES]
+        return known
+    if rates_of(optimizer) is None:
+        return None
+    slots = [f"{one.prefix}{slot}" for one in roles.counted if (slot := one.slot()) is not None]
+    ahead = {slot: int(jax.device_get(state.slots[slot])) - run.first for slot in slots}
+
+    def used(step: Step) -> Mapping[str, Any]:
+        counts = {slot: jnp.asarray(step) + number for slot, number in ahead.items()}
+        return values_used(optimizer.hyperparameters(step), roles, counts)
+
+    # What is not reported is not known to be 0.
+    return scheduled_rates(used) if len(slots) == len(roles.counted) else None
 
 
 def _zero_rate_from(run: Run) -> int | None:
@@ -148,13 +195,11 @@ def _zero_rate_from(run: Run) -> int | None:
             continue
         if step is None or step.optimizer is None:
             break
-        if _RATES not in step.kept:
-            step.kept[_RATES] = rates_of(step.optimizer)  # with its compiled program, for later runs of the step
-        rates: ScheduledRates | None = step.kept[_RATES]
+        rates = _rates_in(run, step)
         if rates is None:
             break
         if end is None and stage.stop is None:
-            found = first if rates.are_zero([first, LARGEST_STEP - 1]).all() else None
+            found = first if rates.are_zero_for_good(first) else None
         else:
             found = rates.zero_from(first, begin)
         if found is None:

@@ -110,6 +110,7 @@ def from_optax(
             copies = copies_in(lambda given: _StateSlots(name, transformation.init(_seen(given)), given).slots, params)
         found = of_slots(shapes, params, copies, lambda both: skeleton(both).slots)
 
+        @functools.cache
         def count() -> str | None:
             slot = _slot_of_count(transformation, name, params)
             if slot is None:

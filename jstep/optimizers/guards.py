@@ -441,7 +441,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
 
     if not accumulate:
-        return wrap_optimizer(optimizer, "update_every", update, inner_roles=_of_own_age)
+        return wrap_optimizer(optimizer, "update_every", update, inner_roles=_at_some_steps)
     added = {
         GRADIENT_SUM: lambda params, step: fresh_slot(GRADIENT_SUM, Slot(NOTHING), params, step),
         GRADIENT_COUNT: lambda params, step: fresh_slot(GRADIENT_COUNT, Slot(shape=_scalar), params, step),
@@ -452,8 +452,12 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
         update,
         Own(added, details={GRADIENT_COUNT: ACCUMULATED}),
         guarded=False,
-        inner_roles=_of_own_age,
+        inner_roles=_at_some_steps,
     )
+
+
+def _at_some_steps(roles: Roles) -> Roles:
+    return _of_one_loss(roles.at_some_steps())
 
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:

@@ -168,6 +168,23 @@ def test_the_search_for_the_first_0() -> None:
     assert (cyclic.zero_from(0, 110), cyclic.zero_from(103, 110), cyclic.zero_from(0, 100)) == (100, 103, None)
 
 
+def test_what_rounding_leaves_of_0_is_0_and_a_small_rate_is_not() -> None:
+    """A compiled step evaluates Optax's linear schedule to 0 with one rounding less, as −1.5e−9 for 0.1."""
+
+    def ended(value: float) -> Any:
+        return scheduled_rates(lambda step: {"learning_rate": jnp.where(step < 50, 0.1, value)})
+
+    assert [ended(value).zero_from(0, 99) for value in (0.0, -1.5e-9, 1e-7, np.nan)] == [50, 50, None, None]
+    assert [ended(value).are_zero_for_good(50) for value in (0.0, -1.5e-9, 1e-7, np.nan)] == [True, True, False, False]
+    assert not ended(0.0).are_zero_for_good(49)
+    halves = scheduled_rates(lambda step: {"learning_rate": 0.1 * jnp.float32(0.5) ** step.astype(jnp.float32)})
+    small = scheduled_rates(lambda step: {"learning_rate": jnp.where(step < 50, 1e-9, 2e-9)})
+    assert halves is not None
+    assert small is not None
+    assert halves.zero_from(0, 100) == 99  # it has not ended: no two steps are alike
+    assert small.zero_from(0, 99) is None
+
+
 def test_a_schedule_that_cannot_be_traced() -> None:
     assert scheduled_rates(lambda step: {"learning_rate": 0.0 if step > 3 else 0.1}) is None
     plan = jstep.plan({"learning_rate": lambda step: 0.0 if step > 3 else 0.1}, 9)

@@ -154,6 +154,37 @@ def test_the_recommended_chain_reports_the_rate_that_is_used() -> None:
     np.testing.assert_allclose(*zip(*found, strict=True), rtol=1e-5)
 
 
+ENDS = optax.linear_schedule(0.1, 0.0, 5)
+
+
+def ends(transformation: Any = None) -> jstep.Optimizer:
+    return jstep.from_optax(transformation or optax.sgd(ENDS), {"learning_rate": ENDS})
+
+
+ZERO_FROM: dict[str, tuple[Callable[[], jstep.Optimizer], int, int | None]] = {
+    "alone": (ends, 0, 5),
+    "created later": (lambda: jstep.skip_nonfinite(ends()), 2, 7),
+    "by a function": (lambda: jstep.from_optax(optax.sgd(ENDS), lambda n: {"learning_rate": ENDS(n)}), 0, 5),
+    "below a label": (lambda: jstep.partition({"a": ends(), "b": jstep.sgd(ENDS)}, lambda path, leaf: path[:1]), 2, 7),
+    "a count that lags": (lambda: jstep.scope("x", jstep.update_every(3, ends())), 0, None),
+    "an unknown count": (lambda: ends(optax.MultiSteps(optax.sgd(ENDS), 2)), 0, None),
+    "no rate that is known": (
+        lambda: jstep.partition({"a": ends(), "aa": jstep.from_optax(optax.sgd(0.1))}, labels), 0, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZERO_FROM)
+def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
+    make, start, want = ZERO_FROM[name]
+    optimizer = make()
+    params = {"a": jnp.zeros(2), "aa": jnp.zeros(2)}
+    state = jstep.TrainState.create(params, optimizer, global_step=start)
+    jstep.train(jstep.minimize(loss, optimizer), state, lambda n: np.float32(1), 12, progress=False)
+    found = [record.getMessage() for record in caplog.records if "learning rate is 0" in record.getMessage()]
+    assert [line.split(" to the end")[0] for line in found] == [f"The learning rate is 0 from step {want}"] * bool(want)
+
+
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_on_a_mesh_in_scans_and_lanes(axes: str) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axes],))
