@@ -136,8 +136,8 @@ SIGNATURES = {
     "gradients": "(fn, xs, grad_ys=None)",
     "stop_gradient": "(x)",
     "apply_gradients": "(state, grads, optimizer, *, context=None, increment_global_step=True)",
-    "ExponentialMovingAverage": "(decay, num_updates=False, zero_debias=False, name='ExponentialMovingAverage', "
-    "start_step=0, every=1)",
+    "ExponentialMovingAverage": "(decay=None, num_updates=False, zero_debias=False, name='ExponentialMovingAverage', "
+    "start_step=0, every=1, follows='updates', rate=None)",
     "with_moving_average": "(optimizer, ema, var_list=None, initial=None)",
     "averaged_params": "(state, name='ExponentialMovingAverage')",
     "partition": "(optimizers, labels)",
