@@ -182,7 +182,8 @@ class Roles(Mapping[str, Role | None]):
 
     def of_state(self) -> "Roles":
         """The roles that a state carries: optimizers with the same slots give states of the same structure."""
-        return self.changed({Role.OWN_AGE: Role.AGE})
+        # Without functions, so that a state can be pickled.
+        return dataclasses.replace(self.changed({Role.OWN_AGE: Role.AGE}), counted=())
 
     def of(self, *roles: Role) -> list[str]:
         """The names of the slots that have one of these roles."""

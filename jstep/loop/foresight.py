@@ -272,9 +272,9 @@ def _warn_of_averages_at_rest(done: Dispatched) -> None:
     rest = [name for name, leaves in moves.items() if leaves and not any(leaves)]
     if rest:
         _logger.warning(
-            '%s: moving averages that follow the step (%s, follows="step") move in none of its updates, because none '
-            "of them advances the step: give the update that does increment_global_step=True, or average by follows="
-            '"updates"',
+            '%s: moving averages that follow the step (%s, follows="step") move in none of its updates: no update with '
+            "increment_global_step=True is one of theirs. Let one of them advance the step, or average with "
+            'follows="updates".',
             done.stage.name,
             _named(rest),
         )

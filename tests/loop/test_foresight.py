@@ -338,7 +338,7 @@ def test_averages_that_no_update_of_a_step_moves(axes: Any, steps_per_call: int,
         )
         assert len(found) == 1, found
         assert "moving averages that follow the step ('d/ExponentialMovingAverage', follows" in found[0]
-        assert "none of them advances the step" in found[0]
+        assert "no update with increment_global_step=True is one of theirs" in found[0]
 
 
 def test_averages_that_move(caplog: Any) -> None:

@@ -1,5 +1,6 @@
 """Hyperparameters of Optax transformations are reported at Optax's own count of updates."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,15 @@ def test_without_a_count_that_is_known_there_is_no_metric(name: str, caplog: Any
         (line,) = [record.getMessage() for record in caplog.records if record.name == "jstep"]
         assert line.startswith("from_optax: learning_rate is not reported, because")
         assert "jstep.chain(jstep.from_optax(optax.scale_by_…), jstep.scale_by_learning_rate(rate))" in line
+
+
+def test_a_state_can_be_pickled() -> None:
+    optimizer = jstep.skip_nonfinite(sgd())
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    state, _ = jstep.minimize(loss, optimizer)(state, jnp.float32(1.0))
+    again, metrics = jstep.minimize(loss, optimizer)(pickle.loads(pickle.dumps(state)), jnp.float32(1.0))
+    assert float(metrics["learning_rate"]) == pytest.approx(0.1)
+    assert int(again.global_step) == 2
 
 
 def test_a_function_of_the_step_and_numbers(caplog: Any) -> None:
