@@ -173,6 +173,8 @@ FAILS = """
 
 @pytest.mark.thorough
 def test_two_processes(tmp_path):
+    tmp_path = tmp_path / "lr=[0.1] **"
+    tmp_path.mkdir()
     """Each process writes its shards, the first manages the directory, and all detect corruption and failures."""
     address = free_address()
     script = (
@@ -203,7 +205,7 @@ def test_two_processes(tmp_path):
     assert saver.restore()["params"]["w"].tolist() == [3 + i for i in range(8)]
     multihost_utils.sync_global_devices("read")
     if process == 0:
-        path = max(glob.glob(directory + "/model-3/ocdbt.process_1/d/*"), key=os.path.getsize)
+        path = max(glob.glob(glob.escape(directory) + "/model-3/ocdbt.process_1/d/*"), key=os.path.getsize)
         data = bytearray(open(path, "rb").read())
         data[len(data) // 2] ^= 1
         open(path, "wb").write(data)

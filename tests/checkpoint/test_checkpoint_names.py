@@ -55,6 +55,18 @@ class TestNames:
         monkeypatch.chdir("/")
         assert os.path.isdir(path)
 
+    @pytest.mark.thorough(except_for=["sweep[lr=0.01]", "a**b"])
+    @pytest.mark.parametrize(
+        "name", ["sweep[lr=0.01]", "a**b", "hidden=[256, 256]", "[!a]", "[", "a?b*", "~b", "{a,b}", "%20 $HOME", "'\"#"]
+    )
+    def test_characters_of_patterns_in_directory_and_prefix(self, tmp_path, name):
+        with Saver(tmp_path / name, prefix=name) as saver:
+            save_all(saver, [1, 2, 3])
+            saver.delete(2)
+            assert saver.all_steps() == [1, 3]
+            assert_same(saver.restore(state_at(0)), state_at(3, 3))
+        assert latest_checkpoint(tmp_path / name, name) == str(tmp_path / name / f"{name}-3")
+
     def test_latest_checkpoint_of_any_or_one_prefix(self, tmp_path):
         assert latest_checkpoint(tmp_path / "none") is None
         assert latest_checkpoint(tmp_path) is None

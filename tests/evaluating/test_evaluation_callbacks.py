@@ -194,9 +194,10 @@ def test_the_best_are_kept_across_a_restart(values, kwargs, expected, cut, tmp_p
 
 
 def test_keep_best_saves_the_state_of_that_step(tmp_path):
-    keep(tmp_path, [0.5, 0.9, 0.7], mode="max", prefix="top")
-    assert set(steps(tmp_path, "top")) == {2}
-    restored = jstep.Saver(tmp_path, prefix="top").restore(state_at())
+    directory = tmp_path / "sweep[lr=0.01]"
+    keep(directory, [0.5, 0.9, 0.7], mode="max", prefix="top[a]")
+    assert set(steps(directory, "top[a]")) == {2}
+    restored = jstep.Saver(directory, prefix="top[a]").restore(state_at())
     assert restored.params["w"].tolist() == [2, 2, 2]
 
 

@@ -93,6 +93,13 @@ def test_inspect_a_directory(save, capsys):
     ]
 
 
+def test_inspect_a_directory_and_a_prefix_with_brackets(save, capsys):
+    directory, path = save("lr=[0.1]", state(3), prefix="m[a]")
+    for where in (directory, path):
+        assert main(["inspect", where]) == 0
+        assert "m[a]-3" in capsys.readouterr().out
+
+
 def test_corruption_is_an_error(save, capsys):
     directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
     flip(path, 1000)
