@@ -45,7 +45,6 @@ from jstep.hooks.audit import AuditHook as AuditHook
 from jstep.hooks.audit import DivergenceError as DivergenceError
 from jstep.hooks.audit import FingerprintHook as FingerprintHook
 from jstep.hooks.hook import Hook as Hook
-from jstep.hooks.nan_loss import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook
 from jstep.hooks.report import MetricsHook as MetricsHook
@@ -165,6 +164,7 @@ from jstep.schedules.curves import one_cycle as one_cycle
 from jstep.schedules.curves import polynomial_decay as polynomial_decay
 from jstep.schedules.curves import warmup_cosine_decay as warmup_cosine_decay
 from jstep.schedules.curves import warmup_stable_decay as warmup_stable_decay
+from jstep.state.contents import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.state.fingerprints import fingerprint as fingerprint
 from jstep.state.global_step import create_global_step as create_global_step
 from jstep.state.global_step import get_global_step as get_global_step

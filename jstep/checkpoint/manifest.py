@@ -164,6 +164,8 @@ class Manifest:
         data: The folder below the checkpoint that holds the files, if it was written to a bucket; None if it was
             written to a disk, where they are next to the manifest.
         left_out: Leaves of the state that were not saved; a target must provide them.
+        finite: Whether all parameters are finite, or were not when the run began. Those of versions that did not record
+            it count as finite.
     """
 
     step: int
@@ -176,6 +178,7 @@ class Manifest:
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
+    finite: bool = True
 
     @property
     def is_packed(self) -> bool:
@@ -203,6 +206,7 @@ def encode(manifest: Manifest) -> bytes:
         "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
         "extra": manifest.extra,
         "retention": {} if kept is None else {"kept": sorted(kept.steps), "since": kept.since},
+        "finite": manifest.finite,
     } | ({} if manifest.data is None else {"data": manifest.data})
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
@@ -262,6 +266,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         _text(loaded["jstep"]),
         data,
         tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
+        _truth(loaded.get("finite", True)),
     )
 
 
@@ -275,6 +280,10 @@ def _text(value: Any) -> str:
 
 def _text_or_none(value: Any) -> str | None:
     return None if value is None else _text(value)
+
+
+def _truth(value: Any) -> bool:
+    return value if isinstance(value, bool) else _refuse(f"{value!r:.50} is neither true nor false")
 
 
 def _count(value: Any) -> int:

@@ -27,6 +27,7 @@ from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
+from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 
 # Retention of checkpoints: the last few, and one every N hours permanently.
@@ -40,6 +41,7 @@ def evictions(
     retained: RetainedSteps,
     max_to_keep: int | None,
     every_n_hours: float | None,
+    finite: int | None = None,
 ) -> tuple[list[int], RetainedSteps]:
     """Return the checkpoints to delete after `new` was saved, and the new retention state.
 
@@ -52,12 +54,13 @@ def evictions(
         retained: The retention state before this save.
         max_to_keep: The number of other checkpoints to keep; None for all.
         every_n_hours: Hours between permanent checkpoints; None to keep none permanently.
+        finite: The highest step whose parameters are finite, which is not evicted; None if there is none.
     """
     for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
     evictable = sorted(step for step in saved_at if step not in for_good)
     excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
     victims: list[int] = []
-    for step in [step for step in evictable if step not in (new, max(saved_at))][: max(excess, 0)]:
+    for step in [step for step in evictable if step not in (new, max(saved_at), finite)][: max(excess, 0)]:
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
             for_good |= {step}
@@ -83,6 +86,8 @@ class RetentionManager:
         self._warned = False
         self._times: dict[int, float] = {}
         """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
+        self._finite: dict[int, bool] = {}
+        """Step → whether the parameters are finite, of the checkpoints for which that is known."""
 
     def commit_of(
         self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]], flushes: Iterable[Callable[[], None]]
@@ -103,6 +108,7 @@ class RetentionManager:
             def committed() -> None:
                 self._retained = retained
                 self._times[manifest.step] = manifest.saved_at
+                self._finite[manifest.step] = manifest.finite
                 for path in victims:
                     self._store.evict(path)
 
@@ -120,7 +126,8 @@ class RetentionManager:
         found.pop(manifest.step, None)
         self._times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times = self._times | {manifest.step: manifest.saved_at}
-        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours)
+        finite = self._newest_finite(found, manifest)
+        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
         if manifest.step < max(times) and not self._warned:
             self._warned = True
             _logger.warning(
@@ -129,6 +136,16 @@ class RetentionManager:
                 name(self._prefix, max(times)),
             )
         return [found[step] for step in victims], retained
+
+    def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
+        """Return the highest step whose parameters are finite; None if there is none."""
+        for step in sorted({*found, new.step}, reverse=True):
+            if step != new.step and step not in self._finite:
+                with contextlib.suppress(CheckpointError, OSError):
+                    self._finite[step] = self._store.manifest(found[step]).finite
+            if new.finite if step == new.step else self._finite.get(step):
+                return step
+        return None
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint by its step, on the first process; the others return when it is deleted.
@@ -298,9 +315,14 @@ class Saver:
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The
             checkpoint lists them with their fingerprints; `restore`, with any Saver, takes them from its target and
             warns if their values differ from those at the time of the save.
+        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, such as those of a population with
+            a diverged member. By default, it ends there with a `NanLossDuringTrainingError`. `save` by hand saves what
+            it is given. The newest checkpoint whose parameters are finite is never deleted by `max_to_keep`, which may
+            therefore be exceeded by one.
 
     Attributes:
         leave_out: The argument as given.
+        allow_nonfinite: The argument.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -330,6 +352,7 @@ class Saver:
         verify: bool = True,
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         self.directory = naming.checked_directory(directory)
         self.prefix = naming.checked_prefix(prefix)
@@ -346,9 +369,11 @@ class Saver:
         self._compress = None if compress is None else as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
+        self.allow_nonfinite = as_bool(allow_nonfinite, "allow_nonfinite")
         self._saving: str | None = None
         self._failure: Exception | None = None
         self._flushes: list[Callable[[], None]] = []
+        self._finite: bool | None = None
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -610,6 +635,19 @@ class Saver:
         finally:
             self._flushes.remove(flush)
 
+    @contextlib.contextmanager
+    def knowing(self, finite: bool) -> Iterator[None]:
+        """A context whose saves record whether the parameters are finite, without looking at them again.
+
+        Args:
+            finite: Whether they are; a run does not count those that were not finite when it began.
+        """
+        self._finite = finite
+        try:
+            yield
+        finally:
+            self._finite = None
+
     def close(self, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
 
@@ -666,7 +704,10 @@ class Saver:
         everything = named_leaves(state)
         named = [one for i, one in enumerate(everything) if i not in absent]
         step = step_of(state, step)
-        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra.values)
+        finite = self._finite
+        if finite is None:
+            finite = StateContents(state, params_only=True).are_finite()
+        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra.values, finite=finite)
         arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
         path = self._store.path(naming.checkpoint_name(self.prefix, step))
         self._claim()

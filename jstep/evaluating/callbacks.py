@@ -17,8 +17,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import RunInfo, key_of
 from jstep.hooks.metric_sums_program import is_number, read
-from jstep.hooks.nan_loss import StateContents, listed
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
+from jstep.state.contents import StateContents, listed
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location
@@ -446,6 +446,7 @@ class KeepBest:
         self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
         self._is_fresh = False
+        self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
 
     def use_run(self, run: RunInfo) -> None:
@@ -473,6 +474,7 @@ class KeepBest:
             OSError: The directory is not writable.
         """
         self._open()
+        self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
             with internal_transfers():
                 start = global_step(state)
@@ -501,12 +503,14 @@ class KeepBest:
         rival = self.values[step if step in self.values else self._worst()] if has_rival else None
         if not math.isfinite(value) or not is_better(value, rival, self._mode):
             return
-        if nan := StateContents(state, params_only=True).with_nan():  # for which a metric may be the best ever
+        contents = StateContents(state, params_only=True)
+        if nan := contents.with_nan():  # for which a metric may be the best ever
             if jax.process_index() == 0:
                 text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
                 _logger.warning(text, step, self.metric, value, listed(nan))
             return
-        with internal_transfers():
+        worse, _ = contents.worse_since(self._at_start)
+        with internal_transfers(), saver.knowing(not worse):
             saver.save(state, extra={self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.

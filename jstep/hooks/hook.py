@@ -127,6 +127,10 @@ class RunInfo:
             measures it.
         watch: The stopwatch of the run.
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
+        params_at_start: The contents of the parameters that the run begins with, a `StateContents`; None if no hook
+            looks at them.
+        nonfinite: The error of a save of parameters that became NaN or infinite since then; None if they did not.
+            `before_save` finds it.
         before_off_cadence: Called before what is done only because the run ends here, such as an evaluation that is not
             due: what it tells the object that makes the batches is not saved, or a resumed run would be another one.
         flushes: Functions that are called in the background before each checkpoint of the run exists: they flush what
@@ -156,6 +160,8 @@ class RunInfo:
     meter: Callable[..., Any] | None = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
+    params_at_start: Any = None
+    nonfinite: Exception | None = None
     before_off_cadence: Callable[[], None] = lambda: None
     flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 

@@ -1,189 +1,78 @@
-"""Stopping at a loss that is not finite, and what of the state is not finite."""
+"""Stopping at a loss that is not finite, and before parameters are saved that are not."""
 
 import logging
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core import trees
 from jstep.core.checks import as_bool
-from jstep.core.meshes import internal_transfers
-from jstep.core.placement import compute_on, is_on_cpus, on_devices, placements_of
+from jstep.distributed import processes
 from jstep.hooks.base import RunHook, every, positive
 from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
-from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS, host
-from jstep.state.train_state import MODEL_STATE, TrainState
+from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
+from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, in_words, listed
+from jstep.state.train_state import TrainState
 
-# Find NaN and infinity in a state.
-
-FINITE, INFINITE, NAN = range(3)
-"""The contents of an array: only finite numbers; infinity but no NaN; NaN."""
-_SLOTS = "slots/"
-
-
-class StateContents:
-    """The contents of each parameter and slot of a state, computed where it is.
-
-    Creating the object does not wait for accelerators. Arrays on a CPU are read at once: a program for each shape would
-    take longer to compile than most of them take to read.
-
-    The model_state is not included: it is the user's, and may hold anything.
-
-    Args:
-        state: The state; one without `params` and `slots` has no contents.
-        params_only: Whether to leave out the slots.
-        read_cpus: Whether to read arrays on a CPU without a compiled program.
-    """
-
-    def __init__(self, state: Any, *, params_only: bool = False, read_cpus: bool = True) -> None:
-        slots = None if params_only else getattr(state, "slots", None)
-        slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
-        named = trees.leaves_with_paths({"params": getattr(state, "params", None), "slots": slots})
-        named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
-        here = {path for path, leaf in named if not isinstance(leaf, jax.Array) or (read_cpus and _is_on_cpu(leaf))}
-        elsewhere = [(path, leaf) for path, leaf in named if path not in here]
-        placements = placements_of([leaf for _, leaf in elsewhere])
-        self._found: dict[str, Any] = dict.fromkeys(path for path, _ in named)
-        with internal_transfers():
-            self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
-            for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
-                self._found |= {elsewhere[i][0]: compute_on(mesh, _contents, elsewhere[i][1]) for i in numbers}
-        for path, _ in elsewhere:
-            self._found[path].copy_to_host_async()
-
-    def contents(self) -> dict[str, int]:
-        """Wait for the contents of each leaf and return them by path."""
-        with internal_transfers():
-            return {path: int(host(one)) for path, one in self._found.items()}
-
-    def with_nan(self) -> list[str]:
-        """Wait, and return the paths of the leaves that contain NaN."""
-        return [path for path, contents in self.contents().items() if contents == NAN]
-
-    def worse_since(self, before: "StateContents") -> tuple[dict[str, int], list[str]]:
-        """Wait, and compare with an earlier state.
-
-        Returns:
-            The leaves that contain NaN, and the parameters that contain infinity, and did not before; and the slots
-            that contain infinity but no NaN, and did not before. The latter may be valid, such as a bound.
-        """
-        then = before.contents()
-        worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
-        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(_SLOTS)]
-        return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
-
-
-def listed(paths: list[str]) -> str:
-    """Format paths as the first one and the number of others."""
-    others = len(paths) - 1
-    return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
-
-
-def _is_on_cpu(leaf: jax.Array) -> bool:
-    """Whether an array is on CPUs of this process."""
-    return leaf.is_fully_addressable and is_on_cpus(leaf)
-
-
-def _contents_on_host(leaf: Any) -> int:
-    parts = [leaf]
-    if isinstance(leaf, jax.Array):
-        parts = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
-    nonfinite = [part for part in parts if not np.isfinite(part).all()]
-    if not nonfinite:
-        return FINITE
-    return NAN if any(np.isnan(part).any() for part in nonfinite) else INFINITE
-
-
-def _contents(leaf: Any) -> jax.Array:
-    leaf = on_devices(leaf)
-    worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
-    return worst.max()
-
-
-# Warn of checkpoints whose parameters are not finite.
+# End runs before parameters are saved that are not finite.
 
 _logger = logging.getLogger("jstep")
 
 
+def nonfinite_params(run: RunInfo) -> dict[str, int]:
+    """Wait, and return the contents of the parameters that became NaN or infinite since the run began."""
+    return StateContents(run.state, params_only=True).worse_since(run.params_at_start)[0]
+
+
 class NonfiniteParametersHook(RunHook):
-    """A hook of runs that save without a `NanLossHook`: it warns, once, of parameters that are not finite.
+    """A hook of runs that save without a `NanLossHook`: a run ends before parameters are saved that are not finite.
 
     It checks the parameters that were restored, and those of each checkpoint before it is saved, because a finite loss
-    can have a gradient that is not finite, which only a later loss would show. Infinities that a run begins with, such
-    as those of a mask, do not count.
+    can have a gradient that is not finite, which only a later loss would show. Otherwise later checkpoints would soon
+    have replaced every finite one. Infinities that a run begins with, such as those of a mask, do not count.
     """
-
-    def __init__(self) -> None:
-        self._at_start: StateContents | None = None
-        self._has_warned = False
 
     def begin(self, state: TrainState) -> None:
         """Start to check the parameters that the run begins with."""
         super().begin(state)
         self.run.pending.append((self, self._look_at_start))
-        self._at_start = StateContents(state, params_only=True)
+        self.run.params_at_start = StateContents(state, params_only=True)
+        self._checked = step_of(state)
 
     def _look_at_start(self, *, wait: bool = False) -> bool:
         """Warn of restored parameters, now that the device is busy with the first step."""
-        if self._at_start is None or self.run.saver is None or self.run.restored is None:
+        start, saver = self.run.params_at_start, self.run.saver
+        if start is None or saver is None or saver.allow_nonfinite or self.run.restored is None:
             return True
-        if bad := self._at_start.with_nan():
-            self._has_warned = True
+        if bad := start.with_nan():
             _logger.warning(
                 "The restored %s has parameters that are NaN: %s. Delete all checkpoints with NaN (python -m jstep "
                 "inspect shows them); the run then resumes from the newest of the others.",
-                checkpoint_name(self.run.saver.prefix, self.run.restored),
+                checkpoint_name(saver.prefix, self.run.restored),
                 listed(bad),
             )
         return True
 
     def before_save(self, step: int) -> None:
-        """Warn of the parameters that are about to be saved; waits for the device, as the save does."""
-        if self._at_start is None:
-            return
-        # Also after the warning: all processes must run the same programs, and only some may have seen the numbers.
-        bad, _ = StateContents(self.run.state, params_only=True).worse_since(self._at_start)
-        if bad and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "Parameters that are not finite are saved at step %d: %s. jstep.NanLossHook() among the hooks stops a "
-                "run before such a checkpoint, and jstep.skip_nonfinite skips such updates.",
-                step,
-                listed([*bad]),
-            )
+        """Check the parameters that are about to be saved; waits for the device, as the save does.
 
-    def close(self) -> None:
-        """Release the run."""
-        super().close()
-        self._at_start = None
+        Each hook that saves then raises the error, or saves them, as its Saver does.
+        """
+        bad = nonfinite_params(self.run)
+        # All processes end here together: one that left alone would leave the others waiting in their save.
+        if not processes.any_process(bool(bad)):
+            self.run.nonfinite, self._checked = None, step
+            return
+        where = in_words(bad) or "those of another process"
+        self.run.nonfinite = NanLossDuringTrainingError(
+            f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: {where}. "
+            f"The cause is one of the updates {self._checked} → {step}. A restart meets the same batch: "
+            "jstep.NanLossHook() among the hooks names its step N, and data.skip(N, N + 1) leaves it out of "
+            "jstep.batches; or jstep.skip_nonfinite skips such updates. To save such parameters, as those of a "
+            "population with a diverged member, give checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True).",
+            step,
+        )
 
 
 # Stop training on a NaN or infinite loss.
-
-
-class NanLossDuringTrainingError(RuntimeError):
-    """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
-
-    Attributes:
-        step: The step of the update that has this loss or this gradient, or that reached the limit of skipped updates.
-        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a state that is not
-            finite, False if the run ended because too many consecutive updates were skipped.
-    """
-
-    def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
-        super().__init__(message)
-        self.step, self.prevents_saving = step, prevents_saving
-
-    def __reduce__(self) -> Any:
-        return type(self), (*self.args, self.step), {"prevents_saving": self.prevents_saving}
 
 
 class NanLossHook(RunHook):
@@ -239,6 +128,7 @@ class NanLossHook(RunHook):
         """Reset the hook for a new run."""
         super().begin(state)
         self._reset(state)
+        self.run.params_at_start = self._at_start
         self._began = self._checked = step_of(state)
         self.run.pending.append((self, self._look_for_loss))
 

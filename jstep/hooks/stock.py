@@ -307,6 +307,11 @@ class CheckpointSaverHook(RunHook):
         """Record that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
+    @property
+    def allows_nonfinite(self) -> bool:
+        """Whether its Saver saves parameters that became NaN or infinite."""
+        return self._saver is not None and self._saver.allow_nonfinite
+
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, not changed by a hook since."""
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
@@ -324,6 +329,8 @@ class CheckpointSaverHook(RunHook):
 
         Raises:
             CheckpointError: The checkpoint could not be written.
+            NanLossDuringTrainingError: A parameter became NaN or infinite since the run began, and the Saver does not
+                allow them.
             ValueError: The state is at another step.
         """
         if not self.has_saved(step, state):
@@ -334,8 +341,11 @@ class CheckpointSaverHook(RunHook):
             hook.check_step(step, state)
             if self._saver is None:  # closed at the end of an earlier run
                 self._saver = Saver(self._directory or "")
+            nonfinite = self.run.nonfinite
+            if nonfinite is not None and not self._saver.allow_nonfinite:
+                raise nonfinite
             extra = self._extra() if self._extra else None
-            with internal_transfers():
+            with internal_transfers(), self._saver.knowing(nonfinite is None):
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and self._saver is not None:

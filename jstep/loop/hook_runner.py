@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -21,11 +21,12 @@ from jstep.distributed import processes
 from jstep.hooks.base import Due, RunHook, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, get_states, is_public, name_of
 from jstep.hooks.metric_sums_program import host, is_bad
-from jstep.hooks.nan_loss import StateContents, listed
+from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
 from jstep.loop.feeder import EndsAhead, StageBoundaries
 from jstep.loop.run_record import ENDING, Run
+from jstep.state.contents import in_words
 from jstep.state.train_state import TrainState
 
 # Checkpointing of everything that a run needs to resume.
@@ -87,8 +88,9 @@ class RunSaverHook(CheckpointSaverHook):
         """
         if not super().has_saved(step, state):
             self._call_before(step)
-            with internal_transfers():
-                self._loop.saver.save(state, extra=self._extra_of(_Memory(self._positions(), self._memory.hooks)))
+            extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
+            with internal_transfers(), self._loop.saver.knowing(not nonfinite_params(self._loop)):
+                self._loop.saver.save(state, extra=extra)
         self._loop.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
@@ -369,12 +371,10 @@ class HookRunner:
         is_evaluated = all(run.step in hook.results for hook in run.evaluations)
         return is_last and is_evaluated and not (self._ends_of_users or run.is_interrupted)
 
-    def save(self, *, without_own: bool = False) -> list[tuple[Any, bool | Exception]]:
-        """Save the state by each saver, the run's own first; return whether each has saved it, or its error."""
+    def save(self, savers: Sequence[CheckpointSaverHook]) -> list[tuple[Any, bool | Exception]]:
+        """Save the state by each of these savers; return whether each has saved it, or its error."""
         run, outcomes = self._run, list[tuple[Any, bool | Exception]]()
-        for hook in run.savers:
-            if without_own and isinstance(hook, RunSaverHook):
-                continue
+        for hook in savers:
             run.calling = (hook, "save")
             try:
                 outcomes.append((hook, hook.save(run.step, run.state, wait=True)))
@@ -573,15 +573,17 @@ def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
 def exit_on_signal(run: Run) -> NoReturn:
     """Save the state and leave, after a signal."""
     when = f"after step {run.step}"
-    if run.savers and (why := why_not_finite(run)):
-        run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        raise run.signals.stopped(f"{when}, which is not saved: {why}")
-    outcomes, errors = run.runner.save(), _Errors(run)
+    why = why_not_finite(run) if run.savers else ""
+    savers = [hook for hook in run.savers if not why or hook.allows_nonfinite]
+    outcomes, errors = run.runner.save(savers), _Errors(run)
     for hook, outcome in outcomes:
         if isinstance(outcome, Exception):
             run.calling = (hook, "save")
             errors.add(outcome)
     errors.end()
+    if len(savers) < len(run.savers):
+        run.before_save(run.step)  # `NanLossHook` raises a more specific error
+        raise run.nonfinite or run.signals.stopped(f"{when}, which is not saved: {why}")
     if outcomes:
         is_saved = all(outcome for _, outcome in outcomes)
         when += (
@@ -594,7 +596,8 @@ def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
     step, (hook, method) = run.step, run.calling or (None, "")
     try:
-        if why := why_not_finite(run) or run.why_position_lost():
+        why = "" if run.saver.allow_nonfinite else why_not_finite(run)
+        if why := why or run.why_position_lost():
             return f"step {step} is not saved: {why}"
         next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
     except Exception as error:
@@ -609,15 +612,16 @@ def _saved(run: Run, error: BaseException) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
     if not processes.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
-    if getattr(error, "prevents_saving", False):
-        return ", and is not saved"
-    if why := why_not_finite(run):
-        return f", and is not saved: {why}"
+    is_prevented = getattr(error, "prevents_saving", False)
+    why = "" if is_prevented else why_not_finite(run)
+    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.allows_nonfinite]
+    if not savers:
+        return f", and is not saved{why and ': '}{why}"
     try:
         lost = run.why_position_lost()
     except Exception as failure:  # of an earlier save
         return f", and could not be saved: {_text(failure)}"
-    others = run.runner.save(without_own=bool(lost))
+    others = run.runner.save([hook for hook in savers if not (lost and isinstance(hook, RunSaverHook))])
     first = None if lost else others.pop(0)
     for hook, outcome in others:
         if isinstance(outcome, Exception) and str(outcome) != str(error):
@@ -662,17 +666,16 @@ def _batches(first: int, steps: int) -> str:
 
 
 def why_not_finite(run: Run) -> str:
-    """Describe why the state must not be saved: a loss that is not finite, or NaN parameters; empty if neither.
+    """Describe why the state must not be saved: a loss that is not finite, or parameters; empty if all are.
 
-    The result is the same on all processes.
+    Parameters that were not finite when the run began do not count. The result is the same on all processes.
     """
     if _is_loss_nonfinite(run):
         return "its loss is not finite"
     try:
-        nan = StateContents(run.state, params_only=True).with_nan()
+        return in_words(nonfinite_params(run))
     except Exception:  # the device failed; the save reports it
         return ""
-    return f"{listed(nan)} contain{'s' if len(nan) == 1 else ''} NaN" if nan else ""
 
 
 def _is_loss_nonfinite(run: Run) -> bool:

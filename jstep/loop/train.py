@@ -70,7 +70,7 @@ def train(
 
     A run that ends early (by a signal, an error in the data loader or in a hook, or a batch of the wrong shape) does
     not lose its state. The last complete state is in the exception's `state` attribute. If there is a checkpoint_dir,
-    it is also saved, unless its loss is not finite, a parameter is NaN, or there are several processes (these save only
+    it is also saved, unless its loss or a parameter is not finite, or there are several processes (these save only
     after a signal, which all of them see). A note on the exception names the step and the batch. If a step fails while
     it runs on the device (out of memory, a host callback that raises), the state was already donated to it and is lost:
     the run resumes from the last checkpoint.
@@ -95,7 +95,8 @@ def train(
             stock hooks, and each `CheckpointSaverHook` among them after the others. A `StepCounterHook` among them
             replaces the stock one.
         checkpoint_dir: Where to save checkpoints: a directory, a URL, or a `Saver`, which has its own prefix and is
-            left open. If None, no checkpoints are saved.
+            left open. If None, no checkpoints are saved. The run ends where a checkpoint is due and parameters became
+            NaN or infinite, unless the Saver has `allow_nonfinite=True`.
         checkpoint_prefix: Prefix of checkpoint names: `model` gives `model-1000`.
         save_checkpoint_secs: Interval between checkpoints, in seconds; None to save by step count only.
         save_checkpoint_steps: Interval between checkpoints, in steps. The last step is always saved.
@@ -128,6 +129,8 @@ def train(
             they are ignored or have a handler when the run starts.
         KeyboardInterrupt: SIGINT was received, and the step in flight is saved. A second SIGINT stops at once. If
             SIGINT is ignored when the run starts (`nohup`, a background job), it stays ignored.
+        NanLossDuringTrainingError: A checkpoint is due, or a signal was received, and parameters became NaN or infinite
+            since the run began. Nothing is saved.
         RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not
             allow.

@@ -287,8 +287,18 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
         keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
         if arguments.verify:
             keys["every byte"] = "verified"
+        if not all(row["finite"] for row in rows):
+            keys["parameters"] = "finite"
         verdict = {True: "as written", False: "CORRUPTED", None: ""}
-        shown = [{**row, "bytes": size(row["bytes"]), "verified": verdict[row.get("verified")]} for row in rows]
+        shown = [
+            {
+                **row,
+                "bytes": size(row["bytes"]),
+                "verified": verdict[row.get("verified")],
+                "finite": "finite" if row["finite"] else "NOT FINITE",
+            }
+            for row in rows
+        ]
         common.table(keys, shown, left=2)
     return common.complain("inspect", *problems)
 
@@ -301,6 +311,7 @@ def _about(one: Checkpoint) -> dict[str, Any]:
         "time": common.time_text(one.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
         "jstep": one.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
+        "finite": one.manifest.finite,
     }
 
 

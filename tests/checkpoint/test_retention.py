@@ -1,9 +1,10 @@
 """Retention: `max_to_keep` and `keep_checkpoint_every_n_hours`."""
 
 import errno
+import math
 
 import pytest
-from checkpoint_states import flip, listing, save_all, state_at
+from checkpoint_states import assert_same, edit_manifest, flip, listing, save_all, state_at
 from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +48,36 @@ class TestRetention:
             assert saver.all_steps() == [6, 10]
             save_all(saver, [11])
             assert saver.all_steps() == [11]
+
+    def test_the_newest_finite_checkpoint_is_kept(self, tmp_path):
+        def save(saver, *steps, value):
+            for step in steps:
+                saver.save(state_at(step, value))
+            saver.wait()
+
+        with Saver(tmp_path, max_to_keep=2) as saver:
+            save(saver, 1, 2, value=1.0)
+            save(saver, 3, 4, 5, value=math.nan)
+            assert saver.all_steps() == [2, 5]
+        with Saver(tmp_path, max_to_keep=1) as saver:  # which reads the manifests
+            save(saver, 6, 7, value=math.inf)
+            assert saver.all_steps() == [2, 7]
+            save(saver, 8, value=0.0)
+            assert saver.all_steps() == [8]
+            save(saver, 8, value=math.nan)  # again, and not finite now
+            save(saver, 9, value=math.nan)
+            assert saver.all_steps() == [9]
+
+    def test_a_checkpoint_of_a_version_that_did_not_record_it_counts_as_finite(self, tmp_path):
+        with Saver(tmp_path) as saver:
+            save_all(saver, [1])
+        edit_manifest(tmp_path / "model-1", lambda data: {key: data[key] for key in data if key != "finite"})
+        with Saver(tmp_path, max_to_keep=1) as saver:
+            for step in (2, 3):
+                saver.save(state_at(step, math.nan))
+            saver.wait()
+            assert saver.all_steps() == [1, 3]
+            assert_same(saver.restore(state_at(0), step=1), state_at(1, 1))
 
     def test_one_per_interval_is_kept_permanently(self, tmp_path):
         now = [0.0]

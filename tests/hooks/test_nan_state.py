@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.hooks.nan_loss import FINITE, INFINITE, NAN, StateContents
+from jstep.state.contents import FINITE, INFINITE, NAN, StateContents
 
 BAD = 6  # the update BAD − 1 → BAD has a finite loss whose gradient is not
 DATA = [0.0 if n == BAD - 1 else 1.0 for n in range(40)]
@@ -227,24 +227,15 @@ def warnings_of(caplog):
     return found
 
 
-def test_without_the_hook_nan_that_is_saved_and_restored_is_a_warning(tmp_path, caplog):
-    options = {"hooks": [], "checkpoint_dir": tmp_path, "save_checkpoint_steps": 2}
-    run(BAD - 1, **options)
+def test_restored_nan_is_a_warning_and_does_not_end_the_run(tmp_path, caplog):
+    run(BAD, hooks=[], checkpoint_dir=jstep.Saver(tmp_path, allow_nonfinite=True))
     assert warnings_of(caplog) == []
-    run(BAD, **options)
-    (saved,) = warnings_of(caplog)
-    assert f"Parameters that are not finite are saved at step {BAD}: params/w" in saved
-    run(20, **options)
-    (restored,) = warnings_of(caplog)
-    assert f"The restored model-{BAD} has parameters that are NaN: params/w. Delete" in restored
-
-
-def test_restored_nan_is_a_warning_even_if_each_update_is_skipped(tmp_path, caplog):
-    options = {"hooks": [], "checkpoint_dir": tmp_path}
-    run(BAD, **options)
-    warnings_of(caplog)
-    run(20, optimizer=jstep.skip_nonfinite(jstep.adamw(1e-2)), **options)
-    assert "has parameters that are NaN" in warnings_of(caplog)[0]
+    run(20, hooks=[], optimizer=jstep.skip_nonfinite(jstep.adamw(1e-2)), checkpoint_dir=tmp_path)
+    assert f"The restored model-{BAD} has parameters that are NaN: params/w" in warnings_of(caplog)[0]
+    assert jstep.Saver(tmp_path).all_steps() == [BAD, 20]
+    guarded = jstep.skip_nonfinite(jstep.adamw(1e-2))
+    run(22, hooks=[], optimizer=guarded, checkpoint_dir=jstep.Saver(tmp_path, allow_nonfinite=True))
+    assert warnings_of(caplog) == []
 
 
 def test_infinity_that_a_run_begins_with_gives_no_warning(tmp_path, caplog):
@@ -259,8 +250,3 @@ def test_a_custom_saver_hook_saves_no_nan_beside_nan_loss_hook(tmp_path):
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"contains NaN after step {BAD}"):
         run(hooks=[jstep.NanLossHook(), saves])
     assert jstep.Saver(tmp_path).all_steps() == [*range(1, BAD)]
-
-
-def test_a_custom_saver_hook_without_nan_loss_hook_warns(tmp_path, caplog):
-    run(hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=1)])
-    assert [text for text in warnings_of(caplog) if f"not finite are saved at step {BAD}" in text]

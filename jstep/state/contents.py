@@ -1,0 +1,136 @@
+"""NaN and infinity in the parameters and slots of a state, and the error of a run that has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.meshes import internal_transfers
+from jstep.core.placement import compute_on, is_on_cpus, on_devices, placements_of
+from jstep.state.train_state import MODEL_STATE
+
+FINITE, INFINITE, NAN = range(3)
+"""The contents of an array: only finite numbers; infinity but no NaN; NaN."""
+_SLOTS = "slots/"
+
+
+class StateContents:
+    """The contents of each parameter and slot of a state, computed where it is.
+
+    Creating the object does not wait for accelerators. Arrays on a CPU are read at once: a program for each shape would
+    take longer to compile than most of them take to read.
+
+    The model_state is not included: it is the user's, and may hold anything.
+
+    Args:
+        state: The state, or a dict with the same keys; one without `params` and `slots` has no contents.
+        params_only: Whether to leave out the slots.
+        read_cpus: Whether to read arrays on a CPU without a compiled program.
+    """
+
+    def __init__(self, state: Any, *, params_only: bool = False, read_cpus: bool = True) -> None:
+        slots = None if params_only else _field(state, "slots")
+        slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
+        named = trees.leaves_with_paths({"params": _field(state, "params"), "slots": slots})
+        named = [(path, leaf) for path, leaf in named if _is_inexact(leaf)]
+        here = {path for path, leaf in named if not isinstance(leaf, jax.Array) or (read_cpus and _is_on_cpu(leaf))}
+        elsewhere = [(path, leaf) for path, leaf in named if path not in here]
+        placements = placements_of([leaf for _, leaf in elsewhere])
+        self._found: dict[str, Any] = dict.fromkeys(path for path, _ in named)
+        with internal_transfers():
+            self._found |= {path: _contents_on_host(leaf) for path, leaf in named if path in here}
+            for numbers, mesh in placements.on_devices:  # one program for all leaves of a shape
+                self._found |= {elsewhere[i][0]: compute_on(mesh, _contents, elsewhere[i][1]) for i in numbers}
+        for path, _ in elsewhere:
+            self._found[path].copy_to_host_async()
+
+    def contents(self) -> dict[str, int]:
+        """Wait for the contents of each leaf and return them by path."""
+        with internal_transfers():
+            return {path: one if isinstance(one, int) else _number(one) for path, one in self._found.items()}
+
+    def are_finite(self) -> bool:
+        """Wait, and return whether all leaves hold only finite numbers."""
+        return all(contents == FINITE for contents in self.contents().values())
+
+    def with_nan(self) -> list[str]:
+        """Wait, and return the paths of the leaves that contain NaN."""
+        return [path for path, contents in self.contents().items() if contents == NAN]
+
+    def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
+        """Wait, and compare with an earlier state, or, if it is None, with a finite one.
+
+        Returns:
+            The leaves that contain NaN, and the parameters that contain infinity, and did not before; and the slots
+            that contain infinity but no NaN, and did not before. The latter may be valid, such as a bound.
+        """
+        then = {} if before is None else before.contents()
+        worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
+        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(_SLOTS)]
+        return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
+
+
+def _field(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+
+
+def _number(contents: jax.Array) -> int:
+    """Read the contents of a leaf, which all processes that have a part of it know."""
+    return int(np.asarray(contents.addressable_data(0)))
+
+
+def listed(paths: list[str]) -> str:
+    """Format paths as the first one and the number of others."""
+    others = len(paths) - 1
+    return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
+
+
+def in_words(worse: Mapping[str, int]) -> str:
+    """Describe leaves that are not finite: `params/w and 2 other leaves contain NaN`; empty if there are none."""
+    what = "NaN" if NAN in worse.values() else "infinity"
+    return f"{listed([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
+
+
+def _is_on_cpu(leaf: jax.Array) -> bool:
+    """Whether an array is on CPUs of this process."""
+    return leaf.is_fully_addressable and is_on_cpus(leaf)
+
+
+def _contents_on_host(leaf: Any) -> int:
+    parts = [leaf]
+    if isinstance(leaf, jax.Array):
+        parts = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    nonfinite = [part for part in parts if not np.isfinite(part).all()]
+    if not nonfinite:
+        return FINITE
+    return NAN if any(np.isnan(part).any() for part in nonfinite) else INFINITE
+
+
+def _contents(leaf: Any) -> jax.Array:
+    leaf = on_devices(leaf)
+    worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
+    return worst.max()
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
+
+    Attributes:
+        step: The step of the update that has this loss or this gradient, or that reached the limit of skipped updates.
+        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a state that is not
+            finite, False if the run ended because too many consecutive updates were skipped.
+    """
+
+    def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
+        super().__init__(message)
+        self.step, self.prevents_saving = step, prevents_saving
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.step), {"prevents_saving": self.prevents_saving}

@@ -1,0 +1,252 @@
+"""A run whose parameters became NaN or infinite ends where a checkpoint is due, and what its Savers allow."""
+
+import json
+import logging
+import math
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import start, wait_for
+
+import jstep
+
+BAD = 25  # this batch is NaN
+
+
+def optimizer_of(kind):
+    return jstep.skip_nonfinite(jstep.adamw(1e-2)) if kind == "skipped" else jstep.adamw(1e-2)
+
+
+def run(last_step=60, *, at=BAD, value=math.nan, params=None, kind="plain", **options):
+    optimizer = optimizer_of(kind)
+    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["net"]["w"] - 1.0) ** 2), optimizer)
+    state = jstep.TrainState.create(params or {"a": jnp.ones(2), "net": {"w": jnp.zeros((3, 1))}}, optimizer)
+
+    def batches(n):
+        return np.full((8, 3), value if n == at else 1.0, np.float32)
+
+    options = {"save_checkpoint_steps": 10, "save_checkpoint_secs": None, "progress": False} | options
+    return jstep.train(step, state, batches, last_step, **options)
+
+
+def steps(directory, prefix="model"):
+    return jstep.Saver(directory, prefix=prefix).all_steps()
+
+
+def finite(directory, step, prefix="model"):
+    return json.loads((directory / f"{prefix}-{step}" / "manifest.json").read_text())["finite"]
+
+
+@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.parametrize("steps_per_call", [1, 7])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_per_call, caplog):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"at step 30.*net/w") as caught:
+        run(value=value, checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    error = caught.value
+    assert (error.step, error.prevents_saving) == (30, True)
+    assert jstep.global_step(error.state) == 30
+    assert not jnp.isfinite(error.state.params["net"]["w"]).all()
+    assert "params/a" not in str(error)
+    for way in ("20 → 30", "data.skip(N, N + 1)", "skip_nonfinite", "allow_nonfinite=True"):
+        assert way in str(error)
+    assert steps(tmp_path) == [10, 20]
+    assert all(finite(tmp_path, step) for step in (10, 20))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="at step 30"):  # a restart meets the same batch
+        run(checkpoint_dir=tmp_path)
+    state = run(checkpoint_dir=tmp_path, at=None)
+    assert jnp.isfinite(state.params["net"]["w"]).all()
+
+
+def test_the_last_save_and_saves_by_seconds_are_due_too(tmp_path):
+    for last_step, options in ((27, {}), (40, {"save_checkpoint_steps": None, "save_checkpoint_secs": 1e-9})):
+        directory = tmp_path / str(last_step)
+        with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+            run(last_step, checkpoint_dir=directory, **options)
+        assert caught.value.step in (26, 27)
+        assert max(steps(directory)) < 26
+
+
+def test_skipped_updates_and_runs_without_checkpoints_do_not_count(tmp_path):
+    assert jstep.global_step(run(checkpoint_dir=tmp_path, kind="skipped")) == 60
+    assert steps(tmp_path) == [20, 30, 40, 50, 60]
+    state = run()
+    assert (jstep.global_step(state), bool(jnp.isnan(state.params["net"]["w"]).all())) == (60, True)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_what_was_not_finite_when_the_run_began_does_not_count(tmp_path, value):
+    params = {"a": jnp.array([value, 1.0]), "net": {"w": jnp.zeros((3, 1))}}
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5, callbacks=[])
+    run(20, params=params, hooks=[hook], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [10, 20]
+    assert [finite(tmp_path, step) for step in (10, 20)] == [True, True]
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"step 30.*saved: params/net/w contains NaN\."):
+        run(params=params, checkpoint_dir=tmp_path)
+
+
+def test_keep_best_records_what_became_infinite(tmp_path):
+    def best(directory, params):
+        keep = jstep.KeepBest(directory, "loss")
+        evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5, callbacks=[keep])
+        run(5, at=None, params=params, hooks=[evaluation])
+        return finite(directory, 5, "best")
+
+    assert best(tmp_path / "mask", {"a": jnp.array([-math.inf, 1.0]), "net": {"w": jnp.zeros((3, 1))}})
+    assert best(tmp_path / "finite", None)
+
+
+def test_allow_nonfinite_saves_them_and_keeps_the_newest_finite_checkpoint(tmp_path, capsys):
+    with jstep.Saver(tmp_path, max_to_keep=3, allow_nonfinite=True) as saver:
+        run(70, checkpoint_dir=saver)
+        assert saver.all_steps() == [20, 60, 70]
+    assert [finite(tmp_path, step) for step in (20, 60, 70)] == [True, False, False]
+    with jstep.Saver(tmp_path, max_to_keep=1, allow_nonfinite=True) as saver:  # another Saver reads the manifests
+        saver.save(saver.restore(run(1, at=None), step=70).replace(global_step=jnp.int32(80)))
+        saver.wait()
+        assert saver.all_steps() == [20, 80]
+        saver.save(run(90, at=None))
+        saver.wait()
+        assert saver.all_steps() == [90]
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_save_by_hand_saves_what_it_is_given_and_records_it(tmp_path, as_dict):
+    def state(step, value):
+        params = {"w": jnp.array([1.0, value])}
+        if as_dict:
+            return {"params": params, "global_step": jnp.int32(step)}
+        return jstep.TrainState.create(params, jstep.adamw(), global_step=step)
+
+    with jstep.Saver(tmp_path, max_to_keep=2) as saver:
+        for step, value in enumerate([0.0, 1.0, math.nan, math.inf, -math.inf]):
+            saver.save(state(step, value))
+        assert saver.all_steps() == [1, 4]
+        assert np.isneginf(saver.restore()["params"]["w"][1])
+    assert [finite(tmp_path, step) for step in (1, 4)] == [True, False]
+
+
+@pytest.mark.parametrize("allowing", ["own", "other"])
+def test_each_savers_own_argument_counts(tmp_path, allowing):
+    """One of two savers allows them: it saves, and the other one ends the run at the same step."""
+    other = jstep.Saver(tmp_path / "other", allow_nonfinite=allowing == "other")
+    hook = jstep.CheckpointSaverHook(other, save_steps=30)
+    own = jstep.Saver(tmp_path / "own", allow_nonfinite=allowing == "own")
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="at step 30"):
+        run(hooks=[hook], checkpoint_dir=own)
+    assert steps(tmp_path / "own") == ([10, 20, 30] if allowing == "own" else [10, 20])
+    assert steps(tmp_path / "other") == ([30] if allowing == "other" else [])
+
+
+def test_a_saver_hook_alone_ends_the_run(tmp_path):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="at step 30"):
+        run(hooks=[jstep.CheckpointSaverHook(tmp_path, save_steps=10)])
+    assert steps(tmp_path) == [10, 20]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_signal_saves_only_what_is_allowed(tmp_path, allow):
+    def stop(step, state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    saver = jstep.Saver(tmp_path, allow_nonfinite=allow)
+    with pytest.raises(BaseException) as caught:
+        run(hooks=[jstep.every(27, stop)], checkpoint_dir=saver)
+    assert type(caught.value) is (jstep.Preempted if allow else jstep.NanLossDuringTrainingError)
+    assert jstep.global_step(caught.value.state) == 27
+    assert saver.all_steps() == [10, 20, *[27] * allow]
+    saver.close()
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, allow):
+    def fail(step, state, metrics):
+        raise KeyError("mine")
+
+    saver = jstep.Saver(tmp_path, allow_nonfinite=allow)
+    with pytest.raises(KeyError, match="mine"):
+        run(value=math.inf, hooks=[jstep.every(27, fail)], checkpoint_dir=saver)
+    assert saver.all_steps() == [10, 20, *[27] * allow]
+    saver.close()
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_population_with_a_diverged_member(tmp_path, allow):
+    optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.1))
+
+    def create(rate):
+        state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+        return jstep.set_hyperparameter(state, "learning_rate", rate)
+
+    rates = jnp.array([0.1, 1e30])
+    axes = jax.tree.map(lambda _: 0, jax.eval_shape(create, rates[0])).replace(global_step=None)
+    one = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 4) * x, optimizer)
+    step = jstep.TrainStep(jax.vmap(one, in_axes=(axes, None), out_axes=(axes, 0)))
+
+    def stop(step, state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    states = jax.vmap(create, out_axes=axes)(rates)
+    expected = jstep.Preempted if allow else jstep.NanLossDuringTrainingError
+    with jstep.Saver(tmp_path, max_to_keep=1, allow_nonfinite=allow) as saver:
+        saver.save(states)
+        with pytest.raises(expected) as caught:
+            jstep.train(
+                step, states, lambda n: np.float32(1.0), 20, hooks=[jstep.every(7, stop)], checkpoint_dir=saver,
+                save_checkpoint_steps=4, progress=False,
+            )  # fmt: skip
+        assert saver.all_steps() == ([0, 7] if allow else [0])
+    assert jnp.isfinite(caught.value.state.params["w"]).all(1).tolist() == [True, False]
+
+
+SCRIPT = """
+mode = sys.argv[5]
+def batch(step):
+    x = np.asarray(batches[step]).copy()
+    if step == 25 and process == 1:
+        x[0, 0] = np.nan
+    return x
+
+def stop(step, state, metrics):
+    if mode == "signal" and step >= 27:
+        time.sleep(0.15)  # JAX looks for signals once a second
+        if step == 27 and process == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+specs = {"w": P("data"), "b": P("data")}
+state = jstep.TrainState.create(init(), optimizer, mesh=mesh, param_specs=specs if mode != "replicated" else None)
+saver = jstep.Saver(directory, allow_nonfinite=mode == "allow", max_to_keep=2)
+try:
+    jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, batch, 60, hooks=[jstep.every(1, stop)], checkpoint_dir=saver,
+        save_checkpoint_steps=10 if mode != "signal" else 20, save_checkpoint_secs=None, batch_sharding=rows,
+        progress=False,
+    )
+    print("ended")
+except jstep.NanLossDuringTrainingError as error:
+    print("raised", error.step, "params/" in str(error), int(jstep.global_step(error.state)))
+saver.close()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["sharded", "replicated", "signal", "allow"])
+def test_two_processes_end_together(tmp_path, mode):
+    """A NaN in the rows of one process; parameters that are sharded over both, or replicated."""
+    ended = wait_for(start(SCRIPT, 2, tmp_path, mode))
+    assert [one.code for one in ended] == [0, 0], ended[0].err[-3000:] + ended[1].err[-3000:]
+    lines = [one.out.strip().splitlines()[-1] for one in ended]
+    assert lines[0] == lines[1]
+    if mode == "allow":
+        assert lines[0] == "ended"
+        assert steps(tmp_path) == [20, 60]
+        return
+    word, step, has_leaf, held = lines[0].split()
+    assert (word, has_leaf, step) == ("raised", "True", held)
+    assert 27 < int(step) < 60 if mode == "signal" else step == "30"
+    assert steps(tmp_path) == ([20] if mode == "signal" else [10, 20])
