@@ -31,14 +31,25 @@ _EPSILON = 1e-8
 """Smaller changes are not applied, as in torch."""
 
 
+LOWER_IS_BETTER = ("loss", "error", "perplexity")
+"""The ends of the names of metrics whose mode is `"min"` by default."""
+
+
 def checked_metric(metric: Any, mode: Any) -> tuple[str, str]:
-    """Validate the name of a metric and its mode.
+    """Validate the name of a metric and its mode, and return both; None becomes the mode that the name means.
 
     Raises:
         TypeError: The name is not a string.
-        ValueError: The name is empty, or the mode is neither `"min"` nor `"max"`.
+        ValueError: The name is empty, the mode is neither `"min"` nor `"max"`, or it is None and the name has none.
     """
     as_text(metric, "metric", "the name of a metric that evaluate returns")
+    if mode is None:
+        if not metric.endswith(LOWER_IS_BETTER):
+            raise ValueError(
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are; only '
+                f'names that end in {", ".join(LOWER_IS_BETTER[:-1])} or {LOWER_IS_BETTER[-1]} mean "min" without it'
+            )
+        mode = "min"
     one_of(mode, "mode", ("min", "max"))
     return metric, mode
 
@@ -126,10 +137,10 @@ class MetricCallback:
     _progress: Progress
     _settings: ClassVar[tuple[str, ...]]
 
-    def __init__(self, watched: Mapping[str, str], key: str | None) -> None:
+    def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         self.metric, self._mode = checked_metric(watched["metric"], watched["mode"])
         self.key = None if key is None else as_text(key, "key", "the name of its state in checkpoints, or None")
-        self._watched = watched
+        self._watched = {**watched, "mode": self._mode}  # the mode that is meant, as earlier checkpoints have it
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
         self.identifying_settings = {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
 
@@ -188,7 +199,8 @@ class EarlyStopping(MetricCallback):
     Args:
         metric: The name of a metric that evaluate returns.
         patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
-        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
+            loss, error or perplexity, and is an error for others.
         min_delta: The change must exceed this to count as an improvement, ≥ 0.
         reset: Whether to ignore the state in the checkpoint each time a run is started again.
         key: The name of its state in checkpoints; None for its class and metric.
@@ -201,7 +213,7 @@ class EarlyStopping(MetricCallback):
         on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the metric needs a mode.
 
     Example:
         >>> import jstep
@@ -219,7 +231,7 @@ class EarlyStopping(MetricCallback):
         self,
         metric: str,
         patience: int = 3,
-        mode: str = "min",
+        mode: str | None = None,
         min_delta: float = 0.0,
         *,
         reset: bool = False,
@@ -293,7 +305,8 @@ class ReduceOnPlateau(MetricCallback):
         name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
         factor: The factor to multiply it by, 0 < factor < 1.
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
-        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
+            loss, error or perplexity, and is an error for others.
         threshold: The required relative improvement over the best value, ≥ 0.
         cooldown: Number of evaluations after a reduction that do not count as bad, ≥ 0.
         min_value: Lower bound of the hyperparameter, ≥ 0.
@@ -307,7 +320,7 @@ class ReduceOnPlateau(MetricCallback):
 
     Raises:
         KeyError: Before the first step: the state holds no such hyperparameter.
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the metric needs a mode.
 
     Example:
         >>> import jstep
@@ -330,7 +343,7 @@ class ReduceOnPlateau(MetricCallback):
         name: str,
         factor: float = 0.1,
         patience: int = 10,
-        mode: str = "min",
+        mode: str | None = None,
         threshold: float = 1e-4,
         cooldown: int = 0,
         min_value: float = 0.0,
@@ -401,7 +414,8 @@ class KeepBest:
     Args:
         directory: The directory or URL to keep the checkpoints in.
         metric: The name of a metric that evaluate returns.
-        mode: `"min"` if lower values are better, `"max"` if higher values are.
+        mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
+            loss, error or perplexity, and is an error for others.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
         prefix: The prefix of their names, before the step.
         leave_out: Parameters that are not saved, as in `Saver`; None to use those of the run's Saver.
@@ -410,7 +424,8 @@ class KeepBest:
         values: Step → value of each checkpoint that is kept.
 
     Raises:
-        ValueError: An argument is out of range. Before the first step: the directory and prefix are those of the run.
+        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the directory and
+            prefix are those of the run.
 
     Example:
         >>> import jstep, tempfile
@@ -430,7 +445,7 @@ class KeepBest:
         self,
         directory: str | os.PathLike[str],
         metric: str,
-        mode: str = "min",
+        mode: str | None = None,
         keep: int = 1,
         prefix: str = "best",
         *,

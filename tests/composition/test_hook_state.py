@@ -63,12 +63,12 @@ def recorder_of_another_module():
 
 
 CALLBACKS = {
-    "stop a": lambda: jstep.EarlyStopping("a", 30),
+    "stop a": lambda: jstep.EarlyStopping("a", 30, mode="min"),
     "stop b": lambda: jstep.EarlyStopping("b", 30, mode="max"),
-    "stop a/b": lambda: jstep.EarlyStopping("a/b", 30),
-    "keyed": lambda: jstep.EarlyStopping("a", 30, key="mine"),
-    "keyed twin": lambda: jstep.EarlyStopping("a", 30, key="mine too"),
-    "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", 0.9, patience=30),
+    "stop a/b": lambda: jstep.EarlyStopping("a/b", 30, mode="min"),
+    "keyed": lambda: jstep.EarlyStopping("a", 30, mode="min", key="mine"),
+    "keyed twin": lambda: jstep.EarlyStopping("a", 30, mode="min", key="mine too"),
+    "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", 0.9, patience=30, mode="min"),
     "plateau b": lambda: jstep.ReduceOnPlateau("b", "learning_rate", 0.9, patience=30, mode="max"),
     "recorder": Recorder,
     "other": Other,
@@ -121,7 +121,7 @@ def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
 
 def evaluation(prefix, key=None):
     """Return an evaluation hook; all have the same callbacks."""
-    then = [jstep.EarlyStopping("a", 30), Recorder()]
+    then = [jstep.EarlyStopping("a", 30, mode="min"), Recorder()]
     hook = jstep.EvaluationHook(
         lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, then=then
     )
@@ -175,9 +175,9 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 
     def then():
         return [
-            jstep.EarlyStopping("a", 30, min_delta=0.4),
+            jstep.EarlyStopping("a", 30, mode="min", min_delta=0.4),
             jstep.EarlyStopping("a", 30, mode="max"),
-            jstep.EarlyStopping("a", 20),
+            jstep.EarlyStopping("a", 20, mode="min"),
         ]
 
     def run(last_step, then):
@@ -215,11 +215,14 @@ def run_with_callback(directory, stop, last_step=4):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (lambda: jstep.EarlyStopping("a", 30), lambda: jstep.EarlyStopping("a", 30, mode="max")),
-        (lambda: jstep.EarlyStopping("a", 30, key="k"), lambda: jstep.EarlyStopping("b", 30, key="k")),
-        (lambda: Recorder("k"), lambda: jstep.EarlyStopping("a", 30, key="k")),
+        (lambda: jstep.EarlyStopping("a", 30, mode="min"), lambda: jstep.EarlyStopping("a", 30, mode="max")),
         (
-            lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, key="k"),
+            lambda: jstep.EarlyStopping("a", 30, mode="min", key="k"),
+            lambda: jstep.EarlyStopping("b", 30, mode="min", key="k"),
+        ),
+        (lambda: Recorder("k"), lambda: jstep.EarlyStopping("a", 30, mode="min", key="k")),
+        (
+            lambda: jstep.ReduceOnPlateau("a", "learning_rate", mode="min", patience=30, key="k"),
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
         ),
     ],
@@ -236,7 +239,9 @@ def test_state_of_older_versions_is_ignored_with_a_warning(tmp_path, caplog):
     old = {"EvaluationHook": {"step": 2, "then": {"EarlyStopping": {"best": 1.0, "bad": 30}}}, "Recorder#1": [1]}
     with jstep.Saver(tmp_path) as saver:
         saver.save(state, extra={"hooks": old})
-    assert run_with_callback(tmp_path, jstep.EarlyStopping("a", 30)) == standalone_state(CALLBACKS["stop a"], [3, 4])
+    assert run_with_callback(tmp_path, jstep.EarlyStopping("a", 30, mode="min")) == standalone_state(
+        CALLBACKS["stop a"], [3, 4]
+    )
     assert "written by an older version of jstep: all start fresh" in caplog.text
 
 

@@ -77,9 +77,9 @@ HOOKS: dict[str, Callable[[Path], list[Any]]] = {
             evaluate(d),
             every_n_steps=2,
             then=[
-                jstep.KeepBest(d / "best", "value"),
-                jstep.EarlyStopping("value"),
-                jstep.ReduceOnPlateau("value", RATE, patience=1),
+                jstep.KeepBest(d / "best", "value", mode="min"),
+                jstep.EarlyStopping("value", mode="min"),
+                jstep.ReduceOnPlateau("value", RATE, patience=1, mode="min"),
             ],
         )
     ],

@@ -160,8 +160,8 @@ def steps(directory, prefix="best"):
         return {step: saver.extra(step) for step in saver.all_steps()}
 
 
-def keep(directory, values, start=1, **kwargs):
-    best = jstep.KeepBest(directory, "accuracy", **kwargs)
+def keep(directory, values, start=1, *, mode="min", **kwargs):
+    best = jstep.KeepBest(directory, "accuracy", mode, **kwargs)
     best.begin(state_at())
     for step, value in enumerate(values, start):
         best(step, state_at(step), {"accuracy": value, "loss": 1.0})
@@ -288,14 +288,51 @@ def test_bad_arguments(make, error, words):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda tmp: jstep.EarlyStopping("f1", 1),
-        lambda tmp: jstep.ReduceOnPlateau("f1", "learning_rate"),
-        lambda tmp: jstep.KeepBest(tmp, "f1"),
+        lambda tmp: jstep.EarlyStopping("f1", 1, "max"),
+        lambda tmp: jstep.ReduceOnPlateau("f1", "learning_rate", mode="max"),
+        lambda tmp: jstep.KeepBest(tmp, "f1", "max"),
     ],
 )
 def test_a_metric_that_evaluate_does_not_return(make, tmp_path):
     with pytest.raises(KeyError, match=r"metric='f1': evaluate does not return it; it returns \['loss', 'accuracy'\]"):
         make(tmp_path)(1, state_at(1), {"loss": 1.0, "accuracy": 2.0})
+
+
+CALLBACKS = {
+    "stop": lambda metric, **mode: jstep.EarlyStopping(metric, **mode),
+    "plateau": lambda metric, **mode: jstep.ReduceOnPlateau(metric, "learning_rate", **mode),
+    "best": lambda metric, **mode: jstep.KeepBest(D, metric, **mode),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
+    make = CALLBACKS[name]
+    for metric in ("loss", "val/loss", "test_error", "perplexity", "error"):
+        make(metric)
+    for metric in ("accuracy", "auc", "loss_scale", "errors", "lossy"):
+        with pytest.raises(ValueError, match=rf'mode=None: must be "max" if higher values of {metric!r} are better'):
+            make(metric)
+        with pytest.raises(ValueError, match="mode=None"):
+            make(metric, mode=None)
+        make(metric, mode="max")
+    make("loss", mode="max")
+
+
+@pytest.mark.parametrize("kind", ["stop", "plateau"])
+def test_the_mode_that_is_meant_is_remembered(kind):
+    """Checkpoints that name the mode, and callbacks that do not, agree."""
+    given, meant = CALLBACKS[kind]("loss", mode="min"), CALLBACKS[kind]("loss")
+    for callback in (given, meant):
+        callback.begin(jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5))))
+    assert given.get_state() == meant.get_state()
+    assert given.get_state()["mode"] == "min"
+    assert given.identifying_settings == meant.identifying_settings
+    meant.set_state({**given.get_state(), "best": 0.25, "bad": 1})
+    assert (meant.best, meant.bad) == (0.25, 1)
+    other = CALLBACKS[kind]("loss", mode="max")
+    other.set_state(meant.get_state())
+    assert other.best is None
 
 
 def test_a_metric_must_be_a_number():

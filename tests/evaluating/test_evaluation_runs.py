@@ -133,7 +133,7 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
         (lambda *args: "no", TypeError, r"then: .*<lambda> returned a str: must be None, True"),
         (lambda *args: 1, TypeError, "returned an int"),
         (lambda step, state, results: jstep.increment_global_step(state), ValueError, "a state at step 3: must be at"),
-        (jstep.EarlyStopping("f1", 2), KeyError, "metric='f1': evaluate does not return it"),
+        (jstep.EarlyStopping("f1", 2, "max"), KeyError, "metric='f1': evaluate does not return it"),
     ],
 )
 def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error, words):
