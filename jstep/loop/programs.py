@@ -37,6 +37,9 @@ from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 # Checks of the arguments of `train`, before anything is opened.
 
 _METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
+_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
+"""What only hooks have. Callbacks of evaluations, which are called themselves, may have the other methods."""
+_OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
@@ -57,8 +60,16 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
-                way = f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps"
+                way = (
+                    f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
+                    f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
+                )
             raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
+        if callable(hook) and not any(hasattr(hook, name) for name in _OF_HOOKS):
+            raise TypeError(
+                f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
+                f"call; give it to {_OF_EVALUATIONS}"
+            )
     return found
 
 

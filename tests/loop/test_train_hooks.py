@@ -25,6 +25,47 @@ def test_a_function_becomes_a_hook():
 def test_a_bare_function_is_rejected_with_advice(hook):
     with pytest.raises(TypeError, match=r"hooks\[0\]=.*has none of begin, .*becomes a hook by jstep.every\(100, "):
         train(3, hooks=[hook])
+    with pytest.raises(TypeError, match=r"EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"):
+        train(3, hooks=[hook])
+
+
+class Callback:
+    """A callback of evaluations with a state."""
+
+    def begin(self, state):
+        pass
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, value):
+        pass
+
+    def __call__(self, step, state, results):
+        pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tmp: jstep.EarlyStopping("loss"),
+        lambda tmp: jstep.ReduceOnPlateau("loss", "learning_rate"),
+        lambda tmp: jstep.KeepBest(tmp, "loss"),
+        lambda tmp: Callback(),
+    ],
+)
+def test_a_callback_of_evaluations_is_rejected_with_advice(make, tmp_path):
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
+    words = r"hooks\[1\]=.*: must be a hook.*EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"
+    for use in (lambda hooks: train(3, hooks=hooks), lambda hooks: jstep.plan(jstep.adam(), 10, hooks=hooks)):
+        with pytest.raises(TypeError, match=words):
+            use([hook, make(tmp_path)])
+
+
+@pytest.mark.parametrize("method", ["before_step", "after_step", "end", "next_due", "cadence"])
+def test_a_hook_may_be_called_itself_too(method):
+    kind = type("Both", (Callback,), {method: None if method == "cadence" else lambda self, *args: None})
+    train(3, hooks=[kind(), type("Called", (jstep.Hook,), {"__call__": print})()])
 
 
 @pytest.mark.parametrize(
