@@ -23,7 +23,8 @@ from jstep.state.train_state import TrainState
 def shown(run: Run) -> AbstractContextManager[object]:
     """Show a progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines."""
     wanted = run.options.progress
-    is_terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+    # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
+    is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
     if wanted is not False and jax.process_index() == 0 and (wanted or is_terminal):
         run.reporter = lambda: ProgressHook(last_step=run.options.end)
     return nullcontext()
