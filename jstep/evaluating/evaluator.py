@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_text, note
+from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
@@ -256,6 +256,7 @@ class EvaluationHook(RunHook):
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
+        _refuse_text(values)
         if (path := trees.donated_leaf(state)) is not None:
             raise RuntimeError(
                 f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
@@ -283,6 +284,16 @@ class EvaluationHook(RunHook):
         if self.run.saver is not None and len(self.results) == 1:
             self.get_state()  # raises now, not at the first save, if a state cannot be saved
         return result
+
+
+def _refuse_text(values: Mapping[str, Any]) -> None:
+    """Refuse results that are strings, or arrays of them."""
+    for name, value in values.items():
+        if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
+            raise TypeError(
+                f"evaluate: results[{name!r}]={shown(value)}: must be a number, got {kind(value)}; leave it out, or "
+                "log it in evaluate"
+            )
 
 
 def _of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hook_fakes import SaverAndHook, Writer, lines, state_at
 from hooked_runs import train
@@ -147,3 +148,15 @@ def test_evaluate_must_return_a_mapping():
     hook.begin(state_at())
     with pytest.raises(TypeError, match="evaluate returned float; it must return a mapping"):
         hook.after_step(1, state_at(), {})
+
+
+@pytest.mark.parametrize("value", ["resnet", b"resnet", np.str_("resnet"), np.array("resnet"), np.array([["a"]])])
+def test_text_among_the_results_is_named(value):
+    seen = []
+    callbacks = [lambda step, state, results: seen.append(results)]
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0, "model": value}, every_n_steps=1, callbacks=callbacks)
+    hook.begin(state_at())
+    with pytest.raises(TypeError, match=r"evaluate: results\['model'\]=.*: must be a number, got a") as caught:
+        hook.after_step(1, state_at(), {})
+    assert "loss" not in str(caught.value)
+    assert seen == []
