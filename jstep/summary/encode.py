@@ -83,8 +83,9 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
+    is_wide = isinstance(values, np.ndarray) and values.dtype == np.float64 and not jax.config.jax_enable_x64
     with internal_transfers():
-        part = Histogram((tag,), **_count(values))
+        part = Histogram((tag,), **(_count_on_host(values) if is_wide else _count(values)))
     return make.summary_of(part, collections)
 
 
@@ -107,8 +108,11 @@ def _eager(tag: str, values: Any) -> Any:
             info = np.iinfo(dtype)
             if values.min() < info.min or values.max() > info.max:
                 dtype = np.dtype(np.float32)
-        with np.errstate(over="ignore"):  # overflowing values become infinite and are reported
-            values = values.astype(dtype)
+        with np.errstate(over="ignore"):
+            narrow = values.astype(dtype)
+        # Finite doubles that overflow float32 stay doubles.
+        if values.dtype != np.float64 or not np.isfinite(values[~np.isfinite(narrow)]).any():
+            values = narrow
     elif values.size > _READ_AT_ONCE or not make.is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
@@ -152,6 +156,22 @@ def _count(x: Array) -> dict[str, Array]:
         "exponent": exponent,
         "non_finite": jnp.sum(~finite, dtype=jnp.int32),
         "added": jnp.ones((), jnp.int32),
+    }
+
+
+def _count_on_host(x: NumPyArray) -> dict[str, Any]:
+    """Return what `_count` does, for finite doubles that devices cannot hold while 64-bit types are off."""
+    last = bucket_limits().size - 1
+    buckets = np.minimum(np.searchsorted(bucket_limits(), x.ravel(), side="right"), last)
+    _, exponent = np.frexp(np.abs(x).max())
+    y = np.ldexp(x, -exponent)
+    return {
+        "counts": np.bincount(buckets, minlength=last + 1).astype(np.int32),
+        "extremes": np.stack([x.min(), x.max()]),
+        "sums": np.stack([y.sum(), (y * y).sum()]),
+        "exponent": exponent,
+        "non_finite": np.int32(0),
+        "added": np.int32(1),
     }
 
 
