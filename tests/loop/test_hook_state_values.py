@@ -140,6 +140,8 @@ def test_get_state_without_set_state_is_an_error(kept, where, tmp_path):
         def get_state(self):
             raise AssertionError
 
+    if where == "hook":
+        OnlyGet.after_step = OnlyGet.__call__
     calls = Calls()
     with pytest.raises(TypeError, match=r"OnlyGet has get_state\(\) without set_state\(value\).*add set_state"):
         train(9, hooks=[*hooks_of(OnlyGet(), where), calls], checkpoint_dir=tmp_path if kept else None)
