@@ -98,7 +98,7 @@ def _task() -> _Task:
         return jnp.mean((x @ params["w"] - 1.0) ** 2) + jnp.sum(jax.random.normal(rng, (2,)) * params["w"])
 
     optimizer = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.9), 0.9)
-    data = jstep.batches(np.arange(32, dtype=np.float32).reshape(16, 2), 4, seed=3)
+    data = jstep.batches(np.arange(32, dtype=np.float32).reshape(16, 2) / 32, 4, seed=3)
     return _Task(optimizer, data, jstep.minimize(loss_fn, optimizer, rng=jax.random.key(7)))
 
 
