@@ -83,7 +83,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
     ):
         raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
-    is_wide = isinstance(values, np.ndarray) and values.dtype == np.float64 and not jax.config.jax_enable_x64
+    is_wide = isinstance(values, np.ndarray) and values.dtype != jax.dtypes.canonicalize_dtype(values.dtype)
     with internal_transfers():
         part = Histogram((tag,), **(_count_on_host(values) if is_wide else _count(values)))
     return make.summary_of(part, collections)
