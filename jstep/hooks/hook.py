@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jstep.core import tagged_json, trees
-from jstep.core.checks import kind, note
+from jstep.core.checks import kind, note, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
 from jstep.core.tagged_arrays import UnsupportedError
@@ -233,6 +233,45 @@ def _how_to_advance(found: int, step: int, first: int | None) -> str:
         f", and advances it by {by}. If it runs several updates, {inside}. If it is {by} steps in one call "
         f"(scan_steps), pass the single step and steps_per_call={by} to train"
     )
+
+
+# The hooks that `train` is given, checked before anything is opened.
+
+_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
+_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
+"""What only hooks have. Callbacks of evaluations, which are called themselves, may have the other methods."""
+_OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
+
+
+def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
+    """Return the hooks as a list; refuse anything but a sequence of hooks."""
+    if hasattr(hooks, "after_step"):
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
+    try:
+        found = list(hooks)
+    except TypeError:
+        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {type(hooks).__name__}") from None
+    for i, hook in enumerate(found):
+        if isinstance(hook, type):
+            raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
+        for method in _METHODS:
+            if hasattr(hook, method) and not callable(getattr(hook, method)):
+                raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
+        if not any(hasattr(hook, method) for method in _METHODS):
+            way = ""
+            if callable(hook):
+                name = getattr(hook, "__name__", "fn")
+                way = (
+                    f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
+                    f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
+                )
+            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
+        if callable(hook) and not any(hasattr(hook, name) for name in _OF_HOOKS):
+            raise TypeError(
+                f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
+                f"call; give it to {_OF_EVALUATIONS}"
+            )
+    return found
 
 
 # Return values of hooks: None, a bool, or a state to continue with.

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.checks import kind, shown
+from jstep.core.checks import shown
 from jstep.core.meshes import in_background, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
@@ -35,42 +35,6 @@ from jstep.training.looped import LoopedStep, looped_step
 from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
 
 # Checks of the arguments of `train`, before anything is opened.
-
-_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
-_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
-"""What only hooks have. Callbacks of evaluations, which are called themselves, may have the other methods."""
-_OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
-
-
-def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    """Return the hooks as a list; refuse anything but a sequence of hooks."""
-    if hasattr(hooks, "after_step"):
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
-    try:
-        found = list(hooks)
-    except TypeError:
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {type(hooks).__name__}") from None
-    for i, hook in enumerate(found):
-        if isinstance(hook, type):
-            raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        for method in _METHODS:
-            if hasattr(hook, method) and not callable(getattr(hook, method)):
-                raise TypeError(f"hooks[{i}].{method}: must be a function, got {kind(getattr(hook, method))}")
-        if not any(hasattr(hook, method) for method in _METHODS):
-            way = ""
-            if callable(hook):
-                name = getattr(hook, "__name__", "fn")
-                way = (
-                    f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
-                    f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
-                )
-            raise TypeError(f"hooks[{i}]={shown(hook)}: has none of {', '.join(_METHODS)}; see jstep.Hook{way}")
-        if callable(hook) and not any(hasattr(hook, name) for name in _OF_HOOKS):
-            raise TypeError(
-                f"hooks[{i}]={shown(hook)}: must be a hook, got a callback of evaluations, which train would never "
-                f"call; give it to {_OF_EVALUATIONS}"
-            )
-    return found
 
 
 def check(state: Any, last_step: int) -> None:

@@ -16,7 +16,7 @@ from jstep.core.checks import as_bool, as_int, kind, shown
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
 from jstep.hooks.base import positive, positive_secs
-from jstep.hooks.hook import RunInfo
+from jstep.hooks.hook import RunInfo, list_of_hooks
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
@@ -25,7 +25,7 @@ from jstep.hooks.timeline import STEPPING, Stopwatch
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter, TrainSteps
 from jstep.loop.in_flight import InFlight
-from jstep.loop.programs import AUTO, Programs, list_of_hooks
+from jstep.loop.programs import AUTO, Programs
 from jstep.loop.stopping import StopSignals, StopWaiting
 from jstep.state.train_state import TrainState
 
