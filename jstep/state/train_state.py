@@ -135,9 +135,9 @@ class TrainState:
         params: The trained variables, any pytree of arrays.
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
             Non-trained variables are stored in `slots["model_state"]`.
-        global_step: The number of updates applied so far, an int32 scalar (int64 under x64).
+        global_step: The number of steps run so far, an int32 scalar (int64 under x64). Usually a step is one update.
         roles: What each slot is to the optimizer that made it, such as an age; static, not a leaf, not saved, and
-            empty in a state made by hand.
+            empty in a state made by hand, whose pytree structure is nevertheless the same.
 
     Example:
         >>> import jstep
