@@ -1,4 +1,4 @@
-"""Claims of the pages "From PyTorch", "From the HF Trainer" and "From Keras", checked against those libraries."""
+"""Claims of the pages "From PyTorch", "From the HF Trainer", "From Keras" and "From tf.train"."""
 
 import inspect
 import re
@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import DOCS
+from pages import DOCS, blocks_of
 
 import jstep
+
+
+def test_comments_and_code_of_tf_train_have_the_same_numbers() -> None:
+    code = blocks_of(DOCS / "from" / "tf-train.md")[0].code
+    calls = re.findall(r"(exponential_decay|[Mm]omentum(?:Optimizer)?)\((.*?)\)", code)
+    numbers = [re.findall(r"[\d.]+", arguments) for _, arguments in calls]
+    assert numbers == [["0.1", "10", "0.5"]] * 2 + [["0.9"]] * 2
 
 
 def rates_of(scheduler, optimizer, count: int) -> list[float]:
