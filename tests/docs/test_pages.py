@@ -4,12 +4,16 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 
 import pytest
 from pages import DOCS, NEEDS, PAGES, blocks_of, run_page
 from source_files import ROOT, text_of
 
 import jstep
+from jstep.loop.stalls import EXIT_CODE
+from jstep.tools.cli import COMMANDS
+from jstep.tools.cli_common import DIFFERENT, OK, TROUBLE
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -76,6 +80,17 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert sorted(listed) == sorted(wanted)
     contents = re.findall(r"`([\w.]+)`", text_of(DOCS / "reference" / "index.md"))
     assert set(wanted) <= {f"jstep.{name}" for name in contents}, "docs/reference/index.md lists every name as well"
+
+
+def test_the_reference_has_every_command_and_exit_code() -> None:
+    page = text_of(DOCS / "reference" / "cli.md")
+    (row,) = (line for line in text_of(DOCS / "reference" / "index.md").splitlines() if "(cli.md)" in line)
+    for command in COMMANDS:
+        assert re.search(rf"^\| `{command} ", page, re.MULTILINE), command
+        assert re.search(rf"`(python -m jstep )?{command}`", row), command
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert codes[:3] == [OK, DIFFERENT, TROUBLE]
+    assert {EXIT_CODE, jstep.Preempted("").code, 128 + signal.SIGINT, 128 + signal.SIGKILL} < set(codes[3:])
 
 
 def test_navigation_lists_every_page() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import jstep
 
-for needed in ("mkdocs", "material", "mkdocstrings", "griffe", "latex2mathml"):  # the extra `docs`
+for needed in ("mkdocs", "material", "mkdocstrings", "griffe", "latex2mathml", "ruff"):  # the extra `docs`
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +61,13 @@ def test_equations_are_typeset(site, docs):
     assert reference.count('<div class="equation">') >= sum(map(len, formulas.FORMULAS.values()))
     entry = reference[reference.index('id="jstep.adam"') :]
     assert 0 < entry.index("<math") < entry.index("Kingma")
+
+
+def test_long_signatures_are_on_several_lines(site):
+    page = (site / "reference" / "loop" / "index.html").read_text("utf-8")
+    entry = page[page.index('id="jstep.train"') :]
+    code = re.sub(r"<[^>]+>", "", entry[entry.index("<code>") : entry.index("</code>")])
+    assert re.match(r"train\(\n    train_step,\n    state,\n", code)
 
 
 def test_search_splits_messages_into_words(site):
