@@ -1,4 +1,4 @@
-"""Claims of the page "From Flax", checked against Flax."""
+"""Claims of the page "From Flax" and of the recipe for NNX, checked against Flax."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import DOCS, run_page
+from pages import DOCS, blocks_of, run_page
 
 import jstep
 
@@ -87,3 +87,81 @@ def test_a_name_bound_by_vmap_equals_pmap_on_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), ours, theirs)
     with pytest.raises(NameError, match="unbound axis name: batch"):
         names["loss_of_part"](*arguments)
+
+
+@functools.cache
+def helper():
+    """The function `pure` of the recipe."""
+    recipe = DOCS / "recipes" / "flax-nnx.md"
+    first = blocks_of(recipe)[0].code
+    return run_page(recipe, lambda code: code if code == first else "")["pure"]
+
+
+def network(rngs, rate):
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.inner, self.norm = nnx.Linear(4, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.first, self.second = nnx.Dropout(rate, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.inner(x))
+
+        def masks(self):
+            return jnp.stack([self.first(jnp.ones(64)) > 0, self.second(jnp.ones(64)) > 0])
+
+    return Net()
+
+
+def parts(net):
+    from flax import nnx
+
+    _, params, _, statistics = nnx.split(net, nnx.Param, nnx.RngState, ...)
+    return params, statistics
+
+
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+def test_the_helper_for_nnx_trains_as_nnx_does():
+    from flax import nnx
+
+    def loss(model, x):
+        return jnp.mean(jnp.sin(model(x)))
+
+    x = jax.random.normal(jax.random.key(0), (32, 4))
+    net = network(nnx.Rngs(0), 0.0)
+    net.eval()  # the helper trains all the same
+    optimizer = jstep.gradient_descent(0.5)
+    params, statistics = parts(net)
+    state = jstep.TrainState.create(params, optimizer, model_state=statistics)
+    train_step = jstep.minimize(helper()(loss, net), optimizer, has_model_state=True, rng=jax.random.key(1))
+
+    net.train()
+    for _ in range(3):
+        grads = nnx.grad(loss)(net, x)
+        nnx.update(net, jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(net, nnx.Param), grads))
+        state, _ = train_step(state, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        parts(net),
+        (state.params, state.model_state),
+    )
+
+    net.eval()
+    found = helper()(lambda model, x: {"loss": loss(model, x)}, net, training=False)(*parts(net), x)
+    assert found["loss"] == loss(net, x)
+
+
+@pytest.mark.parametrize("seeds", [{"default": 0}, {"params": 0, "dropout": 1}], ids=["one stream", "two streams"])
+def test_the_helper_for_nnx_draws_other_masks_in_each_layer_and_step(seeds):
+    from flax import nnx
+
+    net = network(nnx.Rngs(**seeds), 0.5)
+    masks = helper()(lambda model: model.masks(), net)
+    (a, statistics), (b, _), (again, _) = (masks(*parts(net), rng=jax.random.key(n)) for n in (0, 1, 0))
+    assert len({mask.tobytes() for mask in np.asarray([*a, *b])}) == 4
+    assert (a == again).all()
+    assert not nnx.to_flat_state(nnx.filter_state(statistics, nnx.RngState)), "keys are not in model_state"
+    with pytest.raises(TypeError, match="unexpected PRNG key type"):
+        masks(*parts(net))
