@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import DOCS, blocks_of
+from pages import DOCS, blocks_of, run_page
 
 import jstep
 
@@ -145,3 +145,27 @@ def test_patience_in_keras(keras) -> None:
     assert ours == theirs
     assert theirs[-1] < 1.0
     assert jstep_stopped.index(True) == keras_stopped.index(True)
+
+
+def test_generation_with_a_cache_is_that_without() -> None:
+    page = DOCS / "from" / "pytorch.md"
+    first, *others = (block.code for block in blocks_of(page))
+    (ours,) = (code for code in others if "def generate(" in code)
+    untrained = ours.split("\nlm = ")[0]
+    names = run_page(page, lambda code: {first: first, ours: untrained}.get(code, ""))
+    prompt = jnp.array([[3, 1, 4], [1, 5, 9]])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params = names["init_lm"](jax.random.key(3))
+        tokens = names["generate"](params, prompt, 24, jax.random.key(0), temperature=1e-6)
+        most_probable = names["lm_logits"](params, tokens).argmax(axis=-1)
+    np.testing.assert_array_equal(tokens[:, :3], prompt)
+    np.testing.assert_array_equal(tokens[:, 3:], most_probable[:, 2:-1])
+    assert len(np.unique(tokens)) > 3
+
+
+def test_coming_from_begins_with_pytorch() -> None:
+    names = "pytorch hf-trainer keras lightning flax optax orbax tf-train".split()  # noqa: SIM905
+    for page in ("README.md", "mkdocs.yml", "docs/index.md", "docs/from/index.md"):
+        text = (DOCS.parent / page).read_text(encoding="utf-8")
+        found = [name for name in re.findall(r"([\w-]+)\.md", text) if name in names]
+        assert found == names, page

@@ -1,6 +1,7 @@
 """`tests/benchmarks/bench_whole_runs.py`: how it counts lines, and what it finds after a SIGKILL."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parents[1] / "benchmarks"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +133,17 @@ def test_a_program_that_fails_is_an_error_with_its_output(bench, tmp_path, monke
         bench.run(sys.executable, "jstep", tmp_path / "mlp.npz", tmp_path / "run")
     with pytest.raises(RuntimeError, match="no data"):
         bench.run(sys.executable, "jstep", tmp_path / "mlp.npz", tmp_path / "run", killed=5)
+
+
+def test_the_page_that_compares_tools_has_the_figures_of_the_benchmarks():
+    measured = {}
+    for row in re.findall(r"^\| (?:digits|transformer|mlp) \|.*", (DOCS / "benchmarks.md").read_text(), re.MULTILINE):
+        toolkit, _, _, whole, lines, _, after, _ = (cell.strip() for cell in row.strip("|").split("|")[1:])
+        measured.setdefault(toolkit.split(" (")[0], []).append((lines, whole, after.split(",")[0]))
+    table = (DOCS / "from" / "which-tool.md").read_text().split("| lines |")[1].split("\n\n")[0]
+    shown = {}
+    for row in table.splitlines()[2:]:
+        toolkit, lines, whole, after = (cell.strip() for cell in row.strip("|").split("|"))
+        shown[toolkit] = list(zip(lines.split(", "), whole.split(", "), [after] * 3, strict=True))
+    assert shown == measured
+    assert len(shown) == 5
