@@ -78,3 +78,22 @@ def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path
         fingerprints.append(re.findall(r"\d{6,}", out))
     assert len(fingerprints[0]) == 2
     assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.parametrize(
+    ("correct", "mistaken"),
+    [
+        ("", ""),
+        ("Average(1 - tau", "Average(tau"),
+        ("every=every", "every=every + 1"),
+    ],
+)
+def test_target_networks_by_their_usual_names(correct: str, mistaken: str) -> None:
+    page = RECIPES / "reinforcement-learning.md"
+    first, *_, targets = (block.code for block in blocks_of(page))
+    imports = first[: first.index("import ppo")]
+    assert not correct or targets.count(correct) == 1
+    changed = {first: imports, targets: targets.replace(correct, mistaken)}
+    detected = pytest.raises(AssertionError, match="Not equal to tolerance") if correct else contextlib.nullcontext()
+    with detected:
+        run_page(page, lambda code: changed.get(code, ""))

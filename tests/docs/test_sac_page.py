@@ -104,14 +104,17 @@ def test_the_pendulum_is_that_of_gym(page):
         np.testing.assert_allclose(other, after, rtol=1e-5, atol=1e-5)
 
 
-def test_a_buffer_on_the_host_is_killed_and_ends_with_the_same_bits(tmp_path):
-    first, updates, environments, device, host, *_ = (block.code for block in blocks_of(PAGE))
+@pytest.mark.parametrize("where", ["host", "both"])
+def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(where, tmp_path):
+    """Without the runs on the page; the buffer is on the host or on the device."""
+    first, updates, environments, device, host, _, both = (block.code for block in blocks_of(PAGE))
     device = device[: device.index("device_step =")]
     host = host[: host.index("host_state, host_returns")]
-    code = first + updates + environments + device + host
-    assert code.count("save_checkpoint_steps=50") == 1
+    both = both[: both.index("both_state, both_returns")]
+    code = first + updates + environments + device + host + both
+    assert code.count("save_checkpoint_steps=50") == 2
     code = code.replace("save_checkpoint_steps=50", "save_checkpoint_steps=10")
-    program = f"import sys\n{code}\nprint(jstep.fingerprint(train_on_host(sys.argv[1], 120)[0]))"
+    program = f"import sys\n{code}\nprint(jstep.fingerprint(train_on_{where}(sys.argv[1], 120)[0]))"
 
     killed = tmp_path / "killed"
     for step in (10, 40, 80):
