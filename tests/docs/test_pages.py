@@ -41,6 +41,14 @@ def test_the_code_of_a_page_runs_in_order(
         run_page(page)
 
 
+def test_the_first_screen_of_the_site_has_a_program() -> None:
+    page = text_of(DOCS / "index.md")
+    program = blocks_of(DOCS / "index.md")[0]
+    assert program.line < 10
+    assert "jstep.train(" in program.code
+    assert page.index("```python") < min(page.index("!["), page.index("\n|"), page.index("\n## "))
+
+
 def test_listings_are_not_silenced() -> None:
     """With `progress=False`, readers would not see that a checkpoint was restored or why no step was run."""
     assert not [name_of(page) for page in PAGES if re.search(r'progress["=: ]+False', text_of(page))]
