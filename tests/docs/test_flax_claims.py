@@ -1,6 +1,8 @@
 """Claims of the page "From Flax" and of the recipe for NNX, checked against Flax."""
 
+import contextlib
 import functools
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ pytest.importorskip("flax")
 
 @functools.cache
 def page():
-    """The names that the page defines."""
-    return run_page(DOCS / "from" / "flax.md")
+    """The names that the page defines; its files are written to a folder that is deleted."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return run_page(DOCS / "from" / "flax.md")
 
 
 def test_the_loss_scale_changes_at_the_steps_of_flax():
