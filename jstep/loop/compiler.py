@@ -438,7 +438,7 @@ class StartTimes:
         self.began = self.clock()
 
     def left(self, seconds: float) -> float:
-        """How much is left of some seconds from the begin of the start on."""
+        """Return what is left of some seconds, counted from the begin of the start."""
         return max(0.0, self.began + seconds - self.clock())
 
     @scoped

@@ -1,4 +1,4 @@
-"""How far the host is ahead of the device: at most what takes a second, or two calls."""
+"""A bound on the calls that the device has not finished: what takes a second, or two calls."""
 
 import contextlib
 import math

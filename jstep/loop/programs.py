@@ -65,16 +65,6 @@ def check(state: Any, last_step: int) -> None:
         )
 
 
-def check_alive(state: TrainState) -> None:
-    """Refuse a state that was donated to an earlier step."""
-    path = trees.donated_leaf(state)
-    if path is not None:
-        raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
-            "the step returned, or make a new one."
-        )
-
-
 def check_result(result: Any) -> tuple[TrainState, Any]:
     """Return the result of a step; refuse anything but a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
@@ -374,16 +364,13 @@ class Programs:
             shapes: Identifies the shapes.
             args: Returns the arguments of one step, or their shapes.
         """
-        stage, most = self.stage_of(step), self._most_at(step)
+        stage, (most, later, longer) = self.stage_of(step), self._most
+        most = most if step < later else longer
         found = stage.plans.get((most, shapes))
         if found is None:
             with self.tracing:  # the first program is compiled in a thread of its own
                 found = stage.plans[most, shapes] = self._new_plan(stage, most, args)
         return found
-
-    def _most_at(self, step: int) -> int | None:
-        most, later, longer = self._most
-        return most if step < later else longer
 
     def _new_plan(self, stage: Stage, most: int | None, args: Callable[[], tuple[Any, ...]]) -> Plan:
         try:

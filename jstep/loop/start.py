@@ -29,9 +29,10 @@ from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
 from jstep.loop.foresight import look_ahead
-from jstep.loop.hook_runner import HELD, HOOK_STATES, STOPPED, HookRunner, RunSaverHook, reason_done
-from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
+from jstep.loop.hook_runner import HookRunner, reason_done
+from jstep.loop.programs import Programs, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
+from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState, state_of
 
@@ -116,6 +117,16 @@ def _begin_with_given(run: Run, why: str) -> None:
             )
     check_alive(run.state)
     run.begin_at(step_of(run.state))
+
+
+def check_alive(state: TrainState) -> None:
+    """Refuse a state that was donated to an earlier step."""
+    path = trees.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
+            "the step returned, or make a new one."
+        )
 
 
 def _step_if_known(state: TrainState) -> int | None:

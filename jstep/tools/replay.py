@@ -32,8 +32,9 @@ from jstep.data.loaders import (
 )
 from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
-from jstep.loop.programs import Programs, check, check_alive
+from jstep.loop.programs import Programs, check
 from jstep.loop.run_record import as_steps_per_call, check_locations
+from jstep.loop.start import check_alive
 from jstep.loop.train import train
 from jstep.queues.queues import until_end
 from jstep.state.global_step import global_step

@@ -150,7 +150,7 @@ def test_a_process_that_is_forked_in_a_run(place: str) -> None:
     hook = jstep.every(4, inner if place == "nested" else child)
     train(4, batch if place == "batch" else DATA, hooks=[] if place == "batch" else [hook])
     assert codes == [-signal.SIGTERM]
-    assert before[0] not in (signal.SIG_DFL, None)  # the handler of the run, which goes on in the parent
+    assert before[0] not in (signal.SIG_DFL, None)  # the handler of the run, which continues in the parent
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 

@@ -246,7 +246,7 @@ def test_a_next_due_that_raises_for_a_later_step_ends_the_run_there(steps_per_ca
 
 @pytest.mark.parametrize("steps_per_call", [2, 7])
 def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_path):
-    """It is asked at every end of a call; the steps before are taken."""
+    """It is called at every end of a call; the steps before are taken."""
 
     class Raises(jstep.Hook):
         def next_due(self, step):

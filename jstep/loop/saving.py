@@ -1,0 +1,139 @@
+"""The checkpoint of a run: the state, and everything else that a restart needs."""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.checkpoint.manifest import Extra
+from jstep.core.meshes import internal_transfers
+from jstep.core.tagged_json import Files, as_json
+from jstep.data.loaders import gather_positions, kept_positions
+from jstep.distributed import processes
+from jstep.hooks.hook import get_states
+from jstep.hooks.nan_loss import nonfinite_params
+from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.timeline import SAVING, STEPPING
+from jstep.loop.run_record import Run
+from jstep.state.train_state import TrainState
+
+HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
+"""Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
+that stopped the run, the step at which the hooks have ended, and the initial values of held hyperparameters."""
+
+
+class _Memory(NamedTuple):
+    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
+
+    Attributes:
+        positions: The positions of the batches.
+        hooks: The states of the hooks.
+    """
+
+    positions: Extra
+    hooks: Extra
+
+
+class RunSaverHook(CheckpointSaverHook):
+    """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
+
+    A step is saved again if a hook changed the state, its own, or the position of the batches, after the save.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        options = run.options
+        super().__init__(
+            run.saver,
+            save_secs=options.save_checkpoint_secs,
+            save_steps=options.save_checkpoint_steps,
+            extra=self._made_extra,
+            before_save=(self._call_before,),
+        )
+        self.part = STEPPING  # it measures its own time when it saves
+        self._loop = run
+        self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
+
+    def _call_before(self, step: int) -> None:
+        for fn in self._loop.before_saves:
+            fn()
+
+    def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
+        """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
+        with contextlib.suppress(Exception):  # saving reports a failed step in more detail
+            jax.block_until_ready(state)
+        with self._loop.watch.part(SAVING):
+            return super().save(step, state, wait=wait)
+
+    def save_alone(self, step: int, state: TrainState) -> None:
+        """Save from another thread while the loader or a hook hangs: no method of a hook is called.
+
+        The states of hooks are those of the latest save.
+        """
+        if not super().has_saved(step, state):
+            self._call_before(step)
+            extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
+            with internal_transfers(), self._loop.saver.knowing(not nonfinite_params(self._loop)):
+                self._loop.saver.save(state, extra=extra)
+        self._loop.saver.wait()
+
+    def restored(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
+        self._of_this_save = _Memory(self._positions(), self._remembered())
+        self.is_saved(step, state)
+
+    def is_saved(self, step: int, state: TrainState) -> None:
+        """Record that a checkpoint of this step holds this state and the states of hooks when it was made."""
+        super().is_saved(step, state)
+        self._memory = self._of_this_save
+        for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
+            one.load = functools.partial(self._loop.saver.read_file, name, step)
+
+    def has_saved(self, step: int, state: TrainState) -> bool:
+        """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
+        if not super().has_saved(step, state):
+            return False
+        feeder = self._loop.feeder
+        # Only these can change after their step; the comparison comes first, as all processes take part in it.
+        is_same = True
+        if feeder is not None and feeder.live is not None:
+            is_same = not processes.any_process(not self._positions().is_same(self._memory.positions))
+        return self._remembered().is_same(self._memory.hooks) and is_same
+
+    def _remembered(self) -> Extra:
+        run, by = self._loop, self._stopped_by()
+        states = get_states(run.hooks)
+        known = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        values = {key: value for key, value in known.items() if value is not None}
+        files = Files("hooks.")
+        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
+
+    def _stopped_by(self) -> str | None:
+        """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
+        kept = self._loop.extra.get(STOPPED) if self._loop.feeder is None else None
+        return self._loop.stopped_by or kept
+
+    def _positions(self) -> Extra:
+        """The positions of the batches; must be called on all processes."""
+        run = self._loop
+        files = Files()
+        if run.feeder is None:  # no step was run: the positions have not changed
+            return Extra(kept_positions(run.extra, files), files)
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
+
+    def _past(self) -> dict[str, Any]:
+        return {key: value for past in self._loop.pasts for key, value in past(self._loop.step).items()}
+
+    def _made_extra(self) -> Extra:
+        self._of_this_save = _Memory(self._positions(), self._remembered())
+        return self._extra_of(self._of_this_save)
+
+    def _extra_of(self, memory: _Memory) -> Extra:
+        positions, hooks = memory
+        held = {HELD: self._loop.held} if self._loop.held else {}
+        values = positions.values | self._past() | hooks.values | held
+        return Extra(values, {**positions.files, **hooks.files})
