@@ -532,6 +532,33 @@ def commit(path: pathlib.Path) -> None:
     _svg(path, 826, 170, *parts)
 
 
+def saves(path: pathlib.Path) -> None:
+    """Which checkpoints a run that saves by itself keeps, and which pass."""
+    left, each, top = 40, 5.4, 70  # pixels for 10 seconds
+
+    def at(seconds: float) -> float:
+        return left + each * seconds / 10
+
+    parts = [f'<path d="M{left} {top} H{at(1330)}" stroke="{INK}" fill="none"/>']
+    for seconds in range(10, 1310, 10):
+        x, kept = at(seconds), seconds % 600 == 10
+        gone = not kept and seconds < 1300
+        color, height = (BLUE, 30) if kept else (GREY if gone else RED, 14)
+        parts.append(
+            f'<path d="M{x} {top} v-{height}" stroke="{color}" stroke-width="{3 if kept else 1.5}" '
+            f'stroke-opacity="{0.35 if gone else 1}"/>'
+        )
+        if kept:
+            label = f'<text x="{x}" y="{top - 38}" text-anchor="middle" fill="{BLUE}">kept</text>'
+            parts += [label, f'<text x="{x}" y="{top + 20}" text-anchor="middle" fill="{INK}">{seconds} s</text>']
+    words = (
+        (at(310), top - 24, GREY, "passing: each is replaced by the next"),
+        (at(1255), top - 24, RED, "the newest"),
+    )
+    parts += [f'<text x="{x}" y="{y}" text-anchor="middle" fill="{color}">{text}</text>' for x, y, color, text in words]
+    _svg(path, 780, 104, *parts)
+
+
 def layouts(path: pathlib.Path) -> None:
     """Which part of a state each of four devices holds."""
     columns = [
@@ -582,6 +609,7 @@ MAKERS = {
     "goodput.png": goodput,
     "clock.svg": clock,
     "commit.svg": commit,
+    "saves.svg": saves,
 }
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--run"]:

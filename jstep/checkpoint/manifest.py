@@ -166,6 +166,8 @@ class Manifest:
         left_out: Leaves of the state that were not saved; a target must provide them.
         finite: Whether all parameters are finite, or were not when the run began. Those of versions that did not record
             it count as finite.
+        passing: Whether the next save replaces it, and it counts in no limit: what a run saved by itself, soon after a
+            checkpoint that is kept.
     """
 
     step: int
@@ -179,6 +181,7 @@ class Manifest:
     data: str | None = None
     left_out: tuple[LeftOut, ...] = ()
     finite: bool = True
+    passing: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -207,7 +210,8 @@ def encode(manifest: Manifest) -> bytes:
         "extra": manifest.extra,
         "retention": {} if kept is None else {"kept": sorted(kept.steps), "since": kept.since},
         "finite": manifest.finite,
-    } | ({} if manifest.data is None else {"data": manifest.data})
+    }
+    head |= ({"passing": True} if manifest.passing else {}) | ({} if manifest.data is None else {"data": manifest.data})
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
     files = ",\n".join(f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items())
@@ -267,6 +271,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         data,
         tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
         _truth(loaded.get("finite", True)),
+        _truth(loaded.get("passing", False)),
     )
 
 

@@ -1,5 +1,6 @@
 """Names of checkpoints, and the validation of the arguments of `Saver`."""
 
+import contextlib
 import json
 import os
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory import Directory
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import as_int, as_number, as_text, shown
 from jstep.stores.objects import absolute, is_url, location
 
@@ -147,7 +149,8 @@ def checkpoints_iterator(
 
     Each time, the newest checkpoint is returned if its step is higher than the one before, beginning with the newest
     that is there: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted, and the
-    run resumed from an older one) the next step is one above those before the rewind.
+    run resumed from an older one) the next step is one above those before the rewind. Passing checkpoints, which a run
+    has saved by itself, are skipped: the next one replaces them, perhaps before they are read.
 
     Args:
         directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
@@ -192,6 +195,17 @@ def _steps(store: listing.Store, prefix: str, timeout: float | None, interval: f
         time.sleep(max(at + interval - time.monotonic(), 0.0))
 
 
+def _newest_kept(store: listing.Store, prefix: str, above: int) -> int:
+    """Return the newest step above another one that is not passing."""
+    for step, path in store.newest_first(prefix):
+        if step <= above:
+            break
+        with contextlib.suppress(CheckpointError, OSError):  # it was replaced meanwhile
+            if not store.manifest(path).passing:
+                return step
+    return _WAIT
+
+
 def _next(store: listing.Store, prefix: str, above: int, timeout: float | None, poll: float) -> int:
     """Wait for a step above another one, or for the end; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
@@ -204,7 +218,7 @@ def _next(store: listing.Store, prefix: str, above: int, timeout: float | None, 
     first = not is_distributed or jax.process_index() == 0
 
     def look() -> int:
-        newest = next((step for step, _ in store.newest_first(prefix)), _WAIT) if first else _WAIT
+        newest = _newest_kept(store, prefix, above) if first else _WAIT
         is_over = deadline is not None and deadline - time.monotonic() <= 0
         return newest if newest > above else _END if is_over else _WAIT
 

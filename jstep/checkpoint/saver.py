@@ -88,9 +88,18 @@ class RetentionManager:
         """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
         self._finite: dict[int, bool] = {}
         """Step → whether the parameters are finite, of the checkpoints for which that is known."""
+        self._passing: dict[int, tuple[bool, float]] = {}
+        """Step → whether it is passing, and when it was saved, of the checkpoints for which that is known."""
+        self._replaces = True  # there may be a passing one
+        self.write_secs: float | None = None
+        """The seconds from the begin of the latest save until its checkpoint existed; None while it is written."""
 
     def commit_of(
-        self, manifest: Manifest, left_out: Callable[[], tuple[LeftOut, ...]], flushes: Iterable[Callable[[], None]]
+        self,
+        manifest: Manifest,
+        left_out: Callable[[], tuple[LeftOut, ...]],
+        flushes: Iterable[Callable[[], None]],
+        passing_secs: float | None = None,
     ) -> Commit:
         """Return the commit of a save.
 
@@ -98,35 +107,55 @@ class RetentionManager:
             manifest: The manifest, which still lacks files, retention and left-out leaves.
             left_out: Returns the left-out leaves.
             flushes: Functions to call before the checkpoint exists.
+            passing_secs: The checkpoint is passing if it is saved within that many seconds after the last one that is
+                kept; None if it is kept in any case.
         """
+        began, self.write_secs = time.monotonic(), None
 
         def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
             for flush in flushes:
                 flush()
-            victims, retained = self._decide(manifest)
+            victims, retained, is_passing = self._decide(manifest, passing_secs)
 
             def committed() -> None:
                 self._retained = retained
                 self._times[manifest.step] = manifest.saved_at
                 self._finite[manifest.step] = manifest.finite
+                self._passing[manifest.step] = is_passing, manifest.saved_at
+                self._replaces = is_passing
+                self.write_secs = time.monotonic() - began
                 for path in victims:
                     self._store.evict(path)
 
-            sealed = dataclasses.replace(manifest, retention=retained, files=files, left_out=left_out())
+            sealed = dataclasses.replace(
+                manifest, retention=retained, files=files, left_out=left_out(), passing=is_passing
+            )
             return sealed, committed
 
         return Commit(manifest.saved_at, seal)
 
-    def _decide(self, manifest: Manifest) -> tuple[list[str], RetainedSteps]:
-        """Return the paths of the checkpoints to delete once this one exists, and the new retention state."""
+    def _decide(self, manifest: Manifest, passing_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
+        """Decide what follows from a save.
+
+        Returns:
+            The paths of the checkpoints to delete once this one exists, the new retention state, and whether this
+            checkpoint is passing.
+        """
         retained = self.load(leaf.path for leaf in manifest.leaves)
-        if self._max_to_keep is None:
-            return [], retained
+        if self._max_to_keep is None and passing_secs is None and not self._replaces:
+            return [], retained, False
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
         found.pop(manifest.step, None)
+        passing, kept_at = self._passing_in(found)
+        is_passing = (
+            passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
+        )
+        finite = self._newest_finite(found, manifest)
+        replaced = [found.pop(step) for step in passing if step != finite]
+        if is_passing or self._max_to_keep is None:
+            return replaced, retained, is_passing
         self._times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
         times = self._times | {manifest.step: manifest.saved_at}
-        finite = self._newest_finite(found, manifest)
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
         if manifest.step < max(times) and not self._warned:
             self._warned = True
@@ -135,7 +164,23 @@ class RetentionManager:
                 manifest.step,
                 name(self._prefix, max(times)),
             )
-        return [found[step] for step in victims], retained
+        return [*replaced, *(found[step] for step in victims)], retained, False
+
+    def _passing_in(self, found: Mapping[int, str]) -> tuple[list[int], float | None]:
+        """Return the newest checkpoints as far as they are passing, and when the next one, which is kept, was saved."""
+        passing = []
+        for step in sorted(found, reverse=True):
+            if step not in self._passing:
+                try:
+                    manifest = self._store.manifest(found[step])
+                except (CheckpointError, OSError):
+                    return passing, None
+                self._passing[step] = manifest.passing, manifest.saved_at
+            is_passing, saved_at = self._passing[step]
+            if not is_passing:
+                return passing, saved_at
+            passing.append(step)
+        return passing, None
 
     def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
         """Return the highest step whose parameters are finite; None if there is none."""
@@ -161,6 +206,7 @@ class RetentionManager:
         if jax.process_index() == 0 and path is not None:
             self._store.evict(path)
         self._times.pop(step, None)
+        self._passing.pop(step, None)
         processes.any_process(False)
 
     def evictable(self) -> list[str]:
@@ -374,6 +420,7 @@ class Saver:
         self._failure: Exception | None = None
         self._flushes: list[Callable[[], None]] = []
         self._finite: bool | None = None
+        self._passing_secs: float | None = None
         self._reader = Reader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
@@ -636,17 +683,24 @@ class Saver:
             self._flushes.remove(flush)
 
     @contextlib.contextmanager
-    def knowing(self, finite: bool) -> Iterator[None]:
+    def knowing(self, finite: bool, passing_secs: float | None = None) -> Iterator[None]:
         """A context whose saves record whether the parameters are finite, without looking at them again.
 
         Args:
             finite: Whether they are; a run does not count those that were not finite when it began.
+            passing_secs: Whether the checkpoint is passing if it is saved within that many seconds after the last one
+                that is kept: the next save then replaces it, and it counts in no limit. None if it is kept.
         """
-        self._finite = finite
+        self._finite, self._passing_secs = finite, passing_secs
         try:
             yield
         finally:
-            self._finite = None
+            self._finite = self._passing_secs = None
+
+    @property
+    def write_secs(self) -> float | None:
+        """The seconds that the latest save took until its checkpoint existed; None while it is written, or before."""
+        return self._retention.write_secs
 
     def close(self, wait: bool = True) -> None:
         """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
@@ -715,7 +769,7 @@ class Saver:
         try:
             records = started_slots([everything[i] for i in sorted(absent)])
             compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
-            commit = self._retention.commit_of(manifest, records, tuple(self._flushes))
+            commit = self._retention.commit_of(manifest, records, tuple(self._flushes), self._passing_secs)
             self._store.save(path, arrays, compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)

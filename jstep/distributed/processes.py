@@ -89,8 +89,9 @@ class AgreedClock:
         self._ask_at = step + gap_of_all
         return bool(over)
 
-    def done(self) -> None:
-        """Restart the period."""
+    def done(self, secs: float | None = None) -> None:
+        """Begin another period, of as many seconds as before or of others; those of process 0 count."""
+        self._secs = self._secs if secs is None else secs
         self._last = self._clock()
         self._ask_at = 0
 

@@ -38,7 +38,7 @@ class Cadence:
 
     Attributes:
         steps: The interval in steps, or None.
-        secs: The interval in seconds, or None.
+        secs: The interval in seconds, a function that returns it whenever an interval begins, or None.
         clock: Returns seconds.
         together: Whether all processes must act at the same step, by the clock of one of them.
         ends_calls: Whether no call of several steps runs past a multiple; if not, the hook is due after the first call
@@ -48,12 +48,16 @@ class Cadence:
     """
 
     steps: int | None = None
-    secs: float | None = None
+    secs: float | Callable[[], float] | None = None
     clock: Clock = time.monotonic
     together: bool = False
     ends_calls: bool = True
     at_last: bool = False
     again_at_last: bool = False
+
+    def interval(self) -> float:
+        """The seconds of an interval that begins now; 0 without seconds."""
+        return self.secs() if callable(self.secs) else self.secs or 0.0
 
     def next_multiple(self, step: int) -> int:
         """The next multiple of `steps`, whatever the clock."""
@@ -93,7 +97,7 @@ class Due:
         self.clock = time.monotonic if cadence is None else cadence.clock
         self._agreed: processes.AgreedClock | None = None
         if cadence is not None and self._is_timed and cadence.together and not processes.is_single_process():
-            self._agreed = processes.AgreedClock(cadence.secs or 0.0, self.clock)
+            self._agreed = processes.AgreedClock(cadence.interval(), self.clock)
         self.deadline = math.inf
         self.done(step)
 
@@ -115,10 +119,12 @@ class Due:
     def done(self, step: int) -> None:
         """Count steps and seconds from here: the hook was called at this step, or the run begins at it."""
         self.called = step
-        if self._agreed is not None:
-            self._agreed.done()
-        elif self._cadence is not None and self._is_timed:
-            self.deadline = self.clock() + (self._cadence.secs or 0.0)
+        if self._cadence is not None and self._is_timed:
+            secs = self._cadence.interval()
+            if self._agreed is not None:
+                self._agreed.done(secs)
+            else:
+                self.deadline = self.clock() + secs
         self.follow(step)
 
     def follow(self, step: int) -> None:

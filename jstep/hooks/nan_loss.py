@@ -1,6 +1,9 @@
 """Stopping at a loss that is not finite, and before parameters are saved that are not."""
 
+import contextlib
 import logging
+
+import jax
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool
@@ -9,6 +12,7 @@ from jstep.hooks.base import RunHook, every, positive
 from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
+from jstep.hooks.timeline import STEPPING
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, in_words, listed
 from jstep.state.train_state import TrainState
 
@@ -176,7 +180,8 @@ class NanLossHook(RunHook):
             return
         self._look_at_start()
         self._has_norm = GRAD_NORM in interval.names()
-        totals = interval.totals
+        with contextlib.nullcontext() if interval.is_ready() else self.run.watch.part(STEPPING):
+            totals = interval.totals
         if totals is None:
             return
         if self._gradient is None:
@@ -211,6 +216,8 @@ class NanLossHook(RunHook):
         self._look_at(self.run.sums.take(self._number))
         if state is None or self._at_start is None or self._bad or self._over or step == self._began:
             return
+        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+            jax.block_until_ready(state)
         nonfinite, infinite_slots = StateContents(state).worse_since(self._at_start)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True

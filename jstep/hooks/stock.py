@@ -262,6 +262,7 @@ class CheckpointSaverHook(RunHook):
     """
 
     part = SAVING
+    _passing_secs: float | None = None
 
     def __init__(
         self,
@@ -345,7 +346,7 @@ class CheckpointSaverHook(RunHook):
             if nonfinite is not None and not self._saver.allow_nonfinite:
                 raise nonfinite
             extra = self._extra() if self._extra else None
-            with internal_transfers(), self._saver.knowing(nonfinite is None):
+            with internal_transfers(), self._saver.knowing(nonfinite is None, self._passing_secs):
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and self._saver is not None:

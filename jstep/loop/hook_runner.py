@@ -14,7 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
-from jstep.hooks.base import Due, RunHook, next_end
+from jstep.hooks.base import Due, RunHook, cadence_of, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
 from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import nonfinite_params
@@ -115,6 +115,9 @@ class HookRunner:
         run = self._run
         if first == run.first:
             run.watch.started()
+            for due in self._due:  # intervals of saves that the run makes by itself begin with its first step
+                if callable(getattr(cadence_of(due.hook), "secs", None)):
+                    due.done(run.step)
             if run.logs_lines:
                 run.times.log()
         run.is_checking = True

@@ -34,6 +34,8 @@ from jstep.state.train_state import TrainState
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
 _CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
+_KEPT_SECS = 600.0
+"""The interval between checkpoints in seconds where only the one in steps is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Options:
     hooks: Sequence[Any]
     checkpoint_dir: str | os.PathLike[str] | Saver | None
     checkpoint_prefix: str
-    save_checkpoint_secs: float | None
+    save_checkpoint_secs: float | str | None
     save_checkpoint_steps: int | None
     logdir: str | os.PathLike[str] | None
     save_summaries_steps: int | None
@@ -79,8 +81,16 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
+            object.__setattr__(self, "save_checkpoint_secs", _KEPT_SECS)
+        if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:
+            raise ValueError(
+                f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "
+                "steps alone), or 'auto'"
+            )
         for name in _CADENCES:
-            (positive_secs if name.endswith("_secs") else positive)(name, getattr(self, name))
+            value = None if (value := getattr(self, name)) == AUTO else value
+            (positive_secs if name.endswith("_secs") else positive)(name, value)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
 
 

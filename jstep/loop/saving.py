@@ -2,21 +2,27 @@
 
 import contextlib
 import functools
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from jstep.checkpoint.manifest import Extra
+from jstep.core.checks import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.tagged_json import Files, as_json
 from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
-from jstep.hooks.hook import get_states
+from jstep.hooks.base import Cadence
+from jstep.hooks.hook import Metrics, get_states
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import SAVING, STEPPING
+from jstep.loop.programs import AUTO
 from jstep.loop.run_record import Run
 from jstep.state.train_state import TrainState
+from jstep.stores.objects import is_url
 
 HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
 """Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
@@ -35,6 +41,54 @@ class _Memory(NamedTuple):
     hooks: Extra
 
 
+FIRST_SECS, BUCKET_SECS, MOST_SECS = 10.0, 60.0, 600.0
+"""The seconds until the first save and between two, between two in a bucket, and at most. A checkpoint within the last
+of these after one that is kept is passing."""
+_LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
+"""The share of the time that the loop may stand still for saves, and that a writer may be busy."""
+
+
+class SaveInterval:
+    """The seconds between two saves that a run makes by itself: as few as a small share of its time allows.
+
+    Args:
+        saver: The run's Saver.
+        clock: Returns seconds.
+
+    Attributes:
+        still: The seconds that the loop stood still for the latest save.
+    """
+
+    def __init__(self, saver: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._saver, self._clock = saver, clock
+        self._least = BUCKET_SECS if is_url(saver.directory) else FIRST_SECS
+        self._saved_at: float | None = None
+        self.still = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds from the latest save to the next one, as far as its costs are known."""
+        if self._saved_at is None:
+            return FIRST_SECS
+        busy = self._saver.write_secs
+        if busy is None:  # it is still being written
+            busy = self._clock() - self._saved_at
+        return min(MOST_SECS, max(self._least, self.still / _LOOP_SHARE, busy / _WRITER_SHARE))
+
+    def is_too_early(self) -> bool:
+        """Whether a save that is due now would cost too much: the latest one took longer than was known."""
+        return self._saved_at is not None and self._clock() - self._saved_at < 0.99 * self()
+
+    @scoped
+    def saving(self) -> Iterator[None]:
+        """Measure a save."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._saved_at = self._clock()
+            self.still = self._saved_at - began
+
+
 class RunSaverHook(CheckpointSaverHook):
     """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
 
@@ -45,16 +99,20 @@ class RunSaverHook(CheckpointSaverHook):
     """
 
     def __init__(self, run: Run) -> None:
-        options = run.options
+        options, secs = run.options, run.options.save_checkpoint_secs
+        is_auto = secs == AUTO
         super().__init__(
             run.saver,
-            save_secs=options.save_checkpoint_secs,
+            save_secs=None if is_auto else secs,
             save_steps=options.save_checkpoint_steps,
             extra=self._made_extra,
             before_save=(self._call_before,),
         )
+        self._interval = SaveInterval(run.saver) if is_auto else None
+        if self._interval is not None:
+            self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
-        self._loop = run
+        self._loop, self._is_passing = run, False
         self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
     def _call_before(self, step: int) -> None:
@@ -65,8 +123,32 @@ class RunSaverHook(CheckpointSaverHook):
         """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
         with contextlib.suppress(Exception):  # saving reports a failed step in more detail
             jax.block_until_ready(state)
-        with self._loop.watch.part(SAVING):
+        if self._interval is None:
+            with self._loop.watch.part(SAVING):
+                return super().save(step, state, wait=wait)
+        import jstep.checkpoint.orbax_arrays  # noqa: F401  # takes long, once: no cost of a save
+
+        with self._loop.watch.part(SAVING), self._interval.saving():
             return super().save(step, state, wait=wait)
+
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Save; a checkpoint that the run makes by itself may be passing, unless it is that of the last step."""
+        run, interval = self._loop, self._interval
+        if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
+            return
+        is_last = step >= run.options.last_step or run.stopped_by is not None
+        self._passing_secs = None if interval is None or is_last else MOST_SECS
+        try:
+            self.save(step, state)
+            self._is_passing = self._passing_secs is not None
+        finally:
+            self._passing_secs = None
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Save the last state, which is kept."""
+        if self._is_passing:
+            self._saved = None
+        super().end(step, state)
 
     def save_alone(self, step: int, state: TrainState) -> None:
         """Save from another thread while the loader or a hook hangs: no method of a hook is called.

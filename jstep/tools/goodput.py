@@ -20,7 +20,8 @@ class Goodput:
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
     Attributes:
-        productive: Time of the steps that led to the final state.
+        productive: Time of the steps that led to the final state, also if a stock hook, a save or an evaluation waits
+            for them.
         rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
             hooks, evaluations and saves are counted in their own parts.
         starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
@@ -29,7 +30,7 @@ class Goodput:
         waiting: Time that the loop waited for batches.
         saving: Time that the loop waited for checkpoints.
         evaluating: Time of `EvaluationHook`s, including their callbacks.
-        hooks: Time of all other hooks, including the device time that they waited for and the repeated updates of
+        hooks: Time of all other hooks, including the device time that yours waited for and the repeated updates of
             `AuditHook`.
         down: Time from the last line of one start to the next start.
         starts: Number of starts of the run.
