@@ -553,10 +553,10 @@ def saves(path: pathlib.Path) -> None:
             parts += [label, f'<text x="{x}" y="{top + 20}" text-anchor="middle" fill="{INK}">{seconds} s</text>']
     words = (
         (at(310), top - 24, GREY, "passing: each is replaced by the next"),
-        (at(1255), top - 24, RED, "the newest"),
+        (at(1285), top + 36, RED, "the newest"),
     )
     parts += [f'<text x="{x}" y="{y}" text-anchor="middle" fill="{color}">{text}</text>' for x, y, color, text in words]
-    _svg(path, 780, 104, *parts)
+    _svg(path, 780, 118, *parts)
 
 
 def layouts(path: pathlib.Path) -> None:
