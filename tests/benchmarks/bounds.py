@@ -27,4 +27,8 @@ BOUNDS: dict[str, dict[tuple[str, str], float]] = {
         ("with checkpoint_dir, list of 10⁵", "without, list of 10⁵"): 1.10,
         ("with checkpoint_dir, array of 8 MB", "without, array of 8 MB"): 1.10,
     },
+    "in_flight": {
+        (f"{milliseconds} ms, with the bound", f"{milliseconds} ms, without it"): bound
+        for milliseconds, bound in ((0.1, 1.05), (1, 1.02), (10, 1.02), (1000, 1.02))
+    },
 }
