@@ -1,4 +1,4 @@
-"""Calls that made an object, so that its `repr` is what one would type."""
+"""Remembered calls, so that the `repr` of what they return is what one would type."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Call:
-    """A call: its `repr` is formatted when it is asked for, and reads no array of a device.
+    """A call: its `repr` is formatted on demand, and reads no array of a device.
 
     Args:
         function: The function that was called.

@@ -16,7 +16,7 @@ from jstep.core.checks import as_function, as_int, as_text, kind, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Role, Roles
+from jstep.core.slot_roles import Role, Roles, makes_optimizer
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
@@ -211,6 +211,7 @@ def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
     return None, {NAME: _moved(own[NAME], p if u is None else add(p, u), rate)}
 
 
+@makes_optimizer(2)
 def with_moving_average(
     optimizer: Optimizer,
     ema: ExponentialMovingAverage,
@@ -425,6 +426,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
 SLOW = "slow"
 
 
+@makes_optimizer(1)
 def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
     """Lookahead: every k-th update slow += α·(p − slow); p = slow.
 
@@ -520,6 +522,7 @@ def slow_params(state: TrainState, name: str = SLOW) -> Params:
 MASTER = "master"
 
 
+@makes_optimizer(1)
 def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
@@ -606,6 +609,7 @@ def _floating_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(found)
 
 
+@makes_optimizer(1)
 def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 

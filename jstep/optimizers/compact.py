@@ -14,7 +14,7 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
+from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn, makes_optimizer
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper
@@ -321,6 +321,7 @@ _REFUSED = {
 }
 
 
+@makes_optimizer(1)
 def compact(optimizer: Optimizer, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
     """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
 

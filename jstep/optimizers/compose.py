@@ -13,7 +13,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, roles_of
+from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, makes_optimizer, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at
@@ -200,6 +200,7 @@ def wrap_optimizer(
 # Chain optimizers and gradient transformations, and prefix the names of one.
 
 
+@makes_optimizer()
 def chain(*optimizers: Optimizer) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
@@ -244,7 +245,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             error.add_note(warning)
         raise
     if warning:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warnings.warn(warning, UserWarning, stacklevel=3)  # above the decorator
 
     @loads_slots
     def update(
@@ -273,6 +274,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
 
 
+@makes_optimizer(2)
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
     """Rename the slots and hyperparameters of an optimizer to `name/…`.
 
@@ -320,6 +322,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
 # Use different optimizers for different parameters.
 
 
+@makes_optimizer(2)
 def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:
     """Update each leaf with the optimizer of its label.
 
@@ -484,6 +487,7 @@ def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
 LEAST_SHARE = 1e-3
 
 
+@makes_optimizer(1)
 def cautious(optimizer: Optimizer) -> Optimizer:
     """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
@@ -530,6 +534,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
 # Projection of the parameters after each update: bounds, unit norms, manifolds.
 
 
+@makes_optimizer(2)
 def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
     """Project the parameters after each update: p ← fn(p + u).
 

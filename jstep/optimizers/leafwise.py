@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Labels, Role, Roles, abstractly, labels_of, roles_of
+from jstep.core.slot_roles import (
+    KINDS,
+    OUTERMOST,
+    Init,
+    Labels,
+    Role,
+    Roles,
+    abstractly,
+    labels_of,
+    makes_optimizer,
+    roles_of,
+)
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at
@@ -85,6 +96,7 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
     return optimizer._replace(init=dataclasses.replace(made, make=make))
 
 
+@makes_optimizer(1)
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     """A chain element from a pure function, without slots or hyperparameters.
 
@@ -464,6 +476,7 @@ COPY = Slot("copy", holds="weight")
 """Slots, with what they hold: `Slot` explains it."""
 
 
+@makes_optimizer(1)
 def leafwise(
     rule: Rule,
     *,

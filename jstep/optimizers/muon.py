@@ -17,6 +17,7 @@ from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
+from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
@@ -352,6 +353,7 @@ def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Arra
 Over: TypeAlias = Literal["neuron", "short"]
 
 
+@makes_optimizer()
 def normalize_neurons(
     beta2: ScalarOrSchedule = 0.95,
     epsilon: ScalarOrSchedule = 1e-10,
@@ -436,6 +438,7 @@ SMALLEST = 1e-10
 """The lower bound of norms in divisors."""
 
 
+@makes_optimizer()
 def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
     """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
@@ -567,6 +570,7 @@ SCALES: dict[str | None, Callable[[int, int], float]] = {
 }
 
 
+@makes_optimizer()
 def muon(
     learning_rate: ScalarOrSchedule = 1e-3,
     momentum: ScalarOrSchedule = 0.95,
@@ -640,6 +644,7 @@ def muon(
     )
 
 
+@makes_optimizer()
 def orthogonalize(
     ns_steps: int | None = None,
     ns_coefficients: Sequence[Any] | str = COEFFICIENTS,

@@ -14,6 +14,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
+from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.elements import Masked, Result, Values, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
@@ -233,6 +234,7 @@ def _product(a: Array, b: Array) -> Array:
 # SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
 
+@makes_optimizer()
 def soap(
     learning_rate: ScalarOrSchedule = 3e-3,
     beta1: ScalarOrSchedule = 0.95,

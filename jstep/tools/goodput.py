@@ -15,7 +15,7 @@ from jstep.tools.cli_common import OK, Command, as_json
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Goodput:
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
@@ -90,6 +90,9 @@ class Goodput:
 
     def _repr_html_(self) -> str:
         return html_table(self._title, self._rows)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]

@@ -335,7 +335,7 @@ class Due(Mapping[Any, Any]):
         return f"{{{', '.join(f'{name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """Preview of a run, returned by `plan`.
 
@@ -360,6 +360,9 @@ class Plan:
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return plan_text(self)
