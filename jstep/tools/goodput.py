@@ -10,7 +10,7 @@ from typing import Any
 from jstep.core.checks import columns, html_table
 from jstep.hooks.timeline import PARTS, STALL, STEPPING, fields_with, is_seconds, read
 from jstep.stores.objects import absolute, location
-from jstep.tools.cli_common import OK, Command, as_json
+from jstep.tools.cli_common import OK, Command, as_json, show
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
@@ -210,7 +210,10 @@ def _run(arguments: argparse.Namespace) -> int:
     found = goodput(arguments.path, arguments.prefix)
     fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
     fields = {name: value for name, value in fields.items() if value != {}}
-    print(as_json(fields) if arguments.json else found)
+    if arguments.json:
+        print(as_json(fields))
+    else:
+        show(str(found))
     return OK
 
 
