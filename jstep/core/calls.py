@@ -14,6 +14,8 @@ from jstep.core.checks import array_type, cut, shown
 LONGEST = 200
 """The longest text of an argument that is neither an optimizer nor a schedule, such as a mask."""
 
+_WITH_ADDRESS: Any = object.__repr__
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -38,7 +40,8 @@ class Call:
 
     def __repr__(self) -> str:
         signature = inspect.signature(self.function)
-        words, plain = [], True
+        words: list[str] = []
+        plain = True
         for i, (name, value) in enumerate(signature.bind(*self.args, **self.kwargs).arguments.items()):
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -134,7 +137,8 @@ def _plain(value: Any) -> str:
         return _of_dataclass(value)
     if callable(value) and hasattr(value, "__name__"):
         return _made_by_optax(value) or str(value.__name__)
-    return f"{type(value).__name__}(…)" if type(value).__repr__ is object.__repr__ else shown(value, LONGEST)
+    has_address = type(value).__repr__ is _WITH_ADDRESS
+    return f"{type(value).__name__}(…)" if has_address else shown(value, LONGEST)
 
 
 def _of_dataclass(value: Any) -> str:
