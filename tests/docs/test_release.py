@@ -65,7 +65,7 @@ def test_the_placeholders_of_this_checkout_are_found() -> None:
 
 
 def test_nothing_says_that_jstep_is_on_an_index() -> None:
-    """`pip install 'jstep[plot]'` is none: it installs what the package that is there lacks, and asks no index for it."""
+    """With an extra, as in `pip install 'jstep[plot]'`, pip installs what the package that is there lacks."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py"), *MODULES.values()]
     claim = re.compile(r"pip install (?:-\S+ )*['\"]?jstep(?!\[)|pypi\.org/project/jstep|conda install \S*jstep")
     if any(PRIVATE in one for one in problems()):
