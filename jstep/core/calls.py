@@ -109,17 +109,23 @@ class RememberedFunction:
 
 def typed(value: Any) -> str:
     """Format an argument as one would type it, without addresses, and without reading arrays of devices."""
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return _transformation(value)
     if isinstance(value, RememberedFunction):
         return repr(value)
+    if _is_call(value):
+        return _transformation(value)
     if isinstance(value, Mapping):
-        # With optimizers inside, as in `partition`, nothing is cut.
-        return "{" + ", ".join(f"{key!r}: {typed(one)}" for key, one in value.items()) + "}"
+        text = "{" + ", ".join(f"{key!r}: {typed(one)}" for key, one in value.items()) + "}"
+        return text if any(map(_is_call, value.values())) else cut(text, LONGEST)
     if isinstance(value, list | tuple):
         parts = ", ".join(map(typed, value))
-        return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
+        text = f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
+        return text if any(map(_is_call, value)) else cut(text, LONGEST)
     return cut(_plain(value), LONGEST)
+
+
+def _is_call(value: Any) -> bool:
+    """Whether a value is a schedule or an optimizer, of jstep or of Optax, which are never cut off."""
+    return isinstance(value, RememberedFunction) or (hasattr(value, "init") and hasattr(value, "update"))
 
 
 def _plain(value: Any) -> str:
