@@ -322,7 +322,7 @@ def cosine_decay_restarts(
     stretch = arithmetic.period("t_mul", t_mul)
     height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
     arithmetic.refuse_step("learning_rate", learning_rate)
-    arithmetic.refuse_step("t_mul", t_mul, most=100, most_steps=10, meaning="a ratio")
+    arithmetic.refuse_step("t_mul", t_mul, most=100, most_steps=8, meaning="a ratio")
     arithmetic.refuse_step("m_mul", m_mul, most=1, meaning="a fraction")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
@@ -404,7 +404,7 @@ def linear_cosine_decay(
     count = arithmetic.scalar("num_periods", num_periods)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
     arithmetic.refuse_step("learning_rate", learning_rate)
-    most = max(10.0, float(length) / 2)  # with more, a period has fewer than two steps
+    most = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
     arithmetic.refuse_step("num_periods", num_periods, most=most, most_steps=min(most, 100), meaning="a few")
 
     def schedule(step: Step, /) -> Any:
