@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -82,6 +82,29 @@ def remembered(
         return make
 
     return decorate
+
+
+class Made(NamedTuple):
+    """The origin of an optimizer.
+
+    Attributes:
+        call: The call.
+        functions: `update` and `hyperparameters` of its result: with others it is another optimizer.
+    """
+
+    call: Call
+    functions: tuple[Any, Any]
+
+
+def _remember(optimizer: Any, call: Call) -> Any:
+    if not (dataclasses.is_dataclass(optimizer.init) and hasattr(optimizer.init, "call")):  # of a custom optimizer
+        return optimizer
+    made = Made(call, (optimizer.update, optimizer.hyperparameters))
+    return optimizer._replace(init=dataclasses.replace(optimizer.init, call=made))
+
+
+makes_optimizer = functools.partial(remembered, _remember)
+"""`@makes_optimizer(positional=0)`: a decorator of functions, so that the `repr` of their optimizers is the call."""
 
 
 class RememberedFunction:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.calls import Call, remembered
+from jstep.core.calls import Made
 from jstep.core.checks import setting
 from jstep.core.programs import COPYING, Operation, body_of, evaluate
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step
@@ -183,17 +183,17 @@ class Init:
         roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
         finished: Whether the updates include −learning_rate, ready to be added to the parameters.
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
+        call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
             all leaves have the same optimizer.
-        call: What made the optimizer, for its `repr`.
     """
 
     make: Callable[[Params, Step], Slots]
     roles: Callable[[Params], Roles]
     finished: bool = False
     guarded: bool = False
+    call: Made | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
-    call: "Made | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots for `params` at `global_step`."""
@@ -203,29 +203,6 @@ class Init:
             roles = self.roles(params)
             made += [(tree, roles[name]) for name, tree in slots.items() if name in roles]
         return slots
-
-
-class Made(NamedTuple):
-    """The origin of an optimizer.
-
-    Attributes:
-        call: The call.
-        functions: `update` and `hyperparameters` of its result: with others it is another optimizer.
-    """
-
-    call: Call
-    functions: tuple[Any, Any]
-
-
-def _remember(optimizer: Optimizer, call: Call) -> Optimizer:
-    if not isinstance(optimizer.init, Init):
-        return optimizer
-    made = Made(call, (optimizer.update, optimizer.hyperparameters))
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, call=made))
-
-
-makes_optimizer = functools.partial(remembered, _remember)
-"""`@makes_optimizer(positional=0)`: a decorator of functions, so that the `repr` of their optimizers is the call."""
 
 
 _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.calls import typed
+from jstep.core.calls import Made, typed
 from jstep.core.checks import first_beyond, kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
@@ -195,9 +195,9 @@ class Optimizer(NamedTuple):
 
     def __repr__(self) -> str:
         """The call that made it, unless a function was replaced since."""
-        call = getattr(self.init, "call", None)
-        if call is not None and self[1:3] == call.functions:
-            return repr(call.call)
+        made = getattr(self.init, "call", None)
+        if isinstance(made, Made) and self[1:3] == made.functions:
+            return repr(made.call)
         functions = zip(self._fields, self[:3], strict=False)
         words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions]
         return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import Masked, Result, Scalar, Values

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import BETA, RATE, Masked, Result, Rule, Values

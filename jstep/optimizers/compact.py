@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import slot_roles, trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn, makes_optimizer
+from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
-from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, makes_optimizer, roles_of
+from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Role, Roles, labels_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_names, is_update, values_at

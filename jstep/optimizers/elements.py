@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.placement import as_key
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters

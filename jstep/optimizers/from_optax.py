@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_text, kind, scoped, shown
-from jstep.core.slot_roles import Init, Roles, copies_in, makes_optimizer, of_slots
+from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.optimizers.hyperparameters import as_arrays, check_prefix, checked, report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT

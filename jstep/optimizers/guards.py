@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
-from jstep.core.slot_roles import AGES, Role, Roles, makes_optimizer, roles_of
+from jstep.core.slot_roles import AGES, Role, Roles, roles_of
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper

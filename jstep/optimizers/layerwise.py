@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import Init, makes_optimizer
+from jstep.core.slot_roles import Init
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements

@@ -10,20 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
-from jstep.core.slot_roles import (
-    KINDS,
-    OUTERMOST,
-    Init,
-    Labels,
-    Role,
-    Roles,
-    abstractly,
-    labels_of,
-    makes_optimizer,
-    roles_of,
-)
+from jstep.core.slot_roles import KINDS, OUTERMOST, Init, Labels, Role, Roles, abstractly, labels_of, roles_of
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, held_names, held_slots, value_at, values_at

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain

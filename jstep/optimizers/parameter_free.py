@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.elements import POSITIVE, Masked, Result, Scalar, Sums, Values, average, from_update, with_decay
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
-from jstep.core.slot_roles import makes_optimizer
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.elements import Masked, Result, Values, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
