@@ -97,10 +97,11 @@ class Made(NamedTuple):
 
 
 def _remember(optimizer: Any, call: Call) -> Any:
-    if not (dataclasses.is_dataclass(optimizer.init) and hasattr(optimizer.init, "call")):  # of a custom optimizer
+    init: Any = optimizer.init
+    if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # of a custom optimizer
         return optimizer
     made = Made(call, (optimizer.update, optimizer.hyperparameters))
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, call=made))
+    return optimizer._replace(init=dataclasses.replace(init, call=made))
 
 
 makes_optimizer = functools.partial(remembered, _remember)

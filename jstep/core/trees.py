@@ -198,8 +198,8 @@ class Optimizer(NamedTuple):
         made = getattr(self.init, "call", None)
         if isinstance(made, Made) and self[1:3] == made.functions:
             return repr(made.call)
-        functions = zip(self._fields, self[:3], strict=False)
-        words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions]
+        functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
+        words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
         return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
 
 

@@ -61,6 +61,17 @@ def test_reprs(make, text: str) -> None:
     assert repr(make()).startswith(text)
 
 
+def test_every_function_that_makes_an_optimizer_or_a_schedule_is_remembered() -> None:
+    makers = [name for name, fn in NAMES.items() if _returns(fn) in ("Optimizer", "Schedule")]
+    assert {"adam", "chain", "from_optax", "leafwise", "cosine_decay", "times"} <= set(makers)
+    assert not [name for name in makers if not hasattr(NAMES[name], "__wrapped__")]
+
+
+def _returns(function: object) -> str:
+    found = getattr(function, "__annotations__", {}).get("return", "")
+    return found if isinstance(found, str) else getattr(found, "__name__", "")
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_the_repr_of_every_optimizer_can_be_typed(name: str) -> None:
     optimizer = TABLE[name].make(0.125)
