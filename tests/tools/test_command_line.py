@@ -9,10 +9,26 @@ from source_files import ROOT, text_of
 
 import jstep
 from jstep.core.checks import columns
-from jstep.data.loaders import POSITION, POSITIONS
-from jstep.loop.card import PAST
-from jstep.loop.hook_runner import ENDED, HELD, HOOK_STATES, STOPPED
 from jstep.tools.cli import COMMANDS, OWN_EXTRA, main
+
+
+class Loader:
+    """A loader with a position."""
+
+    at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return jnp.ones(2)
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +40,9 @@ def run(tmp_path_factory):
     params = {"decoder": {"layers": {"0": {"attention": {"query_projection": {"kernel": kernel}}}}}, "b": jnp.ones(2)}
     state = jstep.TrainState.create(params, optimizer)
     step = jstep.minimize(lambda params, x: (params["b"] * x).sum(), optimizer)
-    hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)]
-    jstep.train(step, state, [jnp.ones(2)] * 4, 4, checkpoint_dir=directory, hooks=hooks, progress=False)
+    # The position of a loader, states of hooks, and the hook that stopped the run.
+    hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2), jstep.StopAtStepHook(last_step=4)]
+    jstep.train(step, state, Loader(), 9, checkpoint_dir=directory, hooks=hooks, progress=False)
     return directory
 
 
@@ -86,8 +103,7 @@ def test_columns_fold_and_lose_nothing() -> None:
 
 def test_what_jstep_keeps_in_extra_is_hidden(run, capsys) -> None:
     kept = jstep.Saver(run).extra()
-    assert {POSITION, POSITIONS, PAST, ENDED, HELD, HOOK_STATES, STOPPED} == OWN_EXTRA
-    assert {"past", "hooks", "held"} <= kept.keys() <= OWN_EXTRA
+    assert {"batches", "past", "hooks", "held", "stopped", "ended"} <= kept.keys() <= OWN_EXTRA
     path = f"{run}/model-4"
     assert main(["inspect", path]) == 0
     out = capsys.readouterr().out
