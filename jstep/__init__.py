@@ -98,7 +98,9 @@ def __getattr__(name: str) -> object:
 
     place = _EXPORTS.get(name)
     if place is None:
-        raise AttributeError(f"module 'jstep' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        others: object = importlib.import_module("jstep.core.names_of_others").explain(name)
+        text = f"module 'jstep' has no attribute {name!r}{others}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if place == "jstep":  # a package of names
         return importlib.import_module(f"jstep.{name}")
     value: object = getattr(importlib.import_module(place), name)

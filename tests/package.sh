@@ -19,10 +19,17 @@ names = zipfile.ZipFile(sys.argv[1]).namelist()
 assert "jstep/py.typed" in names, "the wheel has no py.typed"
 tests = [name for name in names if "test" in name.split("/")[0]]
 assert not tests, f"the wheel holds tests: {tests[:3]}"
+metadata = zipfile.ZipFile(sys.argv[1]).read(next(name for name in names if name.endswith("/METADATA"))).decode()
+for field in ("Project-URL: Source", "License-Expression: Apache-2.0", "Author: ", "Description-Content-Type: text/markdown"):
+    assert f"\n{field}" in metadata, f"the metadata has no {field}"
+dead = [line for line in metadata.splitlines() if "](docs/" in line]
+assert not dead, f"README's links are relative: {dead[:3]}"
 PY
+tar -tzf "$out"/*.tar.gz | grep -qE '^[^/]+/(LICENSE|README.md|hatch_build.py)$'
 
 python3 -m venv "$out/empty"
 "$out/empty/bin/pip" install -q "$wheel"
+"$out/empty/bin/jstep" | grep -q inspect
 cd "$out"  # outside of the checkout, so that the installed package is imported
 "$out/empty/bin/python" - <<'PY'
 import jax.numpy as jnp

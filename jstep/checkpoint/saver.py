@@ -168,7 +168,7 @@ class RetentionManager:
 
     def _passing_in(self, found: Mapping[int, str]) -> tuple[list[int], float | None]:
         """Return the newest checkpoints as far as they are passing, and when the next one, which is kept, was saved."""
-        passing = []
+        passing: list[int] = []
         for step in sorted(found, reverse=True):
             if step not in self._passing:
                 try:

@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
@@ -91,20 +92,43 @@ def wrapped(title: str, words: Sequence[str]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], left: int = 1, most: int | None = None) -> list[str]:
     """Align the cells of rows of equal length.
 
     Args:
         rows: The rows, the heads first.
         left: The number of columns that are left-aligned; the others are right-aligned.
+        most: The width of the lines. If they are wider, each row takes several: first its first cell, then the others
+            below their heads; or, if these are too wide, too, each after its head. Nothing is cut off.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
-    def line(cells: Sequence[str]) -> str:
+    def line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
         pairs = enumerate(zip(cells, widths, strict=True))
         return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
 
-    return list(map(line, rows))
+    if most is None or breadth(rows) <= most:
+        return [line(cells, widths, left) for cells in rows]
+    if len(widths) == 2:
+        return [part for first, other in rows for part in (*folded(first, most), *folded(f"  {other}", most, 2))]
+    if widths[0] == max(widths) and breadth([cells[1:] for cells in rows]) + 2 <= most:
+        below = [f"  {line(cells[1:], widths[1:], left - 1)}" for cells in rows]
+        return [part for cells, rest in zip(rows, below, strict=True) for part in (*folded(cells[0], most), rest)]
+    heads = ["", *rows[0][1:]]
+    named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
+    return [part for text in named for part in folded(text.strip(), most, 2)]
+
+
+def breadth(rows: Sequence[Sequence[str]]) -> int:
+    """Return the width of a table."""
+    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
+
+
+def folded(line: str, most: int, indent: int = 0) -> list[str]:
+    """Fold a line that is too long, at spaces if it has some; what follows is indented."""
+    if len(line) <= most:
+        return [line]
+    return textwrap.wrap(line, max(most, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 _CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"

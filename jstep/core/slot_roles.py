@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import Made
 from jstep.core.checks import setting
 from jstep.core.programs import COPYING, Operation, body_of, evaluate
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step
@@ -253,6 +254,7 @@ class Init:
         roles: `roles(params)`: the names of the slots that `make` returns, and their roles. It uses no device.
         finished: Whether the updates include −learning_rate, ready to be added to the parameters.
         guarded: Whether gradients that are not finite reach neither parameters nor slots.
+        call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None for a leaf that is never updated; or None if
             all leaves have the same optimizer.
         order: Its place in a chain.
@@ -263,6 +265,7 @@ class Init:
     roles: Callable[[Params], Roles]
     finished: bool = False
     guarded: bool = False
+    call: Made | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
     order: Order = Order()
     rated: bool = False

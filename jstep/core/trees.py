@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jstep.core.calls import Made, typed
 from jstep.core.checks import first_beyond, kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
@@ -33,7 +34,7 @@ class Schedule(Protocol):
         """Return the value at `step`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Held:
     """A mutable hyperparameter, stored in the scalar slot `held/name`; created by `held`.
 
@@ -44,6 +45,9 @@ class Held:
 
     name: str
     value: Any
+
+    def __repr__(self) -> str:
+        return f"held({self.name!r}, {typed(self.value)})"
 
 
 ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
@@ -188,6 +192,15 @@ class Optimizer(NamedTuple):
     update: UpdateFn
     hyperparameters: HyperparametersFn
     takes_context: bool = False
+
+    def __repr__(self) -> str:
+        """The call that made it, unless a function was replaced since."""
+        made = getattr(self.init, "call", None)
+        if isinstance(made, Made) and self[1:3] == made.functions:
+            return repr(made.call)
+        functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
+        words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
+        return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
 
 
 def require_optimizer(name: str, value: Any) -> Optimizer:

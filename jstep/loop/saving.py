@@ -99,7 +99,8 @@ class RunSaverHook(CheckpointSaverHook):
     """
 
     def __init__(self, run: Run) -> None:
-        options, secs = run.options, run.options.save_checkpoint_secs
+        options = run.options
+        secs: Any = options.save_checkpoint_secs
         is_auto = secs == AUTO
         super().__init__(
             run.saver,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
@@ -19,6 +20,7 @@ from jstep.optimizers.leafwise import MEAN, SLOW, SQUARE, Slot
 M_V = {"m": MEAN, "v": SQUARE}
 
 
+@makes_optimizer()
 def adam(
     learning_rate: ScalarOrSchedule = 0.001,
     beta1: ScalarOrSchedule = 0.9,
@@ -69,6 +71,7 @@ def signed_rate(h: Values) -> dict[str, Any]:
     return {"signed_rate": -h.learning_rate * correction}
 
 
+@makes_optimizer()
 def adamw(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -121,6 +124,7 @@ def adamw(
     return elements.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
 
 
+@makes_optimizer()
 def scale_by_adam(
     beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.999, epsilon: ScalarOrSchedule = 1e-8
 ) -> Optimizer:
@@ -172,6 +176,7 @@ def unbiased(m: Array, v: Array, h: Values) -> Array:
     return h.unbias * m / (jnp.sqrt(v) + h.epsilon_hat)
 
 
+@makes_optimizer()
 def adamax(
     learning_rate: ScalarOrSchedule = 2e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -210,6 +215,7 @@ def adamax_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return -h.learning_rate * h.unbias1 * m / u, {"m": m, "v": u}
 
 
+@makes_optimizer()
 def nadam(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -290,6 +296,7 @@ def growing_nadam_weights(h: Values) -> dict[str, Any]:
     }
 
 
+@makes_optimizer()
 def radam(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -357,6 +364,7 @@ def rectification(h: Values) -> dict[str, Any]:
 # Newer variants of Adam: AdaBelief, Yogi, AdEMAMix, Adan, ADOPT.
 
 
+@makes_optimizer()
 def adabelief(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -400,6 +408,7 @@ def adabelief_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return unbiased(m, v, h), {"m": m, "v": v}
 
 
+@makes_optimizer()
 def yogi(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -440,6 +449,7 @@ def yogi_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return unbiased(m, v, h), {"m": m, "v": v}
 
 
+@makes_optimizer()
 def ademamix(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -497,6 +507,7 @@ def ademamix_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return u, {"m1": m1, "m2": m2, "v": v}
 
 
+@makes_optimizer()
 def adan(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.98,
@@ -561,6 +572,7 @@ def adan_corrections(h: Values) -> dict[str, Any]:
     return corrections(h) | {"unbias3": 1 / bias_correction(h.beta3, h.age), "first": h.age == 1}
 
 
+@makes_optimizer()
 def adopt(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,

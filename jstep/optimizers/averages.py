@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import as_key, as_scalar, on_devices
@@ -251,6 +252,7 @@ def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
     return None, {NAME: moved_average(own[NAME], p if u is None else add(p, u), rate)}
 
 
+@makes_optimizer(2)
 def with_moving_average(
     optimizer: Optimizer,
     ema: ExponentialMovingAverage,
@@ -517,6 +519,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
 SLOW = "slow"
 
 
+@makes_optimizer(1)
 def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
     """Lookahead: every k-th update slow += α·(p − slow); p = slow.
 
@@ -612,6 +615,7 @@ def slow_params(state: TrainState, name: str = SLOW) -> Params:
 MASTER = "master"
 
 
+@makes_optimizer(1)
 def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
@@ -698,6 +702,7 @@ def _floating_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(found)
 
 
+@makes_optimizer(1)
 def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
     """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 

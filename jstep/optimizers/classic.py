@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
@@ -18,6 +19,7 @@ from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE, Slot
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 
 
+@makes_optimizer()
 def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     """Gradient descent: p −= lr · g.
 
@@ -40,6 +42,7 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     return elements.from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
 
 
+@makes_optimizer()
 def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
     """Momentum: a = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
 
@@ -67,6 +70,7 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
     return elements.from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
 
 
+@makes_optimizer()
 def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
     """Momentum: a = momentum·a + g; the direction is a, or with Nesterov g + momentum·a.
 
@@ -101,6 +105,7 @@ def _direction(use_nesterov: bool) -> Rule:
     return direction
 
 
+@makes_optimizer()
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.0,
@@ -180,6 +185,7 @@ def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 # Optimizers that divide by a root of squared gradients: Adagrad, RMSProp, Adadelta.
 
 
+@makes_optimizer()
 def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number = 0.1) -> Optimizer:
     """Adagrad: a += g²; p −= lr · g / √a.
 
@@ -210,6 +216,7 @@ def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return -h.learning_rate * g / jnp.sqrt(a), {"accumulator": a}
 
 
+@makes_optimizer()
 def rmsprop(
     learning_rate: ScalarOrSchedule,
     decay: ScalarOrSchedule = 0.9,
@@ -263,6 +270,7 @@ def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return -new["momentum"], new
 
 
+@makes_optimizer()
 def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8) -> Optimizer:
     """RMSProp's direction: g / √(r + ε), r = decay·r + (1−decay)·g².
 
@@ -292,6 +300,7 @@ def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
 
 
+@makes_optimizer()
 def adadelta(
     learning_rate: ScalarOrSchedule = 0.001, rho: ScalarOrSchedule = 0.95, epsilon: ScalarOrSchedule = 1e-8
 ) -> Optimizer:
@@ -337,6 +346,7 @@ def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 # Optimizers that compute the parameter from sums of gradients: FTRL-Proximal and MADGRAD.
 
 
+@makes_optimizer()
 def ftrl(
     learning_rate: ScalarOrSchedule,
     learning_rate_power: ScalarOrSchedule = -0.5,
@@ -411,6 +421,7 @@ def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return jnp.where(moves, new_p - p, jnp.zeros_like(p)), {"accum": accum, "linear": linear}
 
 
+@makes_optimizer()
 def madgrad(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.9,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import slot_roles, trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import is_shape, may_run_on, on_devices
@@ -321,6 +322,7 @@ _REFUSED = {
 }
 
 
+@makes_optimizer(1)
 def compact(optimizer: Optimizer, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
     """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
 

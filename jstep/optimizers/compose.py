@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
@@ -213,6 +214,7 @@ def wrap_optimizer(
 # Chain optimizers and gradient transformations, and prefix the names of one.
 
 
+@makes_optimizer()
 def chain(*optimizers: Optimizer) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
@@ -258,7 +260,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             error.add_note(warning)
         raise
     if warning:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warnings.warn(warning, UserWarning, stacklevel=3)  # above the decorator
 
     @loads_slots
     def update(
@@ -345,6 +347,7 @@ def warn_of_order(optimizer: Optimizer) -> None:
         )
 
 
+@makes_optimizer(2)
 def scope(name: str, optimizer: Optimizer) -> Optimizer:
     """Rename the slots and hyperparameters of an optimizer to `name/…`.
 
@@ -392,6 +395,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
 # Use different optimizers for different parameters.
 
 
+@makes_optimizer(2)
 def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:
     """Update each leaf with the optimizer of its label.
 
@@ -560,6 +564,7 @@ def _slots_of(label: str, known: Mapping[str, Roles], slots: Slots) -> Slots:
 LEAST_SHARE = 1e-3
 
 
+@makes_optimizer(1)
 def cautious(optimizer: Optimizer) -> Optimizer:
     """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
@@ -606,6 +611,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
 # Projection of the parameters after each update: bounds, unit norms, manifolds.
 
 
+@makes_optimizer(2)
 def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
     """Project the parameters after each update: p ← fn(p + u).
 

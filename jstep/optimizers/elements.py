@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_number, kind, shown
 from jstep.core.placement import as_key
 from jstep.core.selection import VarList
@@ -27,6 +28,7 @@ from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_up
 EPSILON = 1e-6
 
 
+@makes_optimizer()
 def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optimizer:
     """Gradient noise: g += σ·z, z standard normal, σ² = η/(1 + N)^γ at the step N.
 
@@ -74,6 +76,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     return element(noisy, hyper, BLOCK)
 
 
+@makes_optimizer()
 def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     """Gradient centralization: g −= mean(g) over the axes that feed one output, for leaves of two axes or more.
 
@@ -116,6 +119,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     return element(centralize, {}, BLOCK)
 
 
+@makes_optimizer()
 def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -> Optimizer:
     """Normalization: g ·= scale / (‖g‖ + 0.000001), where ‖g‖ is the norm of all leaves together.
 
@@ -382,6 +386,7 @@ def average(old: Array, new: Array, beta: Any) -> Array:
 PREFIX = "scale"
 
 
+@makes_optimizer(1)
 def scale(factor: ScalarOrSchedule) -> Optimizer:
     """Scale: factor·u, where u is the update from the previous element.
 
@@ -407,6 +412,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     return with_init(made, order=SCALE)
 
 
+@makes_optimizer()
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
     """Scale by the negative learning rate: −lr·u, where u is the update from the previous element.
 
@@ -432,6 +438,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
     return from_direction("scale_by_learning_rate", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
 
 
+@makes_optimizer(1)
 def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any], float]) -> Optimizer:
     """Scaling: u ← factor·u, chained after an optimizer whose updates are u; weight decay in u is scaled, too.
 
@@ -482,6 +489,7 @@ def scaled_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     return (h[f"{PREFIX}/{h.factor}"] if isinstance(h.factor, str) else h.factor) * u, {}
 
 
+@makes_optimizer()
 def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = None) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
@@ -523,6 +531,7 @@ def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
     return (u if decay is None else u + decay * p), {}
 
 
+@makes_optimizer()
 def decay_weights(
     weight_decay: Decay, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
 ) -> Optimizer:
@@ -641,6 +650,7 @@ LEAST_PARAMETER_NORM = 1e-3
 LEAST_GRADIENT_NORM = 1e-6
 
 
+@makes_optimizer()
 def clip_gradients(
     *,
     by_value: tuple[ScalarOrSchedule, ScalarOrSchedule] | ScalarOrSchedule | None = None,

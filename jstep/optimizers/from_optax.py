@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_text, kind, scoped, shown
 from jstep.core.programs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.slot_roles import Counted, Init, Roles, abstractly, copies_in, of_slots
@@ -23,6 +24,7 @@ from jstep.optimizers.updates import match_gradients, require_slots
 _logger = logging.getLogger("jstep")
 
 
+@makes_optimizer(1)
 def from_optax(
     transformation: Any,
     hyperparameters: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] | None = None,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
@@ -29,6 +30,7 @@ LEFT_OUT = -2
 """The value that a guard writes there if it skipped the update."""
 
 
+@makes_optimizer(1)
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     """Skip updates for which the norm of the gradients is NaN or infinite, leaving params and slots unchanged.
 
@@ -168,6 +170,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """The bounds within which the scale and its reciprocal are normal float32 numbers."""
 
 
+@makes_optimizer(1)
 def dynamic_loss_scale(
     optimizer: Optimizer, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0
 ) -> Optimizer:
@@ -260,6 +263,7 @@ SLOTS = {
 }
 
 
+@makes_optimizer(1)
 def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
     """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
@@ -377,6 +381,7 @@ NOTHING = -0.0
 """The sum of no gradients, the identity of addition in floating point: −0 + x = x for every x."""
 
 
+@makes_optimizer(2)
 def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK, Order
@@ -26,6 +27,7 @@ from jstep.optimizers.updates import match_gradients
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
 
 
+@makes_optimizer()
 def lion(
     learning_rate: ScalarOrSchedule = 1e-4,
     beta1: ScalarOrSchedule = 0.9,
@@ -68,6 +70,7 @@ def lion(
     return elements.from_direction("lion", lion_direction, slots, hyper)
 
 
+@makes_optimizer()
 def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99) -> Optimizer:
     """Lion's direction: sign(β1·m + (1−β1)·g); then m = β2·m + (1−β2)·g.
 
@@ -95,6 +98,7 @@ def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return jnp.sign(elements.average(s.m, g, h.beta1)), {"m": elements.average(s.m, g, h.beta2)}
 
 
+@makes_optimizer()
 def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9) -> Optimizer:
     """Signum: m = β·m + (1−β)·g; p −= lr·sign(m).
 
@@ -124,6 +128,7 @@ def signum_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     return jnp.sign(m), {"m": m}
 
 
+@makes_optimizer()
 def rprop(
     learning_rate: float = 1e-2,
     eta_minus: ScalarOrSchedule = 0.5,
@@ -174,6 +179,7 @@ def rprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 # Optimizers with one norm for each leaf: LAMB, LARS and their trust ratio, and NovoGrad.
 
 
+@makes_optimizer()
 def lamb(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -222,6 +228,7 @@ def lamb_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     return scale_by_ratio(p, elements.with_decay(u, p, h), -h.learning_rate), new
 
 
+@makes_optimizer()
 def lars(
     learning_rate: ScalarOrSchedule,
     momentum: ScalarOrSchedule = 0.9,
@@ -279,6 +286,7 @@ def lars(
     return elements.from_update("lars", update, {"momentum": MEAN}, hyper, flags=flags)
 
 
+@makes_optimizer()
 def novograd(
     learning_rate: ScalarOrSchedule = 1e-3,
     beta1: ScalarOrSchedule = 0.9,
@@ -333,6 +341,7 @@ def share_of_old(h: Values) -> dict[str, Any]:
     return {"kept": jnp.where(h.age == 1, 0.0, h.beta2)}
 
 
+@makes_optimizer()
 def scale_by_trust_ratio() -> Optimizer:
     """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0; u is the update from the previous element.
 
@@ -388,6 +397,7 @@ HIGHEST_RELATIVE = 1e-2
 """The upper bound of relative step sizes if no learning_rate is given, as in T5."""
 
 
+@makes_optimizer()
 def adafactor(
     learning_rate: ScalarOrSchedule | None = None,
     decay_rate: ScalarOrSchedule = 0.8,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
 from jstep.core.slot_roles import (
@@ -102,6 +103,7 @@ def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
     return with_init(optimizer, make=make)
 
 
+@makes_optimizer(1)
 def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     """A chain element from a pure function, without slots or hyperparameters.
 
@@ -491,6 +493,7 @@ COPY = Slot("copy", holds="weight")
 """Slots, with what they hold: `Slot` explains it."""
 
 
+@makes_optimizer(1)
 def leafwise(
     rule: Rule,
     *,

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
@@ -353,6 +354,7 @@ def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Arra
 Over: TypeAlias = Literal["neuron", "short"]
 
 
+@makes_optimizer()
 def normalize_neurons(
     beta2: ScalarOrSchedule = 0.95,
     epsilon: ScalarOrSchedule = 1e-10,
@@ -437,6 +439,7 @@ SMALLEST = 1e-10
 """The lower bound of norms in divisors."""
 
 
+@makes_optimizer()
 def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
     """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
 
@@ -568,6 +571,7 @@ SCALES: dict[str | None, Callable[[int, int], float]] = {
 }
 
 
+@makes_optimizer()
 def muon(
     learning_rate: ScalarOrSchedule = 1e-3,
     momentum: ScalarOrSchedule = 0.95,
@@ -641,6 +645,7 @@ def muon(
     )
 
 
+@makes_optimizer()
 def orthogonalize(
     ns_steps: int | None = None,
     ns_coefficients: Sequence[Any] | str = COEFFICIENTS,

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
@@ -23,6 +24,7 @@ from jstep.state.train_state import masters_of, values_of
 # Prodigy: Adam with an automatically estimated learning rate.
 
 
+@makes_optimizer()
 def prodigy(
     learning_rate: ScalarOrSchedule = 1.0,
     beta1: ScalarOrSchedule = 0.9,
@@ -164,6 +166,7 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 SCALARS = ("weight_sum", "lr_max", "beta1")
 
 
+@makes_optimizer()
 def schedule_free_adamw(
     learning_rate: ScalarOrSchedule = 2.5e-3,
     beta1: float = 0.9,
@@ -217,6 +220,7 @@ def schedule_free_adamw(
     return from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
 
 
+@makes_optimizer()
 def schedule_free_sgd(
     learning_rate: ScalarOrSchedule = 1.0,
     beta1: float = 0.9,

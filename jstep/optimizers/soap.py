@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int
 from jstep.core.meshes import on_every_device
 from jstep.core.selection import VarList
@@ -233,6 +234,7 @@ def _product(a: Array, b: Array) -> Array:
 # SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
 
+@makes_optimizer()
 def soap(
     learning_rate: ScalarOrSchedule = 3e-3,
     beta1: ScalarOrSchedule = 0.95,

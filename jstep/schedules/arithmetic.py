@@ -1,16 +1,18 @@
 """Exact arithmetic of schedules, and the validation of their arguments."""
 
+import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
+from jstep.core.calls import Call, RememberedFunction, remembered
 from jstep.core.checks import Bounds, as_bool, as_number, kind, shown
 from jstep.core.placement import as_scalar
 from jstep.core.trees import Array
@@ -47,6 +49,57 @@ def steps(step: Any) -> Array:
 NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
 
 
+def _remember(schedule: Any, call: Call) -> Any:
+    given = (*call.args, *call.kwargs.values())  # a warmup of 0 steps returns what it was given
+    return schedule if any(schedule is one for one in given) else RememberedFunction(schedule, call)
+
+
+makes_schedule = functools.partial(remembered, _remember)
+"""`@makes_schedule(positional=0)`: a decorator of functions, so that the `repr` of their schedules is the call."""
+
+
+# The order of arguments in `tf.train`, whose schedules take the step after the rate. Shifted by one, a step lies where
+# a number of steps belongs, and a number of steps where a rate or a fraction belongs.
+
+
+def _explain_order(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> NoReturn:
+    names = list(inspect.signature(function).parameters)
+    is_given_twice = not kwargs.keys().isdisjoint(names[: len(args)])
+    if len(args) > len(names) or is_given_twice or not kwargs.keys().isdisjoint(("global_step", "x")):
+        raise TypeError(f"{error}; {NO_STEP}") from None
+    raise error
+
+
+makes_schedule_of_tf = functools.partial(makes_schedule, refused=_explain_order)
+"""The same for a schedule of `tf.train`: an argument too many, as in TF's order, is explained."""
+
+
+def refuse_step(
+    name: str, value: Any, *, most: float = math.inf, most_steps: float = math.inf, meaning: str = "a plain number"
+) -> None:
+    """Refuse what is a step, or a number of steps, in TF's order of arguments.
+
+    Args:
+        name: The argument's name, for the error.
+        value: Its value, a number or an array.
+        most: The largest number that makes sense.
+        most_steps: The same for integers, if a larger float might be meant.
+        meaning: What the argument is, for the error.
+
+    Raises:
+        TypeError: It is an array with the dtype of a step, or above its limit.
+    """
+    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name}={shown(value)}: must not be a step, got {kind(value)}; {NO_STEP}")
+    number = trees.concrete(value)
+    limit = min(most, most_steps) if isinstance(value, int | np.integer) else most
+    if number is not None and number.ndim == 0 and number > limit:
+        instead = f", or {float(value)} if it is meant" if limit < number <= most else ""
+        raise TypeError(f"{name}={shown(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
+
+
 def flag(name: str, value: Any) -> bool:
     """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position.
 
@@ -59,13 +112,14 @@ def flag(name: str, value: Any) -> bool:
         raise TypeError(f"{error}; {NO_STEP}") from None
 
 
-def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
+def period(name: str, value: Any, *, zero: bool = False, meaning: str = "") -> Fraction:
     """Convert a positive, finite number of steps to a fraction.
 
     Args:
         name: The argument's name, for the error.
         value: The number.
         zero: Whether 0 is valid.
+        meaning: What to do, for the error.
 
     Raises:
         TypeError: The value is not a number, or is traced.
@@ -74,15 +128,31 @@ def period(name: str, value: Any, *, zero: bool = False) -> Fraction:
     if trees.is_traced(value):
         raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
     expected = "a number ≥ 0" if zero else "a positive number"
-    hint = NO_STEP if isinstance(value, jax.Array) else ""
-    number = as_number(value, name, low=0, above=not zero, expected=expected, meaning=hint)
+    number = as_number(value, name, low=0, above=not zero, expected=expected, meaning=meaning)
     exact = np.asarray(value).item()
     # The decimal value: 0.1 is exactly 1/10, not the nearest float.
     return Fraction(exact) if isinstance(exact, int) else Fraction(repr(number))
 
 
+def interval(name: str, value: Any) -> Fraction:
+    """Convert a number of steps of a schedule of `tf.train`, in whose order the step is here.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The number.
+
+    Raises:
+        TypeError: The value is not a number, is traced, or is an array with the dtype of a step.
+        ValueError: The value is not positive and finite.
+    """
+    is_number = isinstance(value, int | float | np.number | jax.Array | np.ndarray) and not isinstance(value, bool)
+    found = period(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
+    refuse_step(name, value)
+    return found
+
+
 def duration(name: str, value: Any, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay in steps, at least one; less is a call in another library's order.
+    """Convert the length of a decay of `tf.train`, at least one step; less is a call in another library's order.
 
     Args:
         name: The argument's name, for the error.
@@ -90,10 +160,11 @@ def duration(name: str, value: Any, schedule: Callable[..., Any]) -> Fraction:
         schedule: The schedule function it was passed to, for the error.
 
     Raises:
-        TypeError: The value is not a number, is traced, or is a fraction of a step; shows the order of the arguments.
+        TypeError: The value is not a number, is traced, is a fraction of a step, or is an array with the dtype of a
+            step; shows the order of the arguments.
         ValueError: The value is not positive and finite.
     """
-    found = period(name, value)
+    found = interval(name, value)
     return found if found >= 1 else count(name, value, schedule)
 
 

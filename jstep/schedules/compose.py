@@ -14,9 +14,10 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number, kind, shown
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules.arithmetic import count, ramp, scalar, steps
+from jstep.schedules.arithmetic import count, makes_schedule, makes_schedule_of_tf, ramp, refuse_step, scalar, steps
 
 
+@makes_schedule(1)
 def constant(value: Number) -> Schedule:
     """Constant schedule: the same value at every step.
 
@@ -54,6 +55,7 @@ def _floating(value: Any) -> Any:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
 
 
+@makes_schedule_of_tf(2)
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
     """Piecewise constant schedule: values[0] through step boundaries[0], then values[1] through boundaries[1], etc.
 
@@ -76,6 +78,8 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     Source: `tf.train.piecewise_constant`.
     """
+    if np.ndim(boundaries) == 0:
+        refuse_step("boundaries", boundaries)
     edges = _increasing("boundaries", boundaries, integers=False)
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
@@ -111,6 +115,7 @@ def _increasing(name: str, values: Sequence[float], *, integers: bool) -> list[i
     return [math.floor(edge) for edge in edges]
 
 
+@makes_schedule(1)
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
@@ -145,6 +150,7 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     return warm
 
 
+@makes_schedule(1)
 def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
     """Delay a schedule until `start_step`: schedule(max(0, step − start_step)).
 
@@ -175,6 +181,7 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
     return shifted
 
 
+@makes_schedule(1)
 def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Schedule:
     """Join schedules in sequence: schedules[i] applies for boundaries[i−1] ≤ step < boundaries[i].
 
@@ -221,6 +228,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     return joined
 
 
+@makes_schedule()
 def times(*schedules: ScalarOrSchedule) -> Schedule:
     """Product of schedules and numbers: `schedules[0](step) · schedules[1](step) · …`.
 

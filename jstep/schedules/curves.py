@@ -19,6 +19,7 @@ from jstep.schedules.arithmetic import steps as exact
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
 
 
+@arithmetic.makes_schedule_of_tf()
 def exponential_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -34,7 +35,7 @@ def exponential_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool.
+        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -54,6 +55,7 @@ def exponential_decay(
     return schedule
 
 
+@arithmetic.makes_schedule_of_tf()
 def natural_exp_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -70,7 +72,7 @@ def natural_exp_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool.
+        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -89,6 +91,7 @@ def natural_exp_decay(
     return schedule
 
 
+@arithmetic.makes_schedule_of_tf()
 def inverse_time_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -105,7 +108,7 @@ def inverse_time_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `staircase` is not a bool.
+        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -127,11 +130,15 @@ def inverse_time_decay(
 def _checked(
     learning_rate: Any, decay_steps: Any, decay_rate: Any, staircase: Any, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
-    start, length = arithmetic.scalar("learning_rate", learning_rate), arithmetic.period("decay_steps", decay_steps)
+    start, length = arithmetic.scalar("learning_rate", learning_rate), arithmetic.interval("decay_steps", decay_steps)
     rate = arithmetic.scalar("decay_rate", decay_rate, **bounds)
-    return start, length, rate, arithmetic.flag("staircase", staircase)
+    arithmetic.refuse_step("learning_rate", learning_rate)
+    staircase = arithmetic.flag("staircase", staircase)
+    arithmetic.refuse_step("decay_rate", decay_rate, most_steps=10, meaning="a rate")
+    return start, length, rate, staircase
 
 
+@arithmetic.makes_schedule_of_tf()
 def polynomial_decay(
     learning_rate: Number,
     decay_steps: float,
@@ -152,7 +159,7 @@ def polynomial_decay(
         A function from the step to a scalar.
 
     Raises:
-        TypeError: `cycle` is not a bool.
+        TypeError: `cycle` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
 
     Example:
@@ -167,6 +174,11 @@ def polynomial_decay(
     end = arithmetic.scalar("end_learning_rate", end_learning_rate)
     exponent = arithmetic.scalar("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
+    arithmetic.refuse_step("learning_rate", learning_rate)
+    largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
+    rates: Any = {"most": 100 * largest, "most_steps": largest, "meaning": "a rate"}
+    arithmetic.refuse_step("end_learning_rate", end_learning_rate, **rates)
+    arithmetic.refuse_step("power", power)
 
     def schedule(step: Step, /) -> Any:
         step = exact(step)
@@ -184,6 +196,7 @@ def polynomial_decay(
     return schedule
 
 
+@arithmetic.makes_schedule()
 def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     """Linear schedule: init_value + (end_value − init_value) · step / steps; constant from `steps`.
 
@@ -222,18 +235,26 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
 # of a decay.
 
 
+def _fraction(name: str, value: Any) -> Any:
+    number = arithmetic.scalar(name, value)
+    arithmetic.refuse_step(name, value, most=1, meaning="a fraction")
+    return number
+
+
+@arithmetic.makes_schedule_of_tf()
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
     """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
 
     Args:
         learning_rate: The value at step 0.
         decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
-        alpha: The value at the end, as a fraction of `learning_rate`.
+        alpha: The value at the end, as a fraction of `learning_rate`; ≤ 1.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
+        TypeError: `alpha` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -246,7 +267,8 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     """
     start = arithmetic.scalar("learning_rate", learning_rate)
     length = arithmetic.duration("decay_steps", decay_steps, cosine_decay)
-    floor = arithmetic.scalar("alpha", alpha)
+    floor = _fraction("alpha", alpha)
+    arithmetic.refuse_step("learning_rate", learning_rate)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.split(arithmetic.steps(step), length)
@@ -257,6 +279,7 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     return schedule
 
 
+@arithmetic.makes_schedule_of_tf()
 def cosine_decay_restarts(
     learning_rate: Number,
     first_decay_steps: float,
@@ -273,13 +296,14 @@ def cosine_decay_restarts(
         learning_rate: The value at step 0.
         first_decay_steps: The length of the first period in steps; ≥ 1, may be fractional.
         t_mul: The ratio of the length of each period to the previous one, ≥ 1.
-        m_mul: The ratio of the initial value of each period to the previous one, ≥ 0.
-        alpha: The value at the end of a period, as a fraction of `learning_rate`.
+        m_mul: The ratio of the initial value of each period to the previous one, in [0, 1].
+        alpha: The value at the end of a period, as a fraction of `learning_rate`; ≤ 1.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
+        TypeError: `alpha` or `m_mul` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that a run could have more than 100 000
             periods), or `m_mul` < 0.
 
@@ -294,9 +318,12 @@ def cosine_decay_restarts(
     """
     start = arithmetic.scalar("learning_rate", learning_rate)
     length = arithmetic.duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
-    floor = arithmetic.scalar("alpha", alpha)
+    floor = _fraction("alpha", alpha)
     stretch = arithmetic.period("t_mul", t_mul)
     height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
+    arithmetic.refuse_step("learning_rate", learning_rate)
+    arithmetic.refuse_step("t_mul", t_mul, most=100, most_steps=8, meaning="a ratio")
+    arithmetic.refuse_step("m_mul", m_mul, most=1, meaning="a fraction")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
@@ -338,6 +365,7 @@ def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
     return begins
 
 
+@arithmetic.makes_schedule_of_tf()
 def linear_cosine_decay(
     learning_rate: Number,
     decay_steps: float,
@@ -353,13 +381,14 @@ def linear_cosine_decay(
         learning_rate: The value at step 0 if `alpha` and `beta` are 0.
         decay_steps: The length of the decay in steps; ≥ 1, may be fractional.
         num_periods: The number of cosine periods in the decay.
-        alpha: Added to the linear factor.
-        beta: Added to the product.
+        alpha: Added to the linear factor; ≤ 1.
+        beta: Added to the product; ≤ 1.
 
     Returns:
         A function from the step to a scalar.
 
     Raises:
+        TypeError: `alpha` or `beta` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -373,8 +402,10 @@ def linear_cosine_decay(
     start = arithmetic.scalar("learning_rate", learning_rate)
     length = arithmetic.duration("decay_steps", decay_steps, linear_cosine_decay)
     count = arithmetic.scalar("num_periods", num_periods)
-    above = arithmetic.scalar("alpha", alpha)
-    floor = arithmetic.scalar("beta", beta)
+    above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
+    arithmetic.refuse_step("learning_rate", learning_rate)
+    most = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
+    arithmetic.refuse_step("num_periods", num_periods, most=most, most_steps=min(most, 100), meaning="a few")
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.split(arithmetic.steps(step), length)
@@ -390,6 +421,7 @@ def linear_cosine_decay(
 # Cyclical schedules: one-cycle and triangular.
 
 
+@arithmetic.makes_schedule()
 def one_cycle(
     max_value: Number,
     total_steps: int,
@@ -444,6 +476,7 @@ def one_cycle(
     return schedule
 
 
+@arithmetic.makes_schedule()
 def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:
     """Triangular cyclical schedule: from `base` up to `peak` in step_size_up steps, down in step_size_down steps.
 
@@ -496,6 +529,7 @@ SHAPES = {
 """Name → function that returns the weights of a decay's first and last value."""
 
 
+@arithmetic.makes_schedule()
 def warmup_cosine_decay(
     peak: Number,
     warmup_steps: int,
@@ -551,6 +585,7 @@ def warmup_cosine_decay(
     return schedule
 
 
+@arithmetic.makes_schedule()
 def warmup_stable_decay(
     peak: Number,
     warmup_steps: int,
@@ -604,6 +639,7 @@ def warmup_stable_decay(
     return schedule
 
 
+@arithmetic.makes_schedule()
 def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     """Warmup and inverse square root decay: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
 
@@ -637,6 +673,7 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     return schedule
 
 
+@arithmetic.makes_schedule()
 def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
     """Warmup of AdEMAMix's alpha: min(t · alpha / steps, alpha) at the update t = step + 1.
 
@@ -667,6 +704,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
     return schedule
 
 
+@arithmetic.makes_schedule()
 def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = (step + 1) / steps.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import is_inexact, kind, range_of, size
+from jstep.core.checks import cut_path, is_inexact, kind, range_of, size
 from jstep.stores.files import is_directory
 from jstep.stores.objects import is_url, location
 from jstep.summary.read import DataLossError
@@ -66,7 +66,10 @@ def _run_cost(arguments: argparse.Namespace) -> int:
     fields = dict(vars(found))
     if found.collectives is not None:
         fields["collectives"] = {name: one._asdict() for name, one in found.collectives.items()}
-    print(common.as_json(fields) if arguments.json else found)
+    if arguments.json:
+        print(common.as_json(fields))
+    else:
+        common.show(str(found))
     return OK  # even if the step does not fit into memory
 
 
@@ -175,11 +178,11 @@ def _print_tensors(
     if json:
         print(common.as_json({**about, "tensors": rows}))
         return OK
-    print(common.printable(about["path"]))
+    print(cut_path(common.printable(about["path"]), common.terminal_width()))
     number = f"{len(rows)} tensor{'s' * (len(rows) != 1)}"
-    print(f"{number}, {about['parameters']} parameters, {size(about['bytes'])}, {where}")
+    common.show(f"{number}, {about['parameters']} parameters, {size(about['bytes'])}, {where}")
     if about["metadata"]:
-        print(f"metadata {common.printable(common.as_json(about['metadata']))}")
+        common.show(f"metadata {common.printable(common.as_json(about['metadata']))}")
     print()
     keys = {"tensor": "name"} | {column.replace("_", " "): column for column in columns}
     common.table(keys, rows, left=list(keys).index("bytes"))
@@ -188,10 +191,14 @@ def _print_tensors(
 
 # `inspect`: the contents of a checkpoint or of safetensors files, or the checkpoints in a directory.
 
+OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "stopped"})
+"""The keys that `train` itself keeps in `extra`. The modules that define them import JAX, which is not needed here."""
+
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of checkpoints, or safetensors")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
+    parser.add_argument("--all", action="store_true", help="also show what jstep itself keeps in `extra`")
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
@@ -230,14 +237,13 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
         left_out = {"left_out": absent} if absent else {}
         print(common.as_json({**about, "extra": one.manifest.extra, "leaves": rows, **left_out, **verified}))
         return OK
-    print(common.printable(one.path))
-    print(
+    print(cut_path(common.printable(one.path), common.terminal_width()))
+    common.show(
         f"step {one.step}, saved {about['time']}, by jstep {common.printable(one.manifest.jstep)}, "
         f"{len(rows)} leaves, "
         f"{size(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}"
     )
-    if one.manifest.extra is not None:
-        print(f"extra {common.printable(common.as_json(one.manifest.extra))}")
+    _show_extra(one.manifest.extra, with_own=arguments.all)
     print()
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
@@ -246,6 +252,15 @@ def _checkpoint(one: Checkpoint, arguments: argparse.Namespace) -> int:
         print("\nleft out by Saver(leave_out=…); restore takes them from the target\n")
         common.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
     return OK
+
+
+def _show_extra(extra: Any, *, with_own: bool) -> None:
+    own = [] if with_own or not isinstance(extra, dict) else [key for key in extra if key in OWN_EXTRA]
+    shown = {key: value for key, value in extra.items() if key not in own} if own else extra
+    if shown or (shown is not None and not own):
+        common.show(f"extra {common.printable(common.as_json(shown))}")
+    if own:
+        common.show(f"{len(own)} {'entry' if len(own) == 1 else 'entries'} of jstep in extra (--all shows them)")
 
 
 def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -289,6 +304,8 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
             keys["every byte"] = "verified"
         if not all(row["finite"] for row in rows):
             keys["parameters"] = "finite"
+        if any(row["passing"] for row in rows):
+            keys["kept"] = "passing"
         verdict = {True: "as written", False: "CORRUPTED", None: ""}
         shown = [
             {
@@ -296,6 +313,7 @@ def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | N
                 "bytes": size(row["bytes"]),
                 "verified": verdict[row.get("verified")],
                 "finite": "finite" if row["finite"] else "NOT FINITE",
+                "passing": "until the next" if row["passing"] else "",
             }
             for row in rows
         ]
@@ -312,6 +330,7 @@ def _about(one: Checkpoint) -> dict[str, Any]:
         "jstep": one.manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in one.manifest.leaves),
         "finite": one.manifest.finite,
+        "passing": one.manifest.passing,
     }
 
 
@@ -334,11 +353,10 @@ COMMANDS = {
 _EPILOG = """\
 examples:
   python -m jstep inspect run/model-1000 --verify
-  python -m jstep plot runs -o loss.png --tags 'loss*'
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
-A path may also be a URL (gs://, s3://). `python -m jstep COMMAND --help` lists the options.
-Exit codes: 0 on success; 1 if `diff` found a difference or `stalls` a process that hangs; 2 on an error: a missing \
-path, a corrupted file, or nothing to compare."""
+A path may be a URL (gs://, s3://). `python -m jstep COMMAND --help`: options.
+Exit codes: 0 on success; 1 if `diff` found a difference or `stalls` a process
+that hangs; 2 on an error: a missing path, a corrupted file, nothing to compare."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -348,15 +366,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; None for those of the process.
 
     Returns:
-        The exit code: 0, 1 if `diff` found a difference or `stalls` a process that hangs, or 2 after an error, which
-        is reported on stderr.
+        The exit code: 0, also without a command, which shows the commands; 1 if `diff` found a difference or `stalls` a
+        process that hangs; 2 after an error, which is reported on stderr.
     """
     given = sys.argv[1:] if argv is None else argv
     is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
     if argv is None and is_text:  # the stdout of the process is ours
         # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    arguments = _parser(given).parse_args(given)
+    parser = _parser(given)
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.print_help()
+        return OK
     try:
         code: int = arguments.run(arguments)
         print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
@@ -380,7 +402,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     # No option before the command takes a value, so the first argument that is not an option is the command.
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, (words, place) in COMMANDS.items():

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from jstep.checkpoint.listing import Store, has_data, misnamed, missing
 from jstep.checkpoint.manifest import NAME as MANIFEST
 from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import open_store
-from jstep.core.checks import columns
+from jstep.core.checks import breadth, columns, folded
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import absolute, is_url, split
 
@@ -60,12 +61,12 @@ def complain(command: str, *problems: object) -> int:
     return TROUBLE if problems else OK
 
 
-def cell(value: Any) -> str:
-    """Format a value for a table."""
+def cell(value: Any, digits: int = 6) -> str:
+    """Format a value for a table, a float with so many digits."""
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return printable(value)
@@ -79,16 +80,31 @@ def time_text(seconds: float, separator: str, precision: str) -> str:
         return f"{seconds:g} s"
 
 
+def terminal_width() -> int:
+    """Return the width of the terminal, or $COLUMNS; 80 without a terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
 def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> None:
-    """Print a table.
+    """Print a table that fits the terminal.
 
     Args:
         keys: The head of each column → the key of its values.
         rows: The rows; a missing value is a dash.
         left: The number of columns that are left-aligned; the others are right-aligned.
     """
-    cells = [[cell(row.get(key)) for key in keys.values()] for row in rows]
-    print("\n".join(columns([list(keys), *cells], left)))
+    most, rows = terminal_width(), list(rows)
+    tables = [[list(keys), *([cell(row.get(key), n) for key in keys.values()] for row in rows)] for n in (6, 4, 3)]
+    # The first column may have lines of its own, above the others.
+    cells = next((one for one in tables if breadth([row[1:] for row in one]) + 2 <= most), tables[0])
+    print("\n".join(columns(cells, left, most)))
+
+
+def show(lines: str) -> None:
+    """Print lines, each of which continues with an indent where the terminal ends."""
+    most = terminal_width()
+    for line in lines.split("\n"):
+        print("\n".join(folded(line, most, len(line) - len(line.lstrip()) + 4)))
 
 
 def _plain(x: Any) -> Any:

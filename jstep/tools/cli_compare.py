@@ -171,12 +171,12 @@ def text(found: list[str] | None) -> list[str]:
         return []
     if not found:
         return ["the cards of the last starts do not differ"]
-    return ["the cards of the last starts differ:", *_first(found[:_SHOWN], len(found))]
+    return ["the cards of the last starts differ:", *_first(found[:_SHOWN], len(found) - _SHOWN)]
 
 
-def _first(lines: Sequence[str], number: int) -> list[str]:
-    """Indent the first lines of so many, and count the others."""
-    more = [f"and {number - len(lines)} more (--json lists all)"] if number > len(lines) else []
+def _first(lines: Sequence[str], others: int) -> list[str]:
+    """Indent the lines of the first items, and count the others, if any."""
+    more = [f"and {others} more (--json lists all)"] if others > 0 else []
     return [f"  {line}" for line in (*lines, *more)]
 
 
@@ -247,7 +247,7 @@ def _run(arguments: argparse.Namespace) -> int:
     of_cards = differences(zip(folders, prefixes, strict=True))
     if not arguments.json:
         for line in text(of_cards):
-            print(cli_common.printable(line))
+            cli_common.show(cli_common.printable(line))
     if a.kind == "a checkpoint":
         (one,), (other,) = a.steps.values(), b.steps.values()
         every = {name for x in (one, other) for name in (*absent_from(x), *x.named)}
@@ -258,7 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(cli_common.as_json(result | ({} if of_cards is None else {"cards": of_cards})))
     else:
-        print("\n".join(_text(result)))
+        cli_common.show("\n".join(_text(result)))
     return cli_common.complain("diff", *a.problems, *b.problems) or (OK if result["same"] else DIFFERENT)
 
 
@@ -395,7 +395,7 @@ def _text(result: dict[str, Any]) -> list[str]:
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
     shown = [(cli_common.printable(one["path"]), cli_common.printable(one["detail"])) for one in leaves[:_SHOWN]]
-    return lines + _first(columns(shown, left=2), len(leaves))
+    return lines + _first(columns(shown, 2, cli_common.terminal_width() - 2), len(leaves) - _SHOWN)
 
 
 def _place_among(before: int, common: int) -> str:

@@ -438,7 +438,7 @@ def _scaled(measured: float | None, once: float, total: float, devices: int) -> 
 _UNKNOWN = "not known"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cost:
     """Cost of a step on each device.
 
@@ -489,6 +489,9 @@ class Cost:
     topology: str | None = None
     recomputes: bool | None = None
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = _rows(self)

@@ -10,12 +10,12 @@ from typing import Any
 from jstep.core.checks import columns, html_table
 from jstep.hooks.timeline import PARTS, STALL, STEPPING, fields_with, is_seconds, read
 from jstep.stores.objects import absolute, location
-from jstep.tools.cli_common import OK, Command, as_json
+from jstep.tools.cli_common import OK, Command, as_json, show
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Goodput:
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
@@ -91,6 +91,9 @@ class Goodput:
 
     def _repr_html_(self) -> str:
         return html_table(self._title, self._rows)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
@@ -208,7 +211,10 @@ def _run(arguments: argparse.Namespace) -> int:
     found = goodput(arguments.path, arguments.prefix)
     fields = {**dataclasses.asdict(found), "total": found.total, "fraction": found.fraction}
     fields = {name: value for name, value in fields.items() if value != {}}
-    print(as_json(fields) if arguments.json else found)
+    if arguments.json:
+        print(as_json(fields))
+    else:
+        show(str(found))
     return OK
 
 

@@ -344,7 +344,7 @@ class Due(Mapping[Any, Any]):
         return f"{{{', '.join(f'{name_of(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """Preview of a run, returned by `plan`.
 
@@ -372,6 +372,9 @@ class Plan:
     rate_zero_from: int | None = None
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return plan_text(self)

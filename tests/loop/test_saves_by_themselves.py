@@ -16,6 +16,7 @@ from jstep.checkpoint.listing import read_manifest
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval
+from jstep.tools.cli import main
 
 
 class FakeSaver:
@@ -267,3 +268,15 @@ def test_several_processes_save_at_one_step(tmp_path: Path) -> None:
     assert first == second
     assert len(str(first).split()) > 2
     assert list(passing_in(tmp_path).values()) == [False, False]
+
+
+def test_inspect_marks_what_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with jstep.Saver(tmp_path) as saver:
+        for n in (1, 2):
+            with saver.knowing(True, 600.0):
+                saver.save(make_state(n))
+    assert main(["inspect", str(tmp_path)]) == 0
+    head, kept, passing = capsys.readouterr().out.splitlines()
+    assert head.split()[-1] == "kept"
+    assert "until the next" in passing
+    assert "until the next" not in kept

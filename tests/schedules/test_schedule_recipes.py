@@ -1,8 +1,11 @@
 """Schedules of modern recipes, compared with their references and with exact quotients, also beyond 2^24."""
 
+import copy
+import inspect
 import math
 import warnings
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,3 +220,78 @@ def test_arguments_may_be_traced() -> None:
         together = jax.vmap(lambda lr, make=make: make(lr)(3))(rates)
         np.testing.assert_allclose(together, [float(make(float(lr))(3)) for lr in rates], rtol=2e-6)
         assert np.isfinite(jax.grad(lambda lr, make=make: make(lr)(3))(0.1))
+
+
+STEP = jstep.create_global_step(3)
+IN_ORDER_OF_TF = {
+    "exponential_decay": [(500, 0.96), (500, 0.96, True), (1000, 0.5, False)],
+    "natural_exp_decay": [(500, 0.96), (500, 0.96, True)],
+    "inverse_time_decay": [(500, 0.96), (500, 0.96, True)],
+    "polynomial_decay": [(1000,), (1000, 0.0001), (1000.0,), (10, 1e-3, 1.0), (1000, 0.0, 1.0, True)],
+    "cosine_decay": [(1000,), (1000.0,), (1000, 0.1)],
+    "cosine_decay_restarts": [(10,), (1000,), (1000, 2.0), (1000, 2.0, 0.9), (1000, 2.0, 1.0, 0.1)],
+    "linear_cosine_decay": [(10,), (1000,), (1000, 0.5), (1000, 0.5, 0.0), (1000, 0.5, 0.0, 0.001)],
+}
+
+
+@pytest.mark.parametrize("step", [5, 0, STEP, np.asarray(7), jnp.zeros((), jnp.uint32)], ids=str)
+@pytest.mark.parametrize("name", IN_ORDER_OF_TF)
+def test_arguments_in_the_order_of_tf_are_refused(name: str, step: Any) -> None:
+    make = getattr(jstep, name)
+    for rest in IN_ORDER_OF_TF[name]:
+        with pytest.raises((TypeError, ValueError), match="leave out TF's global_step"):
+            make(0.1, step, *rest)
+    length = "first_decay_steps" if name == "cosine_decay_restarts" else "decay_steps"
+    rate = {"decay_rate": 0.5} if "decay_rate" in inspect.signature(make).parameters else {}
+    for keywords in ({length: 10}, {"global_step": step, length: 10}):
+        args = (0.1,) if "global_step" in keywords else (0.1, step)
+        with pytest.raises(TypeError, match="leave out TF's global_step"):
+            make(*args, **keywords, **rate)
+    assert callable(make(0.1, 10, **rate))
+
+
+@pytest.mark.parametrize("given", [(5, [100], [0.1, 0.01]), (STEP, [0.1, 0.01])])
+def test_piecewise_constant_in_the_order_of_tf(given: Any) -> None:
+    with pytest.raises(TypeError, match="leave out TF's global_step"):
+        jstep.piecewise_constant(*given)
+
+
+def test_steps_where_rates_belong_and_what_is_none() -> None:
+    for make in (
+        lambda: jstep.exponential_decay(0.1, 5, 1000),
+        lambda: jstep.exponential_decay(STEP, 10, 0.5),
+        lambda: jstep.cosine_decay(0.1, 100, alpha=STEP),
+        lambda: jstep.cosine_decay_restarts(0.1, 100, m_mul=2),
+        lambda: jstep.linear_cosine_decay(0.1, 100, beta=1000),
+    ):
+        with pytest.raises(TypeError, match="leave out TF's global_step"):
+            make()
+    with pytest.raises(TypeError, match=r"end_learning_rate=20: must be a rate, at most 1, or 20.0 if it is meant"):
+        jstep.polynomial_decay(0.1, 5, 20)
+    with pytest.raises(TypeError, match="missing 1 required") as error:  # another mistake
+        jstep.exponential_decay(0.1, 5)
+    assert "TF" not in str(error.value)
+    for good in (
+        jstep.exponential_decay(0.1, 100, 10),
+        jstep.inverse_time_decay(0.1, np.int64(100), 50.0),
+        jstep.polynomial_decay(100, 1000, 10),
+        jstep.polynomial_decay(0.1, 1000, 20.0),
+        jstep.polynomial_decay(0.0, jnp.float32(100.0), 1),
+        jstep.cosine_decay(0.1, 100, 1),
+        jstep.cosine_decay_restarts(0.1, 100, 3, 1),
+        jstep.linear_cosine_decay(0.1, 1000, 20, 1, 1),
+    ):
+        assert np.isfinite(float(good(10)))
+    assert jax.jit(lambda rate: jstep.cosine_decay(rate, 10, alpha=rate)(3))(0.1) > 0
+
+
+def test_the_repr_of_a_schedule_is_its_call() -> None:
+    warm = jstep.linear_warmup(jstep.cosine_decay(0.5, 100), 7)
+    assert repr(warm) == "linear_warmup(cosine_decay(learning_rate=0.5, decay_steps=100), warmup_steps=7)"
+    unchanged = jstep.cosine_decay(0.5, decay_steps=100)
+    assert jstep.linear_warmup(unchanged, 0) is unchanged
+    assert repr(jstep.times(0.5, jstep.constant(2.0))) == "times(0.5, constant(2.0))"
+    joined = jstep.join([0.1, jstep.shift(lambda step: 1.0, 3)], [50])
+    assert repr(joined) == "join([0.1, shift(<lambda>, start_step=3)], boundaries=[50])"
+    assert eval(repr(warm), vars(jstep).copy() | {n: getattr(jstep, n) for n in jstep.__all__})(3) == warm(3)
+    assert copy.deepcopy(warm) is warm

@@ -110,7 +110,7 @@ def test_errors_are_printed_to_stderr(logs, tmp_path, capsys, arguments, message
     assert not os.path.exists("x.png")
 
 
-WRONG = [[], ["plot", "logs"], ["events"], ["other"], ["plot", "x", "-o", "y", "-x", "z"]]
+WRONG = [["plot", "logs"], ["events"], ["other"], ["plot", "x", "-o", "y", "-x", "z"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG)

@@ -74,6 +74,7 @@ def run(tmp_path_factory):
         (("events", "log"), "session_log START"),
         (("plot", "log", "-o", "log/loss.png"), "loss.png: loss"),
         (("--help",), "goodput"),
+        ((), "inspect   show a checkpoint"),
         (("--version",), f"jstep {jstep.__version__}"),
         *(((name, "--help"), f"jstep {name}") for name in COMMANDS),
     ],
@@ -104,7 +105,6 @@ def test_commands_do_not_import_jax(run, arguments, expected):
         ("goodput", "nowhere"),
         ("events", "nowhere"),
         ("nope",),
-        (),
     ],
     ids=" ".join,
 )

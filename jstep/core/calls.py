@@ -1,0 +1,198 @@
+"""Remembered calls, so that the `repr` of what they return is what one would type."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from jstep.core.checks import array_type, cut, shown
+
+LONGEST = 200
+"""The longest text of an argument that is neither an optimizer nor a schedule, such as a mask."""
+
+_WITH_ADDRESS: Any = object.__repr__
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Call:
+    """A call: its `repr` is formatted on demand, and reads no array of a device.
+
+    Args:
+        function: The function that was called.
+        positional: The number of its arguments that are shown without their names.
+        args: The positional arguments.
+        kwargs: The others.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], positional: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.function, self.positional, self.args, self.kwargs = function, positional, args, kwargs
+
+    def __deepcopy__(self, memo: Any) -> "Call":
+        return self  # immutable; an argument may be something that cannot be copied
+
+    def __repr__(self) -> str:
+        signature = inspect.signature(self.function)
+        words: list[str] = []
+        plain = True
+        for i, (name, value) in enumerate(signature.bind(*self.args, **self.kwargs).arguments.items()):
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                words += map(typed, value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                words += [f"{key}={typed(one)}" for key, one in value.items()]
+            else:
+                # An argument that was left out before it would take its place.
+                plain = plain and i < self.positional and list(signature.parameters)[i] == name
+                words.append(typed(value) if plain else f"{name}={typed(value)}")
+        return f"{self.function.__name__}({', '.join(words)})"
+
+
+def remembered(
+    attach: Callable[[_T, Call], _T],
+    positional: int = 0,
+    refused: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], TypeError], NoReturn] | None = None,
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a decorator of functions that attaches each call to its result.
+
+    Args:
+        attach: `attach(result, call)` returns the result that remembers its call.
+        positional: The number of arguments that the `repr` shows without their names.
+        refused: `refused(function, args, kwargs, error)` is called after a TypeError, and raises it or a better one.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def make(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                result = function(*args, **kwargs)
+            except TypeError as error:
+                if refused is None:
+                    raise
+                refused(function, args, kwargs, error)
+            return attach(result, Call(make, positional, args, kwargs))
+
+        return make
+
+    return decorate
+
+
+class Made(NamedTuple):
+    """The origin of an optimizer.
+
+    Attributes:
+        call: The call.
+        functions: `update` and `hyperparameters` of its result: with others it is another optimizer.
+    """
+
+    call: Call
+    functions: tuple[Any, Any]
+
+
+def _remember(optimizer: Any, call: Call) -> Any:
+    init: Any = optimizer.init
+    if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # of a custom optimizer
+        return optimizer
+    made = Made(call, (optimizer.update, optimizer.hyperparameters))
+    return optimizer._replace(init=dataclasses.replace(init, call=made))
+
+
+makes_optimizer = functools.partial(remembered, _remember)
+"""`@makes_optimizer(positional=0)`: a decorator of functions, so that the `repr` of their optimizers is the call."""
+
+
+class RememberedFunction:
+    """A function that remembers the call that made it.
+
+    Args:
+        function: The function.
+        call: The call.
+    """
+
+    def __init__(self, function: Callable[..., Any], call: Call) -> None:
+        functools.update_wrapper(self, function)
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: Any) -> "RememberedFunction":
+        return self  # as functions
+
+    def __repr__(self) -> str:
+        return repr(self.call)
+
+
+def typed(value: Any) -> str:
+    """Format an argument as one would type it, without addresses, and without reading arrays of devices."""
+    if isinstance(value, RememberedFunction):
+        return repr(value)
+    if _is_call(value):
+        return _transformation(value)
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key!r}: {typed(one)}" for key, one in value.items()) + "}"
+        return text if any(map(_is_call, value.values())) else cut(text, LONGEST)
+    if isinstance(value, list | tuple):
+        parts = ", ".join(map(typed, value))
+        text = f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
+        return text if any(map(_is_call, value)) else cut(text, LONGEST)
+    return cut(_plain(value), LONGEST)
+
+
+def _is_call(value: Any) -> bool:
+    """Whether a value is a schedule or an optimizer, of jstep or of Optax, which are never cut off."""
+    return isinstance(value, RememberedFunction) or (hasattr(value, "init") and hasattr(value, "update"))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, np.generic):
+        return str(value)
+    if isinstance(value, jax.Array | np.ndarray):
+        return array_type(value.shape, value.dtype)
+    dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None) if isinstance(value, type) else None
+    if isinstance(dtype, np.dtype):  # jnp.float32 is a class with a dtype
+        return repr(dtype.name)
+    if isinstance(value, functools.partial):
+        words = [typed(one) for one in (value.func, *value.args)]
+        return f"partial({', '.join([*words, *(f'{key}={typed(one)}' for key, one in value.keywords.items())])})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _of_dataclass(value)
+    if callable(value) and hasattr(value, "__name__"):
+        return _made_by_optax(value) or str(value.__name__)
+    has_address = type(value).__repr__ is _WITH_ADDRESS
+    return f"{type(value).__name__}(…)" if has_address else shown(value, LONGEST)
+
+
+def _of_dataclass(value: Any) -> str:
+    if not value.__dataclass_params__.repr:
+        return shown(value, LONGEST)
+    fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr]
+    words = [f"{field.name}={typed(one)}" for field, one in fields if not _is_equal(one, field.default)]
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    is_plain = isinstance(value, bool | int | float | str) and type(value) is type(default)  # arrays are not compared
+    return value is default or (is_plain and value == default)
+
+
+def _transformation(value: Any) -> str:
+    """Format an optimizer of jstep, or one of Optax, which does not know its arguments."""
+    if type(value).__module__.partition(".")[0] == "jstep":
+        return repr(value)
+    return _made_by_optax(value.update) or f"{type(value).__name__}(…)"
+
+
+def _made_by_optax(function: Any) -> str:
+    """Format a function inside of one of Optax by the name of the outer one: its arguments are not known."""
+    maker, inside, _ = getattr(function, "__qualname__", "").partition(".<locals>")
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return f"optax.{maker}(…)" if inside and package == "optax" else ""

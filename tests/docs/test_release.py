@@ -1,0 +1,73 @@
+"""What a release needs is there or found, and nothing says that jstep is on an index before it is."""
+
+import re
+import shutil
+import sys
+
+import pytest
+from source_files import MODULES, ROOT, text_of
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from release import PLACEHOLDER, PRIVATE, URLS, problems
+
+FILES = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "mkdocs.yml", "CHANGELOG.md")
+
+
+@pytest.fixture
+def ready(tmp_path):
+    """A checkout that may be released."""
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path)
+
+    def change(name: str, *changes: tuple[str, str]) -> None:
+        text = (tmp_path / name).read_text()
+        for old, new in changes:
+            text = re.sub(old, new, text, flags=re.DOTALL)
+        (tmp_path / name).write_text(text)
+
+    change("pyproject.toml", (PLACEHOLDER, "example.com"), (f' *"{PRIVATE}",\n', ""))
+    change("CITATION.cff", (PLACEHOLDER, "example.com"))
+    change("mkdocs.yml", ("^site_name", "site_url: https://example.com\nrepo_url: https://example.com\nsite_name"))
+    change("mkdocs.yml", ("^site_url", "\nsite_url"))
+    change("CHANGELOG.md", (r"## \[Unreleased\].*?\n## \[", "## [Unreleased]\n\n## ["))
+    return change, tmp_path
+
+
+def test_a_checkout_that_is_ready_has_no_problems(ready) -> None:
+    assert problems(ready[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("pyproject.toml", ("https://example.com/docs", f"https://{PLACEHOLDER}/docs"), "pyproject.toml, line .*URL"),
+        ("CITATION.cff", ("example.com/source", PLACEHOLDER), "CITATION.cff, line .*URL"),
+        ("pyproject.toml", ("Issues = [^\n]*", ""), "no URL 'Issues'"),
+        ("pyproject.toml", ("classifiers = \\[", f'classifiers = ["{PRIVATE}",'), "Do Not Upload"),
+        ("mkdocs.yml", ("\nsite_url[^\n]*", ""), "no site_url"),
+        ("CHANGELOG.md", (r"\[Unreleased\]", "[Unreleased]\n\n- A change."), "entries under"),
+        ("CITATION.cff", ("date-released: 2", "date-released: 1"), "date-released is not"),
+        ("pyproject.toml", ('\nversion = "', '\nversion = "9'), "no section"),
+    ],
+)
+def test_what_is_left_to_do_is_found(ready, name, change, text) -> None:
+    ready[0](name, change)
+    (found,) = problems(ready[1])
+    assert re.search(text, found)
+
+
+def test_the_placeholders_of_this_checkout_are_found() -> None:
+    """Delete this test with the first release."""
+    found = problems()
+    assert sum("placeholder" in one for one in found) >= len(URLS)
+    assert any(PRIVATE in one for one in found)
+
+
+def test_nothing_says_that_jstep_is_on_an_index() -> None:
+    """With an extra, as in `pip install 'jstep[plot]'`, pip installs what the package that is there lacks."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py"), *MODULES.values()]
+    claim = re.compile(r"pip install (?:-\S+ )*['\"]?jstep(?!\[)|pypi\.org/project/jstep|conda install \S*jstep")
+    if any(PRIVATE in one for one in problems()):
+        claims = {str(page): claim.findall(text_of(page)) for page in pages if page.name != "CONTRIBUTING.md"}
+        assert not {page: found for page, found in claims.items() if found}

@@ -1,0 +1,135 @@
+"""The `repr` of an optimizer is what one would type."""
+
+import copy
+import functools
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_table import TABLE
+
+import jstep
+
+NAMES = {name: getattr(jstep, name) for name in jstep.__all__}
+
+
+def a_loss_of(path: str, leaf: object) -> str:
+    return "a"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: jstep.chain(
+                jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(jstep.warmup_cosine_decay(1e-3, 10, 100))
+            ),
+            "chain(clip_gradients(by_global_norm=1.0), "
+            "adamw(learning_rate=warmup_cosine_decay(peak=0.001, warmup_steps=10, decay_steps=100)))",
+        ),
+        (lambda: jstep.adam(), "adam()"),
+        (lambda: jstep.adam(beta1=0.8, learning_rate=0.1), "adam(learning_rate=0.1, beta1=0.8)"),
+        (
+            lambda: jstep.scope("x", jstep.adam(jstep.held("lr", 0.1))),
+            "scope('x', adam(learning_rate=held('lr', 0.1)))",
+        ),
+        (
+            lambda: jstep.partition({"a": jstep.adam(1e-3), "b": jstep.sgd(0.1)}, a_loss_of),
+            "partition({'a': adam(learning_rate=0.001), 'b': sgd(learning_rate=0.1)}, a_loss_of)",
+        ),
+        (
+            lambda: jstep.update_every(2, jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), accumulate=True),
+            "update_every(2, skip_nonfinite(adam(learning_rate=0.1)), accumulate=True)",
+        ),
+        (
+            lambda: jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.99), ["w*"]),
+            "with_moving_average(adam(), ExponentialMovingAverage(decay=0.99), var_list=['w*'])",
+        ),
+        (lambda: jstep.master_weights(jstep.adam(), jnp.float32), "master_weights(adam(), dtype='float32')"),
+        (lambda: jstep.adam(jnp.float32(0.1)), "adam(learning_rate=float32[])"),
+        (lambda: jstep.adam(functools.partial(max, 3)), "adam(learning_rate=partial(max, 3))"),
+        (lambda: jstep.from_optax(optax.adam(1e-3), {"learning_rate": 1e-3}), "from_optax(optax.chain(…), hyperp"),
+        (lambda: jstep.adam(optax.cosine_decay_schedule(1.0, 9)), "adam(learning_rate=optax.cosine_decay_schedule(…))"),
+        (lambda: jstep.stateless(jax.tree.leaves), "stateless(leaves)"),
+        (lambda: jstep.add_noise(0.1, 0.5, jax.random.key(0)), "add_noise(eta=0.1, gamma=0.5, key=key<fry>[])"),
+    ],
+)
+def test_reprs(make, text: str) -> None:
+    assert repr(make()).startswith(text)
+
+
+def test_every_function_that_makes_an_optimizer_or_a_schedule_is_remembered() -> None:
+    makers = [name for name, fn in NAMES.items() if _returns(fn) in ("Optimizer", "Schedule")]
+    assert {"adam", "chain", "from_optax", "leafwise", "cosine_decay", "times"} <= set(makers)
+    assert not [name for name in makers if not hasattr(NAMES[name], "__wrapped__")]
+
+
+def _returns(function: object) -> str:
+    found = getattr(function, "__annotations__", {}).get("return", "")
+    return found if isinstance(found, str) else getattr(found, "__name__", "")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_repr_of_every_optimizer_can_be_typed(name: str) -> None:
+    optimizer = TABLE[name].make(0.125)
+    text = repr(optimizer)
+    assert "0.125" in text
+    assert " at 0x" not in text
+    assert repr(copy.deepcopy(optimizer)) == text
+    if not {"<", "…"} & set(text) and _names_in(text) <= NAMES.keys():
+        assert repr(eval(text, dict(NAMES))) == text
+
+
+def _names_in(text: str) -> set[str]:
+    return set(compile(text, "repr", "eval").co_names)
+
+
+def test_optimizers_compare_and_copy_as_before() -> None:
+    optimizer, other = jstep.adam(0.1), jstep.adam(0.1)
+    assert optimizer == copy.deepcopy(optimizer)
+    assert hash(optimizer) == hash(copy.deepcopy(optimizer))
+    assert optimizer != other  # functions of their own
+    assert repr(cloudpickle.loads(cloudpickle.dumps(jstep.chain(optimizer)))) == "chain(adam(learning_rate=0.1))"
+
+
+def test_another_update_is_another_optimizer() -> None:
+    adam = jstep.adam(0.1)
+    assert repr(adam._replace(update=a_loss_of)).startswith("Optimizer(init=Init, update=a_loss_of, ")
+    custom = jstep.Optimizer(lambda params, global_step=0: {}, a_loss_of, lambda step: {}, takes_context=True)
+    text = "Optimizer(init=<lambda>, update=a_loss_of, hyperparameters=<lambda>, takes_context=True)"
+    assert repr(jstep.chain(custom, adam)) == f"chain({text}, adam(learning_rate=0.1))"
+
+
+def test_a_long_mask_is_cut_and_optimizers_are_not() -> None:
+    mask = {f"layer{i}": {"w": True} for i in range(100)}
+    assert len(repr(jstep.adamw(weight_decay_mask=mask))) < 300
+    labels = [f"a_rather_long_label_{i}" for i in range(20)]
+    text = repr(jstep.partition({label: jstep.adam(0.1) for label in labels}, a_loss_of))
+    assert text.count("adam(learning_rate=0.1)") == 20
+
+
+def test_a_schedule_stays_a_function() -> None:
+    schedule = jstep.cosine_decay(1.0, 10)
+    assert jax.jit(schedule)(5) == schedule(5) == jax.vmap(schedule)(jnp.arange(6))[5]
+    assert {schedule: 1}[schedule] == 1
+    assert cloudpickle.loads(cloudpickle.dumps(schedule))(5) == schedule(5)
+
+
+def test_a_traced_rate_is_shown_by_its_type() -> None:
+    seen = []
+
+    def of(rate):
+        seen.append(repr(jstep.adam(rate)))
+        return rate
+
+    jax.vmap(of)(jnp.ones(3))
+    assert seen == ["adam(learning_rate=float32[])"]
+
+
+def test_a_repr_reads_no_array_of_a_device() -> None:
+    optimizer = jstep.adam(jnp.float32(0.1))
+    with jax.transfer_guard("disallow"):
+        assert repr(optimizer) == "adam(learning_rate=float32[])"

@@ -1,0 +1,135 @@
+"""The command line: the list of commands, tables that fit the terminal, and what `inspect` hides."""
+
+import json
+import tomllib
+
+import jax.numpy as jnp
+import pytest
+from source_files import ROOT, text_of
+
+import jstep
+from jstep.core.checks import columns
+from jstep.tools.cli import COMMANDS, OWN_EXTRA, main
+
+
+class Loader:
+    """A loader with a position."""
+
+    at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return jnp.ones(2)
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with long paths, awkward numbers and states of hooks."""
+    directory = tmp_path_factory.mktemp("cli") / "run"
+    optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
+    kernel = jnp.linspace(-1.23456e-7, 123.456, 512).reshape(4, 128)
+    params = {"decoder": {"layers": {"0": {"attention": {"query_projection": {"kernel": kernel}}}}}, "b": jnp.ones(2)}
+    state = jstep.TrainState.create(params, optimizer)
+    step = jstep.minimize(lambda params, x: (params["b"] * x).sum(), optimizer)
+    # The position of a loader, states of hooks, and the hook that stopped the run.
+    hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2), jstep.StopAtStepHook(last_step=4)]
+    jstep.train(step, state, Loader(), 9, checkpoint_dir=directory, hooks=hooks, progress=False)
+    return directory
+
+
+def test_without_a_command_the_commands_are_shown(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/jstep"])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m jstep ")
+    for name, (words, _) in COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, words] for line in out.splitlines()), name
+    assert max(map(len, out.splitlines())) <= 80
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == out
+
+
+def test_the_path_has_the_same_command() -> None:
+    assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["scripts"] == {"jstep": "jstep.tools.cli:main"}
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 300, None])
+def test_tables_fit_the_terminal(run, monkeypatch, capsys, width) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    for arguments in (["inspect", f"{run}/model-4"], ["inspect", str(run), "--verify"], ["goodput", str(run)]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= (width or 80), out
+    assert main(["inspect", f"{run}/model-4"]) == 0
+    text = "".join(capsys.readouterr().out.split())  # folded, and not cut off
+    assert "slots/m/decoder/layers/0/attention/query_projection/kernel" in text
+    assert "123.456" in text
+    assert "[4,128]" in text
+
+
+def test_two_runs_that_differ_fit_the_terminal(run, tmp_path, monkeypatch, capsys) -> None:
+    with jstep.Saver(tmp_path, async_save=False) as saver:
+        path = saver.save(jstep.TrainState.create({"b": jnp.zeros(2)}, jstep.adam(), global_step=4))
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main(["diff", f"{run}/model-4", path]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert "params/decoder/layers/0/attention/query_projection/kernel" in "".join(line.strip() for line in lines)
+
+
+def test_columns_fold_and_lose_nothing() -> None:
+    rows = [["leaf", "n", "text"], ["a/long/path/of/a/leaf", "12", "of some words"], ["b", "3", ""]]
+    assert columns(rows, 1) == columns(rows, 1, 40)
+    assert columns(rows, 1, 39) == [
+        "leaf", "   n           text", "a/long/path/of/a/leaf", "  12  of some words", "b", "   3",
+    ]  # fmt: skip
+    assert columns(rows, 1, 18) == ["a/long/path/of/a/l", "  eaf  n 12  text", "  of some words", "b  n 3  text"]
+    assert columns([["a/b", "of some words"]], 2, 12) == ["a/b", "  of some", "  words"]
+
+
+def test_what_jstep_keeps_in_extra_is_hidden(run, capsys) -> None:
+    kept = jstep.Saver(run).extra()
+    assert {"batches", "past", "hooks", "held", "stopped", "ended"} <= kept.keys() <= OWN_EXTRA
+    path = f"{run}/model-4"
+    assert main(["inspect", path]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(kept)} entries of jstep in extra (--all shows them)" in out
+    assert '"' not in out
+    assert main(["inspect", path, "--all"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--all" not in out
+    assert json.loads(out[out.index("extra {") + 6 : out.index(" leaf")]) == kept
+    assert main(["inspect", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["extra"] == kept
+
+
+@pytest.mark.parametrize(
+    ("extra", "shown"),
+    [
+        ({"epoch": 3}, ['extra {"epoch": 3}']),
+        ({"epoch": 3, "held": {}}, ['extra {"epoch": 3}', "1 entry of jstep in extra (--all shows them)"]),
+        ({"held": {}}, ["1 entry of jstep in extra (--all shows them)"]),
+        ({}, ["extra {}"]),
+        ([1], ["extra [1]"]),
+        (None, []),
+    ],
+)
+def test_what_the_user_keeps_in_extra_is_shown(tmp_path, capsys, extra, shown) -> None:
+    with jstep.Saver(tmp_path, async_save=False) as saver:
+        path = saver.save({"w": jnp.ones(2), "global_step": 0}, extra=extra)
+    assert main(["inspect", path]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "extra" in line] == shown
