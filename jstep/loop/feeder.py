@@ -17,6 +17,7 @@ from jstep.core.trees import arguments_of, flatten
 from jstep.data.loaders import LivePosition, Source
 from jstep.data.rows import Staircase, as_staircase
 from jstep.data.to_devices import Reader, as_shardings, copied, placement
+from jstep.distributed import processes
 from jstep.hooks.hook import NEVER
 from jstep.hooks.timeline import Stopwatch
 from jstep.loop.stopping import StopSignals, StopWaiting
