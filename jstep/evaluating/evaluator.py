@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_text, note
+from jstep.core.checks import as_bool, as_function, as_text, explain_jax, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
@@ -29,7 +29,7 @@ from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
-from jstep.training.step import explain_a_list
+from jstep.training.step import explain_one_argument
 
 # Periodic evaluation with callbacks.
 
@@ -428,7 +428,8 @@ def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) 
     try:
         yield
     except Exception as error:
-        explain_a_list(error, args)
+        explain_one_argument(error, args)
+        explain_jax(error)
         if not has_model_state and MODEL_STATE in state.slots:
             note(error, "jstep: the state has a model state; metric_fn takes it with evaluator(has_model_state=True)")
         raise

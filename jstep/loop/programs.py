@@ -32,7 +32,7 @@ from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, require_state, state_of
 from jstep.training.looped import LoopedStep, looped_step
-from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
+from jstep.training.step import Constants, TrainStep, explain_one_argument, is_spent, refuse_a_loss
 
 # Checks of the arguments of `train`, before anything is opened.
 
@@ -509,12 +509,18 @@ class Programs:
         before, seconds = self._compiled.programs, self._compiled.seconds
         auto = None if self._auto is None or self._auto.is_over or call.looped is None else self._auto
         first_call, self._first_call = self._first_call, None
-        with contextlib.nullcontext() if first_call is None else first_call():
-            self._compile_new(stage, state, call)
-            began = 0.0 if auto is None else auto.before(state)
-            result = self._run(stage, state, call)
-        if is_first:
-            check_result(result)
+        try:
+            with contextlib.nullcontext() if first_call is None else first_call():
+                self._compile_new(stage, state, call)
+                began = 0.0 if auto is None else auto.before(state)
+                result = self._run(stage, state, call)
+            if is_first:
+                check_result(result)
+        except Exception as error:
+            if is_first:
+                args = call.args if call.looped is None else call.looped.args
+                refuse_a_loss(stage.step, self._argument_of(stage), state, args, error)
+            raise
         if auto is not None:
             auto.after(began, result[0], call.first)
         if self._compiled.programs != before:
@@ -592,7 +598,7 @@ class Programs:
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:
-            explain_a_list(error, call.args)
+            explain_one_argument(error, call.args)
             raise
         self._constants = constants
         if constants.values and type(metrics) is dict:
@@ -642,6 +648,9 @@ class Programs:
 
         again.donate = step.donate  # type: ignore[attr-defined]
         return again
+
+    def _argument_of(self, stage: Stage) -> str:
+        return f"train_step[{stage.first}]" if len(self.stages) > 1 else "train_step"
 
     def _enter(self, step: int) -> None:
         """Switch to the stage that contains a step."""

@@ -33,6 +33,7 @@ from jstep.loop.programs import Programs, check_alive, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState, state_of
+from jstep.training.step import refuse_a_loss
 
 # Restore the newest checkpoint, or start from the given state.
 
@@ -347,6 +348,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     try:
         new = state_of(trace_step(step, state, args).out_info[0])
     except Exception as error:
+        refuse_a_loss(step, name, state, args, error)
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:
             which = f" with batch {segment.first}, whose shapes differ from those of the batch before"

@@ -35,7 +35,11 @@ WRONG = [
     ({"hooks": 3}, TypeError, "hooks=3: must be a sequence of hooks, got int"),
     ({"save_checkpoint_steps": 0}, ValueError, "save_checkpoint_steps=0: must be at least 1"),
     ({"save_checkpoint_secs": -5}, ValueError, "save_checkpoint_secs=-5: must be > 0"),
-    ({"save_checkpoint_secs": "600"}, TypeError, "save_checkpoint_secs='600': must be a number of seconds"),
+    (
+        {"save_checkpoint_secs": "often"},
+        ValueError,
+        "save_checkpoint_secs='often': must be a number of seconds, None or 'auto'",
+    ),
     ({"save_summaries_steps": 0}, ValueError, "save_summaries_steps=0: must be at least 1"),
     ({"log_steps": -5}, ValueError, "log_steps=-5: must be at least 1"),
     ({"log_steps": 2.5}, TypeError, "log_steps=2.5: must be an integer"),
@@ -122,6 +126,58 @@ def test_a_step_that_stops_to_advance_the_global_step_is_found_at_the_end():
 
     with pytest.raises(ValueError, match=r"global_step is 3 after the update that makes step 5: .* by one. If it runs"):
         train(5, step=step)
+
+
+def plain_loss(params, batch):
+    return jnp.sum(params["w"] ** 2) + jnp.sum(batch["x"])
+
+
+def returns_aux(params, batch):
+    return plain_loss(params, batch), {"more": 1.0}
+
+
+def with_model_state(params, model_state, batch):
+    return plain_loss(params, batch), model_state
+
+
+def ignores_its_arguments(params, batch):
+    return jnp.float32(0)
+
+
+def of_step_that_fails(state, batch):
+    raise TypeError("of the user")
+
+
+LOSSES = {
+    "a loss": plain_loss,
+    "compiled": jax.jit(plain_loss),
+    "as a TrainStep": jstep.TrainStep(plain_loss),
+    "aux": returns_aux,
+    "rng": loss_fn,
+    "model_state": with_model_state,
+    "no error of its own": ignores_its_arguments,
+}
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("given", LOSSES)
+def test_a_loss_in_place_of_a_step_names_minimize(given, steps_per_call):
+    with pytest.raises(
+        TypeError, match=r"^train_step=(\w+): must be a training step .*: jstep.minimize\(\1, optimizer\)"
+    ):
+        train(4, step=LOSSES[given], steps_per_call=steps_per_call)
+
+
+@pytest.mark.parametrize("given", ["a loss", "compiled"])
+def test_a_loss_as_a_later_stage_names_minimize_and_its_step(given):
+    with pytest.raises(TypeError, match=r"^train_step\[2\]=plain_loss: must be a training step"):
+        train(4, step={0: STEP, 2: LOSSES[given]})
+
+
+@pytest.mark.parametrize("step", [of_step_that_fails, jstep.TrainStep(of_step_that_fails)])
+def test_a_step_that_fails_and_is_no_loss_keeps_its_error(step):
+    with pytest.raises(TypeError, match=r"^of the user"):
+        train(4, step=step)
 
 
 def test_numpy_integers_are_accepted():
