@@ -296,7 +296,7 @@ def warn_of_redundant_rows(done: Dispatched) -> None:
         return
     _logger.warning(
         "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
-        "batch; give train batch_sharding=jax.NamedSharding(mesh, jax.P(%r)), or place the batches on the mesh",
+        "batch; give train batch_sharding=%r, or place the batches on the mesh",
         mesh.size,
         mesh.axis_names[0],
     )

@@ -18,6 +18,7 @@ from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.data.loaders import Source, gather_positions, owner_of, position_of, saved_position, source_of
+from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
 from jstep.loop.programs import Programs, check, check_alive
@@ -107,6 +108,7 @@ def replay(
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = stages_of(train_step)
     check(state, step)
+    batch_sharding = over_axes(batch_sharding, state)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         prefix = checkpoint_dir.prefix
     check_locations(checkpoint_dir, prefix, None, batch_sharding)

@@ -46,7 +46,12 @@ WRONG = [
     ({"checkpoint_prefix": "a/b"}, ValueError, "prefix"),
     ({"checkpoint_dir": 3}, TypeError, "directory"),
     ({"logdir": 3}, TypeError, "logdir=3: must be a directory or a URL, got an int"),
-    ({"batch_sharding": "data"}, TypeError, "sharding: 'data'"),
+    (
+        {"batch_sharding": "data"},
+        ValueError,
+        r"batch_sharding='data': must be an axis of the mesh .* state = jstep.shard_state\(state, mesh\)",
+    ),
+    ({"batch_sharding": 3}, TypeError, "sharding: 3"),
     ({"state": no_step()}, RuntimeError, r"^Global step should be created to use StepCounterHook\.$"),
 ]
 
