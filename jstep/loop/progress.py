@@ -1,6 +1,8 @@
 """The observer that shows a progress bar: step, rate, loss and the remaining time."""
 
+import functools
 import importlib.util
+import operator
 import os
 import sys
 import time
@@ -13,7 +15,6 @@ from jstep.core.checks import as_int, as_number
 from jstep.hooks import metric_sums_program as sums
 from jstep.hooks.base import Cadence, RunHook
 from jstep.hooks.hook import Clock, Metrics, step_of
-from jstep.hooks.metric_sums_program import NewResults
 from jstep.hooks.stock import shown_share
 from jstep.loop.run_record import Run
 from jstep.optimizers.hyperparameters import held_values
@@ -61,7 +62,6 @@ class ProgressHook(RunHook):
     def begin(self, state: TrainState) -> None:
         """Draw the line at the first step of the run."""
         super().begin(state)
-        self._results = NewResults(self.run.evaluations)
         self._held: dict[str, Any] = {}
         self._names = frozenset({"loss", *held_values(state.slots)})
         unknown = _is_of_no_size(self._file or sys.stderr)
@@ -96,7 +96,8 @@ class ProgressHook(RunHook):
         return {name: value for name, value in sums.scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        words = sums.text({**numbers, **self._results.all()})
+        results = [sums.numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
+        words = sums.text(functools.reduce(operator.or_, results, numbers))
         counter = self.run.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
