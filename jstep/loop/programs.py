@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.checks import kind, shown
+from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import in_background, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
@@ -325,6 +325,7 @@ class Programs:
         ahead_compiler: Compiles later programs in the background, or None.
         after_call: Functions that are called after each call was dispatched, with a `Dispatched`.
         after_first: Functions that are called after the first call of each stage.
+        compiling: A context for the time in which the loop waits for a program of the name that it is given.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
         may_be_left: Whether the next call's program is being traced, which a signal may interrupt: nothing is lost.
     """
@@ -365,6 +366,7 @@ class Programs:
         self.after_call: list[Callable[[Dispatched], None]] = []
         self.after_first: list[Callable[[Dispatched], None]] = []
         self._prepared: set[Any] = set()
+        self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = _silent
         self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
@@ -468,7 +470,7 @@ class Programs:
     def release(self) -> None:
         """Drop references to the run."""
         self.first_compiler = self.ahead_compiler = self._program = None
-        self.after_call, self.after_first = [], []
+        self.after_call, self.after_first, self.compiling = [], [], _silent
 
     @property
     def constant_metrics(self) -> Any:
@@ -497,12 +499,13 @@ class Programs:
         """Run the steps of a call that is the first of its stage or shapes, or looped, or that others look at."""
         if call.first >= self._until or call.first < self._stage.first:
             self._enter(call.first)
+        stage = self._stage
         if self.first_compiler is not None:
-            self.first_compiler.before(call.first)
+            with self.compiling(stage.name):
+                self.first_compiler.before(call.first)
             self.first_compiler = None
         if self.ahead_compiler is not None:
-            self.ahead_compiler.before(call.first, self._as_starting)
-        stage = self._stage
+            self.ahead_compiler.before(call.first, functools.partial(self._waiting, stage))
         is_first, stage.is_begun = not stage.is_begun, True
         if is_first:
             self._log_compilation(stage, call)
@@ -531,6 +534,12 @@ class Programs:
         self._attend_from = -1.0 if is_watched or not stage.is_train_step else self._until
         return result
 
+    @scoped
+    def _waiting(self, stage: Stage) -> Iterator[None]:
+        """Wait for a program of a later stage."""
+        with self._as_starting(), self.compiling(stage.name):
+            yield
+
     def _compiled_again(self, stage: Stage, call: Call, seconds: float, *, is_first: bool = False) -> None:
         """Count the time of a compilation since `seconds` as start-up, and log one that is not the first."""
         self._watch.reassign(STARTING, self._compiled.seconds - seconds)
@@ -548,7 +557,7 @@ class Programs:
             return
         stage.known.add(key)
         state = state if stage.is_train_step else state_of(state)
-        with using_mesh(mesh_of((state, call.args))):
+        with self.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             self.may_be_left = True
             try:
                 if self._is_stopping():
@@ -675,6 +684,10 @@ class Programs:
             _steps(call),
             shapes,
         )
+
+
+def _silent(name: str) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext()
 
 
 def type_text(leaf: Any) -> str:
