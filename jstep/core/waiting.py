@@ -1,4 +1,4 @@
-"""What is shown while a compilation takes long: a running clock on a terminal, one line elsewhere."""
+"""Signs of long compilations: a running clock on a terminal, one line elsewhere; and standard error without noise."""
 
 import contextlib
 import os
@@ -101,7 +101,7 @@ _real: Any = None
 
 
 def _nothing() -> None:
-    """What undoes nothing."""
+    """Undo nothing."""
 
 
 _end: Callable[[], None] = _nothing

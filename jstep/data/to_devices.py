@@ -318,7 +318,7 @@ def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
 
 
 def is_axes(value: Any) -> bool:
-    """Whether a value is the name of a mesh axis, or a tuple of names; a spec is none."""
+    """Whether a value is the name of a mesh axis, or a tuple of names, and not a spec."""
     names = value if is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
     return bool(names) and all(isinstance(name, str) for name in names)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.checks import kind, scoped, shown
+from jstep.core.checks import kind, shown
 from jstep.core.meshes import in_background, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_compile_only
 from jstep.core.programs import shards_arrays
@@ -26,7 +26,7 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stock import StepCounterHook
 from jstep.hooks.timeline import STARTING, Stopwatch
-from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes
+from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import get_global_step
@@ -103,7 +103,7 @@ def check_alive(state: TrainState) -> None:
 def check_result(result: Any) -> tuple[TrainState, Any]:
     """Return the result of a step; refuse anything but a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
-    what = f"{expected}it returned"
+    what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
     state, metrics = state_of(result[0]), result[1]
@@ -366,7 +366,7 @@ class Programs:
         self.after_call: list[Callable[[Dispatched], None]] = []
         self.after_first: list[Callable[[Dispatched], None]] = []
         self._prepared: set[Any] = set()
-        self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = _silent
+        self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
@@ -470,7 +470,7 @@ class Programs:
     def release(self) -> None:
         """Drop references to the run."""
         self.first_compiler = self.ahead_compiler = self._program = None
-        self.after_call, self.after_first, self.compiling = [], [], _silent
+        self.after_call, self.after_first, self.compiling = [], [], contextlib.nullcontext
 
     @property
     def constant_metrics(self) -> Any:
@@ -501,29 +501,22 @@ class Programs:
             self._enter(call.first)
         stage = self._stage
         if self.first_compiler is not None:
-            with self.compiling(stage.name):
-                self.first_compiler.before(call.first)
+            self.first_compiler.before(call.first, compiling=self.compiling)
             self.first_compiler = None
         if self.ahead_compiler is not None:
-            self.ahead_compiler.before(call.first, functools.partial(self._waiting, stage))
+            self.ahead_compiler.before(call.first, self._as_starting, self.compiling)
         is_first, stage.is_begun = not stage.is_begun, True
         if is_first:
             self._log_compilation(stage, call)
         before, seconds = self._compiled.programs, self._compiled.seconds
         auto = None if self._auto is None or self._auto.is_over or call.looped is None else self._auto
         first_call, self._first_call = self._first_call, None
-        try:
-            with contextlib.nullcontext() if first_call is None else first_call():
-                self._compile_new(stage, state, call)
-                began = 0.0 if auto is None else auto.before(state)
-                result = self._run(stage, state, call)
-            if is_first:
-                check_result(result)
-        except Exception as error:
-            if is_first:
-                args = call.args if call.looped is None else call.looped.args
-                refuse_a_loss(stage.step, self._argument_of(stage), state, args, error)
-            raise
+        with contextlib.nullcontext() if first_call is None else first_call():
+            self._compile_new(stage, state, call)
+            began = 0.0 if auto is None else auto.before(state)
+            result = self._run(stage, state, call)
+        if is_first:
+            check_result(result)
         if auto is not None:
             auto.after(began, result[0], call.first)
         if self._compiled.programs != before:
@@ -533,12 +526,6 @@ class Programs:
             self._record(stage, call, result, is_first)
         self._attend_from = -1.0 if is_watched or not stage.is_train_step else self._until
         return result
-
-    @scoped
-    def _waiting(self, stage: Stage) -> Iterator[None]:
-        """Wait for a program of a later stage."""
-        with self._as_starting(), self.compiling(stage.name):
-            yield
 
     def _compiled_again(self, stage: Stage, call: Call, seconds: float, *, is_first: bool = False) -> None:
         """Count the time of a compilation since `seconds` as start-up, and log one that is not the first."""
@@ -608,6 +595,7 @@ class Programs:
                 return self._run_other(stage, state, call)
         except Exception as error:
             explain_one_argument(error, call.args)
+            refuse_a_loss(stage.step, state, looped.args if looped is not None else call.args, error)
             raise
         self._constants = constants
         if constants.values and type(metrics) is dict:
@@ -658,9 +646,6 @@ class Programs:
         again.donate = step.donate  # type: ignore[attr-defined]
         return again
 
-    def _argument_of(self, stage: Stage) -> str:
-        return f"train_step[{stage.first}]" if len(self.stages) > 1 else "train_step"
-
     def _enter(self, step: int) -> None:
         """Switch to the stage that contains a step."""
         stop = self._firsts.edge_after(step)
@@ -684,15 +669,6 @@ class Programs:
             _steps(call),
             shapes,
         )
-
-
-def _silent(name: str) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext()
-
-
-def type_text(leaf: Any) -> str:
-    """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
-    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
 def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:

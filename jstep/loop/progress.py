@@ -145,7 +145,8 @@ class ProgressHook(RunHook):
         numbers = self._numbers()
         sums.start_transfer(numbers)
         self._pending.append((step, numbers))
-        finished, ready = self._finished(), {}
+        finished = self._finished()
+        ready: dict[str, Any] = {}
         while self._pending and self._pending[0][0] <= finished:
             finished_numbers = self._pending.popleft()[1]
             ready = finished_numbers if sums.is_ready(finished_numbers) else ready

@@ -79,7 +79,7 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        secs = self.save_checkpoint_secs
+        secs: Any = self.save_checkpoint_secs
         if isinstance(secs, str) and secs != AUTO:
             raise ValueError(f"save_checkpoint_secs={secs!r}: must be a number of seconds, None or 'auto'")
         for name in _CADENCES:

@@ -354,7 +354,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     try:
         new = state_of(trace_step(step, state, args).out_info[0])
     except Exception as error:
-        refuse_a_loss(step, name, state, args, error)
+        refuse_a_loss(step, state, args, error, name)
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:
             which = f" with batch {segment.first}, whose shapes differ from those of the batch before"

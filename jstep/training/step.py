@@ -158,15 +158,17 @@ _PASSED_WITH = {
 """Arguments of a loss → what `minimize` passes them with."""
 
 
-def refuse_a_loss(step: Any, argument: str, state: Any, args: Sequence[Any], cause: BaseException) -> None:
+def refuse_a_loss(
+    step: Any, state: Any, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
+) -> None:
     """Raise an error if what was given as a training step, and failed, is a loss: a scalar function of the parameters.
 
     Args:
         step: The function, or a `TrainStep` of it.
-        argument: Its name, for the error.
         state: The state that it was called with.
         args: The other arguments, or their shapes.
-        cause: The error that it raised, or that its result was refused with.
+        cause: The error that it raised.
+        argument: The name of the argument, for the error.
 
     Raises:
         TypeError: It returns a floating-point scalar, alone or with something else, for the parameters of the state.
@@ -180,16 +182,16 @@ def refuse_a_loss(step: Any, argument: str, state: Any, args: Sequence[Any], cau
     name = name if name.isidentifier() else "loss_fn"
     raise TypeError(
         f"{argument}={name}: must be a training step (state, *args) -> (state, metrics), got a loss, which is a "
-        f"function of the parameters; make a step of it: jstep.minimize({name}, optimizer)"
+        f"function of the parameters; its step is jstep.minimize({name}, optimizer)"
     ) from cause
 
 
 def _is_loss(fn: Callable[..., Any], state: TrainState, args: Sequence[Any]) -> bool:
     """Whether a function of the parameters and a batch returns a loss; it is traced, and runs nothing on a device."""
     try:
-        names = inspect.signature(fn).parameters
+        names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # a built-in without a signature
-        names = {}
+        names = []
     passed = {"rng": jax.random.key(0), "averages": state.params}  # by `minimize`, if the loss takes them
     kwargs = {name: value for name, value in passed.items() if name in names}
     for first in ((state.params,), (state.params, state.model_state)):

@@ -44,7 +44,7 @@ def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys: pytest.Capt
 
 
 def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Standard error that is no terminal; pytest replaces it after the fixtures."""
+    """Replace standard error by a stream that is not a terminal; pytest replaces it, too, after the fixtures."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     return stream

@@ -374,7 +374,7 @@ KEPT = {
 
 @pytest.mark.parametrize("use", KEPT)
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_what_keeps_arrays_of_the_state_is_told_to_copy_them(use, is_copied):
+def test_an_object_that_keeps_arrays_of_the_state_must_copy_them(use, is_copied):
     class Agent:
         target: Any = None
 
