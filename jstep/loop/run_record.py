@@ -79,9 +79,6 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        secs: Any = self.save_checkpoint_secs
-        if isinstance(secs, str) and secs != AUTO:
-            raise ValueError(f"save_checkpoint_secs={secs!r}: must be a number of seconds, None or 'auto'")
         for name in _CADENCES:
             (positive_secs if name.endswith("_secs") else positive)(name, getattr(self, name))
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
