@@ -60,17 +60,16 @@ def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[Non
         doing: What is done, such as `compiling train_step`.
         log: Writes the line if standard error is not a terminal; None to write it to standard error, too.
     """
-    stream: Any = _standard_error()
-    is_terminal = stream is not None and stream.isatty()
+    is_terminal = getattr(_standard_error(), "isatty", bool)()
     is_shown = False
 
     def show(seconds: float) -> None:
         nonlocal is_shown
         if is_terminal:
-            _write(stream, f"\r\x1b[K{doing}: {seconds:.0f} s")
+            _write(f"\r\x1b[K{doing}: {seconds:.0f} s")
         elif not is_shown:
             text = f"{doing}: {seconds:.0f} s so far"
-            log(text) if log is not None else _write(stream, f"{text}\n")
+            log(text) if log is not None else _write(f"{text}\n")
         is_shown = True
 
     ticker = Ticker(show, first=FIRST_SECS)
@@ -79,10 +78,11 @@ def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[Non
     finally:
         ticker.stop()
         if is_shown and is_terminal:
-            _write(stream, f"\r\x1b[K{doing}: done after {ticker.seconds:.0f} s\n")
+            _write(f"\r\x1b[K{doing}: done after {ticker.seconds:.0f} s\n")
 
 
-def _write(stream: Any, text: str) -> None:
+def _write(text: str) -> None:
+    stream: Any = _standard_error()
     with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
         stream.write(text)
         stream.flush()

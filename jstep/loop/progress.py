@@ -36,7 +36,8 @@ def shown(run: Run) -> AbstractContextManager[object]:
     wanted = run.options.progress
     if wanted is False or jax.process_index() != 0:
         return nullcontext()
-    is_terminal = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm")
+    # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
+    is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
     if wanted or is_terminal:
         run.reporter = functools.partial(_bar, run)
     else:

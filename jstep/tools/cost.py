@@ -389,14 +389,13 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
 
 
 def _compiled(lowered: Any, topology: Any) -> Any:
-    """Compile a step, and show a clock if that takes long; `topology` is None for devices that are there."""
+    """Compile a step; `topology` is None for devices that are there."""
     with contextlib.ExitStack() as stack:
         if topology is not None:
             stack.enter_context(without_noise())
             stack.enter_context(warnings.catch_warnings())
             # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-        stack.enter_context(slow("cost: compiling the step" + ("" if topology is None else f" for {topology}")))
         return lowered.compile()
 
 
@@ -549,7 +548,9 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     if topology is not None:
         state, args = on_topology(topology, train_step, state, args)
     state, args = refuse_other_devices(state, args)
-    with using_mesh(mesh_of((state, args))):
+    name = name_of(device_of((state, args)))
+    doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
+    with using_mesh(mesh_of((state, args))), slow(doing):
         step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
         return Cost(**compiled_cost(step, state, args))
 
