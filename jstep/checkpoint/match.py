@@ -258,6 +258,36 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
         )
 
 
+def check_run(found: Match, manifest: Manifest, where: str) -> None:
+    """Check that a run can resume from a checkpoint, as `check` does; the error says whose checkpoint it is.
+
+    Args:
+        found: The match of the run's state.
+        manifest: The manifest of the checkpoint.
+        where: The path of the checkpoint.
+
+    Raises:
+        ValueError: Something does not fit.
+    """
+    unmatched = [one.path for one in found.wanted if one.source is None and not one.is_guard and one.left_out is None]
+    differ = {path.split("/")[0] for path in (*unmatched, *found.extra)}
+    if found.in_other_format or not found.differences() or not differ & {PARAMS, "slots"}:
+        check(found, manifest, False, where)
+        return
+    other = "model: its params and slots differ" if {PARAMS, "slots"} <= differ else "optimizer: its slots differ"
+    if "slots" not in differ:
+        other = "model: its params differ"
+    directory, _, name = where.rpartition("/")
+    prefix = name.rpartition("-")[0]
+    saver = f"jstep.Saver({directory!r}{'' if prefix == 'model' else f', prefix={prefix!r}'})"
+    raise ValueError(
+        f"checkpoint_dir: {name} was saved by a run with another {other} from those of state. For a new run, give "
+        f"another checkpoint_dir; to begin it with parameters of this one, take {saver}.restore_params(params). In "
+        f"detail, target does not fit {where}{found.differences()}. Nothing was restored; Saver.restore(target, "
+        "partial=True) restores what fits, and names={…} maps leaves that have another path."
+    )
+
+
 def _renamed(names: Names | None, target: Any, leaves: Sequence[Wanted], saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     given = {} if names is None else entries(names, names_of(target), "target", _FORM)

@@ -82,6 +82,14 @@ class Reader:
 
         return self._retry(step, read)
 
+    def check_run(self, state: Any, step: int) -> None:
+        """See `Saver.check_run`."""
+
+        def read(path: str, manifest: Manifest) -> None:
+            match.check_run(match.match(state, manifest, None, None, path), manifest, path)
+
+        self._retry(step, read)
+
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
         for _ in range(_TRIES):

@@ -605,6 +605,22 @@ class Saver:
         """
         return self._reader.file(name, as_int(step, "step", 0))
 
+    def check_run(self, state: Any, step: int) -> None:
+        """Check that a run with this state can resume from a checkpoint; only its manifest is read.
+
+        Args:
+            state: The state, or its shapes.
+            step: The step of the checkpoint.
+
+        Raises:
+            CheckpointError: The manifest is corrupted, or a save failed in the background.
+            FileNotFoundError: There is no checkpoint of that step.
+            ValueError: The checkpoint is that of another model or optimizer: says which, and lists the paths.
+        """
+        with self._lock:
+            self.wait()
+            self._reader.check_run(state, as_int(step, "step", 0))
+
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step, atomically.
 

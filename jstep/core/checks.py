@@ -250,6 +250,8 @@ def explain_jax(error: BaseException) -> None:
         _note_once(error, _UNBOUND_AXIS.format(found[1]))
     elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
         _note_once(error, _OF_ONE_TYPE)
+    elif type(error).__name__ == "TraceContextError" and type(error).__module__.startswith("flax"):
+        _note_once(error, _SHARED_VARIABLES)
 
 
 def _note_once(error: BaseException, text: str) -> None:
@@ -266,6 +268,11 @@ _OF_ONE_TYPE = (
     "A carry keeps its dtypes from step to step, and so does what branches return. Create states with "
     "TrainState.create, whose arrays are not weakly typed, and other initial values as arrays of their final dtype "
     "(jnp.float32(0) for 0); or cast what comes out with .astype."
+)
+_SHARED_VARIABLES = (
+    "jstep: a Flax NNX model that the loss makes must have variables of its own, which copy=True gives it: "
+    "net = nnx.merge(graphdef, params, rest, copy=True). Otherwise they are those of the arguments, which belong to "
+    "another trace. A model from outside the loss cannot be changed in it at all: split it, and merge it in the loss"
 )
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -381,6 +382,13 @@ def _next_change(batches: BatchSequence, step: int) -> int | None:
         return None
 
 
+_DELETED = re.compile("(?:Array|Buffer) has been deleted")
+_KEPT = (
+    "jstep: the function of jstep.from_state uses arrays of an earlier state, which were donated to the step after it: "
+    "their memory is reused. To keep arrays of a state, copy them: target = jax.tree.map(jnp.copy, state.params)"
+)
+
+
 def source_of(
     batches: Any,
     start: int,
@@ -408,7 +416,12 @@ def source_of(
         make, where, begin = batches.make, None, None
 
         def batch(step: int) -> Any:
-            return make(step, state())
+            try:
+                return make(step, state())
+            except (RuntimeError, ValueError) as error:  # JAX raises either one
+                if _DELETED.search(str(error)):
+                    note(error, _KEPT)
+                raise
 
         if owner is not None:
             without = "jstep.from_state(lambda step, state: fn(step, state))"

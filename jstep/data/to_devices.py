@@ -17,12 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jstep.core.checks import as_function, as_int, kind, note, shown
-from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_of, parts_along, require_mesh
+from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
 from jstep.core.trees import (
     arrays_of,
     first_wide,
     is_key,
+    is_plain_tuple,
     leading_sizes,
     leaf_at,
     leaves_with_paths,
@@ -314,6 +315,41 @@ def as_shardings(sharding: Any, *, stacked: bool = False) -> Any:
         return spec if mesh.empty else NamedSharding(mesh, spec)
 
     return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def is_axes(value: Any) -> bool:
+    """Whether a value is the name of a mesh axis, or a tuple of names, and not a spec."""
+    names = value if is_plain_tuple(value) and not isinstance(value, PartitionSpec) else (value,)
+    return bool(names) and all(isinstance(name, str) for name in names)
+
+
+def over_axes(sharding: Any, state: Any, argument: str = "batch_sharding") -> Any:
+    """Replace each name of a mesh axis, and tuple of names, in a tree of shardings by a sharding over the state's mesh.
+
+    Args:
+        sharding: The user's value.
+        state: The state, or its shapes.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        ValueError: The state is on no mesh, or its mesh has no such axis.
+    """
+
+    def leaf(axes: Any) -> Any:
+        if not is_axes(axes):
+            return axes
+        mesh, what = mesh_of(state), f"{argument}={axes!r}"
+        if mesh is None:
+            names = mesh_axes_of(axes)
+            sizes = ", ".join(["jax.device_count()", *["1"] * (len(names) - 1)]) + ("," if len(names) == 1 else "")
+            raise ValueError(
+                f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one: "
+                f"mesh = jax.make_mesh(({sizes}), {names!r}); state = jstep.shard_state(state, mesh)"
+            )
+        axis_size(mesh, axes, what)
+        return NamedSharding(mesh, PartitionSpec(axes))
+
+    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x))
 
 
 def fitting(sharding: Any, shape: tuple[int, ...]) -> Any:

@@ -212,14 +212,27 @@ def _refuse_other_kind(path: str, before: Any, after: Any) -> None:
         )
 
 
+def _refuse_other_structure(old: Any, new: Any) -> None:
+    """Raise an error for a new model_state of another structure than the old one."""
+    if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
+        raise ValueError(
+            f"loss_fn returned (loss, (model_state, aux)), where aux is {_kind(new[1])}; with has_aux=False it must "
+            "return (loss, model_state). Set has_aux=True to return aux, too"
+        )
+    before, after = trees.paths_of(old), trees.paths_of(new)
+    lacks, adds = ([trees.quoted(x) for x in a if x not in b] for a, b in ((before, after), (after, before)))
+    found = [f"{what} {', '.join(some[:5])}" for what, some in (("lacks", lacks), ("adds", adds)) if some]
+    what = " and ".join(found) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
+    raise ValueError(
+        f"loss_fn returned a model_state that {what}; return all of the state's, changed or not, and nothing else (a "
+        "loss takes and returns it with has_model_state=True)"
+    )
+
+
 def same_kind(old: Any, new: Any) -> Any:
     """Return the new model_state with the dtypes of the old one, whose structure, shapes and kinds it must have."""
     if trees.structure(old) != trees.structure(new):
-        raise ValueError(
-            f"loss_fn returned a model_state of the structure {trees.structure(new)}, the state holds "
-            f"{trees.structure(old)}; return all of it, changed or not (a loss takes and returns it with "
-            "has_model_state=True)"
-        )
+        _refuse_other_structure(old, new)
 
     def leaf(keys: Any, before: Any, after: Any) -> Array:
         before, after = jnp.asarray(before), jnp.asarray(after)

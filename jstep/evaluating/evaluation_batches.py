@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
 from jstep.core.checks import kind, note, shown
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
-from jstep.data.to_devices import as_shardings, copied, fitting, owners_of, place_rows, placement
+from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
 from jstep.distributed import processes
 from jstep.hooks.metric_sums_program import host, is_number, is_numeric
 from jstep.queues.queues import until_end
@@ -161,17 +161,28 @@ def _check(batches: Any) -> None:
         )
 
 
-def shardings_of(batch_sharding: Any) -> Any:
-    """Return the shardings of batches as a tree, or None.
+def check_sharding(batch_sharding: Any) -> None:
+    """Refuse what cannot be a sharding of batches, before there is a state whose mesh names of axes refer to.
 
     Raises:
-        TypeError: `batch_sharding` contains something other than shardings.
+        TypeError: `batch_sharding` contains something other than shardings and names of mesh axes.
         ValueError: `batch_sharding` contains a PartitionSpec and no mesh is set.
     """
-    if batch_sharding is None:
-        return None
-    placement(batch_sharding, "batch_sharding")  # validates it
-    return as_shardings(batch_sharding)
+    others = jax.tree.map(
+        lambda one: None if is_axes(one) else one,
+        batch_sharding,
+        is_leaf=lambda one: isinstance(one, PartitionSpec) or is_axes(one),
+    )
+    placement(others, "batch_sharding")
+
+
+def shardings_of(batch_sharding: Any, state: Any) -> Any:
+    """Return the shardings of batches for a state as a tree, or None.
+
+    Raises:
+        ValueError: `batch_sharding` names an axis that the mesh of the state does not have, or the state is on none.
+    """
+    return None if batch_sharding is None else as_shardings(over_axes(batch_sharding, state))
 
 
 def placed(batches: Iterable[Any], shardings: Any) -> Iterator[tuple[Any, ...]]:

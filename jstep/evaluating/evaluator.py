@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
+from jstep.core.checks import as_bool, as_function, as_text, explain_jax, kind, note, shown
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.data.sequence import BatchSequence
@@ -29,7 +29,7 @@ from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
-from jstep.training.step import explain_a_list
+from jstep.training.step import explain_one_argument
 
 # Periodic evaluation with callbacks.
 
@@ -337,7 +337,7 @@ def evaluator(
             those; a string is the name of the slot of averages, a list names several, of different leaves.
         has_model_state: Whether metric_fn takes the model state.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
-            array.
+            array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
         lanes: Number of lanes, a power of two, as in `minimize`: each batch is evaluated as if its lanes were batches,
             so that the results have the same bits on any number of devices, and callbacks that steer by them (early
             stopping, plateaus) decide alike. A batch that `lanes` does not divide is computed whole by every device.
@@ -387,7 +387,8 @@ def evaluator(
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
     as_average_names(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
-    passes, shardings = EvaluationBatches(batches), evaluation_batches.shardings_of(batch_sharding)
+    passes = EvaluationBatches(batches)
+    evaluation_batches.check_sharding(batch_sharding)
     computed, merge = _replicated(_computing(metric_fn, as_lanes(lanes))), _replicated(evaluation_batches.merge_objects)
 
     def check_state(state: TrainState) -> None:
@@ -405,7 +406,11 @@ def evaluator(
         if as_average_names(use_averages):
             params = jax.eval_shape(functools.partial(_params_of, use_averages=use_averages), state)
         params = (params, *_model_state_of(state, has_model_state))
-        args = passes.first_shapes(shardings) if processes.is_single_process() else None
+        args = (
+            passes.first_shapes(evaluation_batches.shardings_of(batch_sharding, state))
+            if processes.is_single_process()
+            else None
+        )
         if args is not None:
             with using_mesh(mesh_of((state, args))), _explained(state, has_model_state, args):
                 jax.eval_shape(computed, params, args)
@@ -414,6 +419,7 @@ def evaluator(
         check_state(state)
         params = (_params_of(state, use_averages), *_model_state_of(state, has_model_state))
         totals = Totals(merge)
+        shardings = evaluation_batches.shardings_of(batch_sharding, state)
         for args in evaluation_batches.placed(passes, shardings):
             is_global = _mesh_of_processes((params, args)) is not None
             # Otherwise the processes may have different numbers of batches.
@@ -439,7 +445,8 @@ def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) 
     try:
         yield
     except Exception as error:
-        explain_a_list(error, args)
+        explain_one_argument(error, args)
+        explain_jax(error)
         if not has_model_state and MODEL_STATE in state.slots:
             note(error, "jstep: the state has a model state; metric_fn takes it with evaluator(has_model_state=True)")
         raise

@@ -1,12 +1,11 @@
 """Hooks that report: log lines, the progress line, summaries."""
 
-import functools
 import logging
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
 from jstep.hooks import base
 from jstep.hooks import metric_sums_program as sums
 from jstep.hooks.base import UNSET, ReportingHook, Selection
-from jstep.hooks.hook import Clock, Metrics, RunInfo
-from jstep.hooks.metric_sums_program import LeaveOut, NewResults, PendingValues
+from jstep.hooks.hook import Clock, Metrics
+from jstep.hooks.metric_sums_program import LeaveOut, PendingValues
 from jstep.hooks.stock import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
@@ -73,9 +72,9 @@ class LoggingHook(ReportingHook):
     """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
 
     If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. Results of evaluations are included in the first line after them, with their step if it is another. Logging
-    never blocks: if the values of a line are not ready, the line is printed later. The last step is always logged. On
-    several processes, only the first one logs.
+    0.412)`. Results of evaluations have lines of their own, which `EvaluationHook` logs. Logging never blocks: if the
+    values of a line are not ready, the line is printed later. The last step is always logged. On several processes,
+    only the first one logs.
 
     Args:
         every_n_steps: Interval in steps.
@@ -109,19 +108,12 @@ class LoggingHook(ReportingHook):
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self._level = as_level(level)
 
-    def use_run(self, run: RunInfo) -> None:
-        """Use the evaluations of the run."""
-        super().use_run(run)
-        self._results = NewResults(run.evaluations)
-
     def _hold(self, step: int, metrics: Metrics) -> None:
-        deliver = functools.partial(self._log, evaluated=self._results.take())
-        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), deliver, self)
+        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self._log, self)
 
-    def _log(self, step: int, values: dict[str, Any], evaluated: Sequence[tuple[int, dict[str, Any]]] = ()) -> None:
+    def _log(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            words = [sums.text(values), *(_of_step(at, results, step) for at, results in evaluated)]
-            _logger.log(self._level, "step %d  %s%s", step, "  ".join(filter(None, words)), self._speed(step))
+            _logger.log(self._level, "step %d  %s%s", step, sums.text(values), self._speed(step))
 
     def _speed(self, step: int) -> str:
         counter, share = self._given_counter or self.run.counter, None
@@ -134,12 +126,6 @@ class LoggingHook(ReportingHook):
             return ""
         figures = [] if examples is None else [f"{examples:.4g} examples/s"]
         return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *shown_share(share)])})"
-
-
-def _of_step(at: int, results: dict[str, Any], step: int) -> str:
-    """Format results of an evaluation, each with the step of the evaluation if that is not the step of the line."""
-    note = "" if at == step else f" (step {at})"
-    return "  ".join(sums.text({name: value}) + note for name, value in results.items())
 
 
 # Send metrics to an external logger.

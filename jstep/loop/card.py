@@ -30,9 +30,9 @@ from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
-from jstep.loop.compiler import shapes_of
+from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.programs import Dispatched, type_text
+from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import Options, Run
 from jstep.optimizers.leafwise import RULE
 

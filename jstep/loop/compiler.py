@@ -140,15 +140,18 @@ class BackgroundCompiler:
         self.is_closed = False
 
     def before(
-        self, step: int, waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        step: int,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """Wait for the programs that are due at this step, in the context `waiting()`.
+        """Wait for the programs that are due at this step, in the contexts `waiting()` and `compiling(name)`.
 
         Raises:
             StopWaiting: The run is stopping.
         """
         while self._begun and step >= self._begun[0][0].first:
-            with waiting():
+            with waiting(), compiling(self._begun[0][0].name):
                 if not is_done(self._begun[0][1], self._stopping):
                     raise StopWaiting
             self._begun.popleft()
@@ -251,6 +254,11 @@ def _shape(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return leaf
+
+
+def type_text(leaf: Any) -> str:
+    """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
 def stacked_shapes(tree: Any, steps: int) -> Any:

@@ -357,12 +357,12 @@ def make_calls(
         items: The batches, from `copied_batches`.
         start: The step of the first batch.
         sharding: The sharding of a batch, as in `prefetch_to_device`; None does not move it.
-        on_device: Whether to put batches on the default device, for a step that is not compiled: such a step would
-            see NumPy arrays or JAX arrays, depending on whether batches are prefetched.
+        on_device: Whether to put batches without a sharding on the default device, for a step that is not compiled:
+            such a step would see NumPy arrays or JAX arrays, depending on whether batches are prefetched.
         plan: Returns how calls are made; None if each takes one step.
         ends: The steps at which calls must end, in order; the last one ends the run.
     """
-    one = placement(None) if on_device else None if sharding is None else placement(as_shardings(sharding))
+    one = None if sharding is None and not on_device else placement(as_shardings(sharding))
     many = None if sharding is None else placement(as_shardings(sharding, stacked=True))
     if plan is None:
         for step, (batch, position) in enumerate(items, start):

@@ -26,13 +26,13 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, Columns, skip_metric_of
 from jstep.hooks.stock import StepCounterHook
 from jstep.hooks.timeline import STARTING, Stopwatch
-from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes
+from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, require_state, state_of
 from jstep.training.looped import LoopedStep, looped_step
-from jstep.training.step import Constants, TrainStep, explain_a_list, is_spent
+from jstep.training.step import Constants, TrainStep, explain_one_argument, is_spent, refuse_a_loss
 
 # Checks of the arguments of `train`, before anything is opened.
 
@@ -68,7 +68,7 @@ def check(state: Any, last_step: int) -> None:
 def check_result(result: Any) -> tuple[TrainState, Any]:
     """Return the result of a step; refuse anything but a state and metrics."""
     expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values; "
-    what = f"{expected}it returned"
+    what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
     state, metrics = state_of(result[0]), result[1]
@@ -261,7 +261,7 @@ def warn_of_redundant_rows(done: Dispatched) -> None:
         return
     _logger.warning(
         "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
-        "batch; give train batch_sharding=jax.NamedSharding(mesh, jax.P(%r)), or place the batches on the mesh",
+        "batch; give train batch_sharding=%r, or place the batches on the mesh",
         mesh.size,
         mesh.axis_names[0],
     )
@@ -289,6 +289,7 @@ class Programs:
         ahead_compiler: Compiles later programs in the background, or None.
         after_call: Functions that are called after each call was dispatched, with a `Dispatched`.
         after_first: Functions that are called after the first call of each stage.
+        compiling: A context for the time in which the loop waits for a program of the name that it is given.
         tracing: Held while a program for new shapes is traced, by whichever thread needs it first.
         may_leave_call: Whether a signal was received, so that the run need not wait for the program of a call.
         may_be_left: Whether the next call's program is being traced, which a signal may interrupt: nothing is lost.
@@ -329,6 +330,7 @@ class Programs:
         self.after_call: list[Callable[[Dispatched], None]] = []
         self.after_first: list[Callable[[Dispatched], None]] = []
         self._prepared: set[Any] = set()
+        self.compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.tracing = threading.Lock()
         self._stage, self._until = self.stages[0], -1.0
         self._attend_from = -1.0  # the step from which a call is attended
@@ -430,7 +432,7 @@ class Programs:
     def release(self) -> None:
         """Drop references to the run."""
         self.first_compiler = self.ahead_compiler = self._program = None
-        self.after_call, self.after_first = [], []
+        self.after_call, self.after_first, self.compiling = [], [], contextlib.nullcontext
 
     @property
     def constant_metrics(self) -> Any:
@@ -459,12 +461,12 @@ class Programs:
         """Run the steps of a call that is the first of its stage or shapes, or looped, or that others look at."""
         if call.first >= self._until or call.first < self._stage.first:
             self._enter(call.first)
+        stage = self._stage
         if self.first_compiler is not None:
-            self.first_compiler.before(call.first)
+            self.first_compiler.before(call.first, compiling=self.compiling)
             self.first_compiler = None
         if self.ahead_compiler is not None:
-            self.ahead_compiler.before(call.first, self._as_starting)
-        stage = self._stage
+            self.ahead_compiler.before(call.first, self._as_starting, self.compiling)
         is_first, stage.is_begun = not stage.is_begun, True
         if is_first:
             self._log_compilation(stage, call)
@@ -504,7 +506,7 @@ class Programs:
             return
         stage.known.add(key)
         state = state if stage.is_train_step else state_of(state)
-        with using_mesh(mesh_of((state, call.args))):
+        with self.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             self.may_be_left = True
             try:
                 if self.may_leave_call():
@@ -554,7 +556,8 @@ class Programs:
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:
-            explain_a_list(error, call.args)
+            explain_one_argument(error, call.args)
+            refuse_a_loss(stage.step, state, looped.args if looped is not None else call.args, error)
             raise
         self._constants = constants
         if constants.values and type(metrics) is dict:
@@ -628,11 +631,6 @@ class Programs:
             _steps(call),
             shapes,
         )
-
-
-def type_text(leaf: Any) -> str:
-    """The dtype and shape of an argument of a step, such as `float32[8, 2]`."""
-    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
 
 
 def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:

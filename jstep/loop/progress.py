@@ -1,39 +1,62 @@
-"""The observer that shows a progress bar: step, rate, loss and the remaining time."""
+"""The observer that shows a progress bar, and what the loop waits for before the first step: compilation."""
 
+import functools
 import importlib.util
+import logging
+import operator
 import os
 import sys
 import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 
-from jstep.core.checks import as_int, as_number
+from jstep.core.checks import as_int, as_number, scoped
+from jstep.core.waiting import Ticker, slow
 from jstep.hooks import metric_sums_program as sums
 from jstep.hooks.base import Cadence, RunHook
 from jstep.hooks.hook import Clock, Metrics, step_of
-from jstep.hooks.metric_sums_program import NewResults
 from jstep.hooks.stock import shown_share
 from jstep.loop.run_record import Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 
+_logger = logging.getLogger("jstep")
+
 
 def shown(run: Run) -> AbstractContextManager[object]:
-    """Show a progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines."""
+    """Show a progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines.
+
+    Without a bar, a compilation that takes long is shown by itself.
+    """
     wanted = run.options.progress
+    if wanted is False or jax.process_index() != 0:
+        return nullcontext()
     # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
     is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
-    if wanted is not False and jax.process_index() == 0 and (wanted or is_terminal):
-        run.reporter = lambda: ProgressHook(last_step=run.options.end)
+    if wanted or is_terminal:
+        run.reporter = functools.partial(_bar, run)
+    else:
+        run.programs.compiling = lambda name: slow(f"compiling {name}", _logger.info)
     return nullcontext()
+
+
+def _bar(run: Run) -> "ProgressHook":
+    hook = ProgressHook(last_step=run.options.end)
+    run.programs.compiling = hook.compiling
+    return hook
 
 
 class ProgressHook(RunHook):
     """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
-    If the peak of the device is known, it also shows the utilization (see `StepCounterHook`).
+    It counts the steps that the device has finished, with the metrics of the last of them that it has, and waits for
+    none. Before the first step it shows `compiling`, with the seconds. If the peak of the device is known, it also
+    shows the utilization (see `StepCounterHook`).
 
     Args:
         last_step: The step at which the run ends, or None.
@@ -52,52 +75,116 @@ class ProgressHook(RunHook):
             import tqdm
         except ImportError as error:
             raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
-        self._tqdm, self._file = tqdm.tqdm, file
+        self._tqdm, self._file, self._clock = tqdm.tqdm, file, clock
         self._last_step = None if last_step is None else as_int(last_step, "last_step", 0)
         self.cadence = Cadence(
             secs=as_number(every_n_secs, "every_n_secs", low=0), clock=clock, at_last=True, again_at_last=True
         )
         self._bar: Any = None
+        self._ticker: Ticker | None = None
 
     def begin(self, state: TrainState) -> None:
         """Draw the line at the first step of the run."""
         super().begin(state)
-        self._results = NewResults(self.run.evaluations)
-        self._held: dict[str, Any] = {}
+        self._pending: deque[tuple[int, dict[str, Any]]] = deque()
         self._names = frozenset({"loss", *held_values(state.slots)})
+        first = step_of(state)
         unknown = _is_of_no_size(self._file or sys.stderr)
         size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
-        self._bar = self._tqdm(total=self._last_step, initial=step_of(state), unit="step", file=self._file, **size)
-
+        is_over = self._last_step is not None and first >= self._last_step
+        words = {} if is_over else {"postfix": _COMPILING.format(0)}
+        self._bar = self._tqdm(total=self._last_step, initial=first, unit="step", file=self._file, **words, **size)
+        if not is_over:
+            self._tick()
         self.run.pending.append((self, self._restart_clock))
+
+    def _tick(self) -> None:
+        """Show each second how long a compilation has taken."""
+        tick = weakref.WeakMethod(self._show_compiling)
+
+        def show(seconds: float) -> None:
+            method = tick()
+            if method is not None:
+                method(seconds)
+
+        self._ticker = Ticker(show, first=_TICK_SECS, clock=self._clock)
+
+    def _show_compiling(self, seconds: float) -> None:
+        self._bar.set_postfix_str(_COMPILING.format(seconds))
+
+    def _stop_ticking(self, words: str = "") -> None:
+        """Show something else than the compilation."""
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.stop()
+            self._bar.set_postfix_str(words, refresh=False)
+
+    @scoped
+    def compiling(self, name: str) -> Iterator[None]:
+        """Show that the loop waits for the compilation of a program; before the first step the line shows it anyway."""
+        if self._bar is None or self._ticker is not None:
+            yield
+            return
+        words = self._bar.postfix or ""
+        self._tick()
+        try:
+            yield
+        finally:
+            self._stop_ticking(words)
 
     def _restart_clock(self, *, wait: bool = False) -> bool:
         """Restart the clock after the first call, so that the remaining time does not include compilation."""
+        self._stop_ticking()
         self._bar.unpause()
         return True
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Update the line with the latest numbers that are ready; with those of the step if it is the last one."""
+        """Update the line with what has finished; with the numbers of the step if it is the last one."""
         if self.run.is_over:
             self.end(step, state)
             return
-        if self._held and sums.is_ready(self._held):
-            self._show(self._held)
-        self._held = self._numbers()
-        sums.start_transfer(self._held)
-        self._bar.update(step - self._bar.n)
+        numbers = self._numbers()
+        sums.start_transfer(numbers)
+        self._pending.append((step, numbers))
+        finished = self._finished()
+        ready: dict[str, Any] = {}
+        while self._pending and self._pending[0][0] <= finished:
+            finished_numbers = self._pending.popleft()[1]
+            ready = finished_numbers if sums.is_ready(finished_numbers) else ready
+        if ready:
+            self._show(ready)
+        self._count(finished)
+
+    def _finished(self) -> int:
+        """The last step that the device is known to have finished; waits for none."""
+        flight = getattr(self.run, "in_flight", None)
+        if flight is not None:
+            flight.look()
+            return self._bar.n if flight.finished is None else int(flight.finished)
+        # By hand: the last step whose numbers are ready.
+        return max((step for step, numbers in self._pending if sums.is_ready(numbers)), default=self._bar.n)
+
+    def _count(self, step: int) -> None:
+        self._stop_ticking()
+        if step == self._bar.n:
+            self._bar.refresh()  # the numbers may be others
+        else:
+            self._bar.update(step - self._bar.n)
 
     def end(self, step: int, state: TrainState) -> None:
         """Draw the last line."""
+        self._stop_ticking()
+        self._pending.clear()
         self._show(self._numbers())
-        self._bar.update(step - self._bar.n)
+        self._count(step)
         self._bar.refresh()
 
     def _numbers(self) -> dict[str, Any]:
         return {name: value for name, value in sums.scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        words = sums.text({**numbers, **self._results.all()})
+        results = [sums.numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
+        words = sums.text(functools.reduce(operator.or_, results, numbers))
         counter = self.run.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
@@ -108,8 +195,16 @@ class ProgressHook(RunHook):
         """End the line and close the bar."""
         super().close()
         if self._bar is not None:
+            if self._ticker is not None:
+                self._ticker.stop()
+                self._ticker = None
             self._bar.close()
             self._bar = None
+
+
+_COMPILING = "compiling {:.0f} s"
+_TICK_SECS = 1.0
+"""The seconds between two numbers of the clock."""
 
 
 def _is_of_no_size(file: Any) -> bool:

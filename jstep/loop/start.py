@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState, state_of
+from jstep.training.step import refuse_a_loss
 
 # Restore the newest checkpoint, or start from the given state.
 
@@ -90,6 +92,11 @@ def restore(run: Run) -> None:
             run.state = saver.restore(run.state)
     except FileNotFoundError:
         _begin_with_given(run, "and there is no checkpoint to restore")
+        if jax.process_index() == 0:
+            given = run.options.checkpoint_dir
+            place = given.directory if isinstance(given, Saver) else os.fspath(given or "")
+            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # others may be there
+            _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
         return
     restored = step_of(run.state)
     if restored != run.start:
@@ -359,6 +366,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     try:
         new = state_of(trace_step(step, state, args).out_info[0])
     except Exception as error:
+        refuse_a_loss(step, state, args, error, name)
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:
             which = f" with batch {segment.first}, whose shapes differ from those of the batch before"
@@ -405,6 +413,9 @@ _PROBLEM = "the batches cannot be opened"
 
 def begin(run: Run, batches: Any) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
+    if run.saver is not None and run.latest is not None and run.start is not None:
+        with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
+            run.saver.check_run(run.state, run.latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
@@ -423,12 +434,30 @@ def begin(run: Run, batches: Any) -> None:
     if run.restored is None and not runner.is_done and run.first < run.options.last_step:
         runner.evaluate("evaluate_first")
     if runner.is_done or run.first >= run.options.last_step:
-        _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
+        _report_done(run)
         return
     if run.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.extra[STOPPED], run.first)
     look_ahead(run)
     _make_calls(run, runner, source, items)
+
+
+def _report_done(run: Run) -> None:
+    """Log that no step is run, and why; a last_step that lies before the state is a mistake."""
+    last_step = run.options.last_step
+    if run.first <= last_step:
+        _logger.info("the run is at step %d already: no step is run%s", run.first, reason_done(run))
+        return
+    of, other = "the given state", "state"
+    if run.saver is not None and run.restored is not None:
+        of, other = f"{checkpoint_name(run.saver.prefix, run.first)}, the newest checkpoint", "checkpoint_dir"
+    _logger.warning(
+        "last_step=%d: the run is at step %d already (%s): no step is run. Give a larger last_step, or another %s",
+        last_step,
+        run.first,
+        of,
+        other,
+    )
 
 
 def _remember(run: Run, runner: HookRunner) -> None:

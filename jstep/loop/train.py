@@ -12,6 +12,7 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.data.loaders import check_batches
+from jstep.data.to_devices import over_axes
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
@@ -116,7 +117,8 @@ def train(
         progress: None for a progress line on a terminal and log lines elsewhere, True for the progress line, False for
             no output.
         batch_sharding: Sharding of the batches, or a tree of shardings: the rows of each process become its part of
-            one global array.
+            one global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
+            `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
             checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to
             the process; they are restored when the run ends.
@@ -153,6 +155,7 @@ def train(
     Source: `tf.train.MonitoredTrainingSession`.
     """
     given, times = locals(), StartTimes()
+    given["batch_sharding"] = over_axes(batch_sharding, state)
     options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     stages = stages_of(train_step)
     check(state, options.last_step)

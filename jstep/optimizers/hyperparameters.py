@@ -211,6 +211,13 @@ def _slot_of(state: Any, name: str) -> str:
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     known = {shown: slot for slot in arrays if (shown := shown_name(slot)) is not None}
     if name not in known:
+        injected = next((slot for slot in slots if _is_injected(slot, name)), None)
+        if injected is not None:
+            raise KeyError(
+                f"name={name!r}: the state holds it as Optax's inject_hyperparams does, in slots[{injected!r}]; set it "
+                f"there: state.replace(slots={{**state.slots, {injected!r}: "
+                f"jnp.full_like(state.slots[{injected!r}], value)}})"
+            )
         have = f"it holds {sorted(known)}" if known else "it holds none"
         raise KeyError(
             f"name={name!r}: the state holds no such hyperparameter{trees.nearest(name, known)}; {have}. "
@@ -225,6 +232,12 @@ LEARNING_RATE = "learning_rate"
 def is_learning_rate(name: str) -> bool:
     """Whether a hyperparameter, named with the prefixes of scopes and labels, is a learning rate."""
     return name.rsplit("/", 1)[-1] == LEARNING_RATE
+
+
+def _is_injected(slot: str, name: str) -> bool:
+    """Whether a slot is a hyperparameter of that name in a state of Optax's inject_hyperparams."""
+    scope, _, last = name.rpartition("/")
+    return slot.startswith(f"{scope}/" if scope else "") and slot.split("/")[-2:] == ["hyperparams", last]
 
 
 # Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step.

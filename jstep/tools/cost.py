@@ -1,5 +1,6 @@
 """The cost of a training step before it runs: memory, work, traffic, and warnings."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -22,6 +23,7 @@ from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.programs import body_of, is_annotated, work_of
 from jstep.core.slot_roles import blocks_between, roles_in
+from jstep.core.waiting import slow, without_noise
 from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools.collectives import Collective, Exchange, collectives_of, exchanges_of, uses_of
@@ -341,7 +343,7 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
     if name is not None:
         _logger.info("Compiling for %s, which can take minutes.", name)
     try:
-        compiled, needed = _compiled(lowered, is_there=name is None), None
+        compiled, needed = _compiled(lowered, name), None
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
         if needed is None:
@@ -386,9 +388,12 @@ def compiled_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> dict[s
     }
 
 
-def _compiled(lowered: Any, *, is_there: bool) -> Any:
-    with warnings.catch_warnings():
-        if not is_there:
+def _compiled(lowered: Any, topology: Any) -> Any:
+    """Compile a step; `topology` is None for devices that are there."""
+    with contextlib.ExitStack() as stack:
+        if topology is not None:
+            stack.enter_context(without_noise())
+            stack.enter_context(warnings.catch_warnings())
             # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         return lowered.compile()
@@ -546,7 +551,9 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     if topology is not None:
         state, args = on_topology(topology, train_step, state, args)
     state, args = refuse_other_devices(state, args)
-    with using_mesh(mesh_of((state, args))):
+    name = name_of(device_of((state, args)))
+    doing = "cost: compiling the step" if name is None else f"cost: compiling the step for {name}"
+    with using_mesh(mesh_of((state, args))), slow(doing):
         step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
         return Cost(**compiled_cost(step, state, args))
 

@@ -30,6 +30,7 @@ from jstep.data.loaders import (
     source_of,
     with_files,
 )
+from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
 from jstep.loop.programs import Programs, check
@@ -120,6 +121,7 @@ def replay(
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = stages_of(train_step)
     check(state, step)
+    batch_sharding = over_axes(batch_sharding, state)
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         prefix = checkpoint_dir.prefix
     check_locations(checkpoint_dir, prefix, None, batch_sharding)

@@ -23,6 +23,7 @@ from jstep.core.checks import as_int, as_text, cut, kind, shown
 from jstep.core.devices import GPUS, TPUS, Name, parsed, target_config
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_shape
+from jstep.core.waiting import slow, without_noise
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
 
@@ -52,7 +53,8 @@ def devices_of(name: Name) -> Sequence[Any]:
             require_compiler(name)
             prepare()
             try:
-                devices = _gpus(name) if name.kind in GPUS else _tpus(name)
+                with without_noise(), slow(f"topology: loading the compiler of {name}"):
+                    devices = _gpus(name) if name.kind in GPUS else _tpus(name)
             except Exception as error:  # of Python, of the loader, or of the compiler
                 raise _broken(name, _compiler_of(name), error) from error
             if name.kind in GPUS:
@@ -72,7 +74,8 @@ def require_working(name: Name, device: Any) -> None:
     with using_mesh(mesh):
         lowered = jax.jit(lambda x: jnp.exp(x) * jnp.sin(x) ** x).lower(x)
     try:
-        lowered.compile()
+        with without_noise():
+            lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
         raise _broken(name, what, error) from error

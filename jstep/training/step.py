@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,24 +108,102 @@ _A_LIST = (
 )
 
 
-def explain_a_list(error: BaseException, args: Sequence[Any]) -> None:
-    """Add a note to an error of a function of the batch if the batch is a list, such as torch's loader gives.
+_A_CONTAINER = (
+    "jstep: the batch is {0}, which is one argument; a tuple is several. Let the function take the batch as one and "
+    "read {1} from it, or give tuples: ({2})"
+)
+
+
+def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
+    """Add a note to an error of a function of the batch if the batch is one argument and was meant as several.
+
+    It is a list, such as torch's loader gives, or a dict, a NamedTuple or another container.
 
     Args:
         error: The error that the call raised.
         args: The arguments that the batch stands for.
     """
-    if isinstance(error, TypeError | AttributeError) and len(args) == 1 and isinstance(args[0], list):
+    if len(args) != 1 or not isinstance(error, TypeError | AttributeError):
+        return
+    batch = args[0]
+    if isinstance(batch, list):
         note(error, _A_LIST)
+    elif not jax.tree_util.all_leaves([batch]) and _wants_more_arguments(error):
+        if isinstance(batch, Mapping):
+            parts = [f"batch[{key!r}]" for key in batch]
+        else:
+            parts = [f"batch.{key}" for key in getattr(batch, "_fields", ())] or ["its parts"]
+        note(error, _A_CONTAINER.format(kind(batch), " and ".join(parts[:3]), ", ".join(parts[:3])))
 
 
 _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
+
+
+def _missing_arguments(error: BaseException) -> list[str]:
+    """The names of the arguments that a function was called without, if that is the error."""
+    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    return [] if found is None else re.findall(r"'(\w+)'", found[1])
+
+
+def _wants_more_arguments(error: BaseException) -> bool:
+    """Whether a function was called without arguments that a batch has, or not by their names."""
+    return bool(set(_missing_arguments(error)) - set(_PASSED_WITH)) or bool(_TOO_MANY.search(str(error)))
+
+
+_TOO_MANY = re.compile(r"takes \d+ positional arguments? but \d+ (?:was|were) given")  # others are keyword-only
 _PASSED_WITH = {
     "rng": "rng=key",
     "averages": "use_averages=True",
     "model_state": "has_model_state=True",
 }
 """Arguments of a loss → what `minimize` passes them with."""
+
+
+def refuse_a_loss(
+    step: Any, state: Any, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
+) -> None:
+    """Raise an error if what was given as a training step, and failed, is a loss: a scalar function of the parameters.
+
+    Args:
+        step: The function, or a `TrainStep` of it.
+        state: The state that it was called with.
+        args: The other arguments, or their shapes.
+        cause: The error that it raised.
+        argument: The name of the argument, for the error.
+
+    Raises:
+        TypeError: It returns a floating-point scalar, alone or with something else, for the parameters of the state.
+    """
+    while isinstance(step, TrainStep):
+        step = step.__wrapped__
+    state = state_of(state)
+    if isinstance(step, PureStep) or not isinstance(state, TrainState) or not _is_loss(step, state, args):
+        return
+    name = getattr(step, "__name__", "")
+    name = name if name.isidentifier() else "loss_fn"
+    raise TypeError(
+        f"{argument}={name}: must be a training step (state, *args) -> (state, metrics), got a loss, which is a "
+        f"function of the parameters; its step is jstep.minimize({name}, optimizer)"
+    ) from cause
+
+
+def _is_loss(fn: Callable[..., Any], state: TrainState, args: Sequence[Any]) -> bool:
+    """Whether a function of the parameters and a batch returns a loss; it is traced, and runs nothing on a device."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # a built-in without a signature
+        names = []
+    passed = {"rng": jax.random.key(0), "averages": state.params}  # by `minimize`, if the loss takes them
+    kwargs = {name: value for name, value in passed.items() if name in names}
+    for first in ((state.params,), (state.params, state.model_state)):
+        try:
+            with using_mesh(mesh_of((state, args))):
+                out = jax.eval_shape(fn, *first, *args, **kwargs)
+        except Exception:
+            continue
+        loss = out[0] if isinstance(out, tuple | list) and len(out) == 2 else out
+        return getattr(loss, "shape", None) == () and jax.numpy.issubdtype(loss.dtype, jax.numpy.floating)
+    return False
 
 
 def is_spent(state: Any) -> bool:
@@ -153,9 +232,9 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     if not isinstance(error, RuntimeError | ValueError):
         if type(error).__name__ == "ShardingTypeError" and all(len(x.sharding.device_set) == 1 for x in arrays):
             note(error, _CAPTURED)
-        found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
-        missing = [] if found is None else [name for name in _PASSED_WITH if f"'{name}'" in found[1]]
-        if found is not None and not missing and isinstance(state, TrainState) and state.model_state is not None:
+        lacking = _missing_arguments(error)
+        missing = [name for name in _PASSED_WITH if name in lacking]
+        if lacking and not missing and isinstance(state, TrainState) and state.model_state is not None:
             missing = ["model_state"]
         for name in missing:
             note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")

@@ -197,28 +197,24 @@ def test_best_checkpoints_are_stored_beside_the_newest(tmp_path):
     assert same(jstep.Saver(tmp_path).restore(make_state()), state)
 
 
-def test_results_and_held_hyperparameters_are_logged(caplog):
-    caplog.set_level(logging.INFO)
-    hook = jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=4)
-    train(6, [hook], progress=None, log_steps=2)
-    lines = [record.getMessage() for record in caplog.records if record.filename == "report.py"]
-    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4", "step 6"]
-    assert ["eval/loss 0.5" in line for line in lines] == [False, True, False]
-    assert all("learning_rate 0.25" in line for line in lines)
-
-
-def test_results_of_an_earlier_step_are_logged_with_that_step(caplog):
+def test_results_are_logged_once_in_a_line_of_their_own(caplog):
     caplog.set_level(logging.INFO)
     hooks = [
         jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=3),
         jstep.EvaluationHook(lambda state: {"loss": 0.25}, every_n_steps=4, prefix="test"),
     ]
-    train(6, hooks, progress=None, log_steps=4)
-    at_4, at_6 = (record.getMessage() for record in caplog.records if record.filename == "report.py")
-    assert "eval/loss 0.5 (step 3)  test/loss 0.25" in at_4
-    assert at_4.count("(step ") == 1
-    assert "eval/loss 0.5" in at_6
-    assert "(step 6)" not in at_6
+    train(6, hooks, progress=None, log_steps=2)
+    lines = [line for record in caplog.records if (line := record.getMessage()).startswith("step ")]
+    evaluated = [line for line in lines if "eval/" in line or "test/" in line]
+    assert evaluated == [
+        "step 3  eval/loss 0.5",
+        "step 4  test/loss 0.25",
+        "step 6  eval/loss 0.5",
+        "step 6  test/loss 0.25",
+    ]
+    others = [line for line in lines if line not in evaluated]
+    assert [line.split("  ")[0] for line in others] == ["step 2", "step 4", "step 6"]
+    assert all("learning_rate 0.25" in line for line in others)
 
 
 def test_results_and_held_hyperparameters_are_in_the_progress_bar(capsys, monkeypatch):

@@ -256,7 +256,7 @@ def test_an_endless_generator_is_rejected(monkeypatch):
         ((metrics, lambda step: X), ValueError, "a function of the step has no end"),
         ((metrics, [X], {"use_averages": 3}), TypeError, "use_averages=3: must be True or False"),
         ((metrics, [X], {"has_model_state": "no"}), TypeError, "has_model_state='no': must be True or False"),
-        ((metrics, [X], {"batch_sharding": "data"}), TypeError, "batch_sharding: 'data'"),
+        ((metrics, [X], {"batch_sharding": 3}), TypeError, "batch_sharding: 3"),
         ((metrics, [X], {"batch_sharding": PartitionSpec("data")}), ValueError, "batch_sharding: .* needs a mesh"),
     ],
 )

@@ -363,3 +363,33 @@ def test_replayed_batches_that_end_too_soon_by_a_closed_queue(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"returned 2 batches, and the run has used 4"):
         trained(8, jstep.replayed(functools.partial(make, 2)), checkpoint_dir=tmp_path)
     assert jstep.global_step(trained(8, jstep.replayed(functools.partial(make, 6)), checkpoint_dir=tmp_path)) == 6
+
+
+KEPT = {
+    "read on the host": lambda params: np.asarray(params["w"]),
+    "an operation": lambda params: params["w"] + 1,
+    "a compiled function": jax.jit(lambda params: params["w"] + 1),
+}
+
+
+@pytest.mark.parametrize("use", KEPT)
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_an_object_that_keeps_arrays_of_the_state_must_copy_them(use, is_copied):
+    class Agent:
+        target: Any = None
+
+        def __call__(self, step, state):
+            if self.target is None:
+                self.target = jax.tree.map(jnp.copy, state.params) if is_copied else state.params
+            return jnp.zeros(2) + KEPT[use](self.target)
+
+    def run():
+        return jstep.train(STEP, make_state(), jstep.from_state(Agent()), 3, progress=False)
+
+    if is_copied:
+        assert run().global_step == 3
+        return
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
+        run()
+    (note,) = [note for note in error.value.__notes__ if "jax.tree.map(jnp.copy, state.params)" in note]
+    assert "were donated to the step after it" in note

@@ -42,7 +42,12 @@ WRONG = [
     ({"checkpoint_prefix": "a/b"}, ValueError, "prefix"),
     ({"checkpoint_dir": 3}, TypeError, "directory"),
     ({"logdir": 3}, TypeError, "logdir=3: must be a directory or a URL, got an int"),
-    ({"batch_sharding": "data"}, TypeError, "sharding: 'data'"),
+    (
+        {"batch_sharding": "data"},
+        ValueError,
+        r"batch_sharding='data': must be an axis of the mesh .* state = jstep.shard_state\(state, mesh\)",
+    ),
+    ({"batch_sharding": 3}, TypeError, "sharding: 3"),
     ({"state": no_step()}, RuntimeError, r"^Global step should be created to use StepCounterHook\.$"),
 ]
 
@@ -122,6 +127,62 @@ def test_a_step_that_stops_to_advance_the_global_step_is_found_at_the_end():
 
     with pytest.raises(ValueError, match=r"global_step is 3 after the update that makes step 5: .* by one. If it runs"):
         train(5, step=step)
+
+
+def plain_loss(params, batch):
+    return jnp.sum(params["w"] ** 2) + jnp.sum(batch["x"])
+
+
+def returns_aux(params, batch):
+    return plain_loss(params, batch), {"more": 1.0}
+
+
+def with_model_state(params, model_state, batch):
+    return plain_loss(params, batch), model_state
+
+
+def of_step_that_fails(state, batch):
+    raise TypeError("of the user")
+
+
+LOSSES = {
+    "a loss": plain_loss,
+    "compiled": jax.jit(plain_loss),
+    "as a TrainStep": jstep.TrainStep(plain_loss),
+    "aux": returns_aux,
+    "rng": loss_fn,
+    "model_state": with_model_state,
+}
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("given", LOSSES)
+def test_a_loss_in_place_of_a_step_names_minimize(given, steps_per_call):
+    with pytest.raises(
+        TypeError, match=r"^train_step=(\w+): must be a training step .* jstep.minimize\(\1, optimizer\)"
+    ):
+        train(4, step=LOSSES[given], steps_per_call=steps_per_call)
+
+
+@pytest.mark.parametrize("given", ["a loss", "compiled"])
+def test_a_loss_as_a_later_stage_names_minimize(given):
+    with pytest.raises(TypeError, match=r"^train_step.*=plain_loss: must be a training step"):
+        train(4, step={0: STEP, 2: LOSSES[given]})
+
+
+def test_a_loss_that_takes_any_tree_names_minimize():
+    def decay(state, batch):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(state))
+
+    for loss in (decay, lambda state, batch: (decay(state, batch), {"more": 1.0})):
+        with pytest.raises(TypeError, match=r"^train_step.* jstep.minimize\(\w+, optimizer\)"):
+            train(4, step=loss)
+
+
+@pytest.mark.parametrize("step", [of_step_that_fails, jstep.TrainStep(of_step_that_fails)])
+def test_a_step_that_fails_and_is_not_a_loss_keeps_its_error(step):
+    with pytest.raises(TypeError, match=r"^of the user"):
+        train(4, step=step)
 
 
 def test_numpy_integers_are_accepted():

@@ -175,3 +175,91 @@ def test_an_exception_without_notes_is_not_replaced(tmp_path):
         train(3, broken)
     with pytest.raises(StubbornError, match="loader"):
         list(jstep.prefetch_to_device(map(broken, range(3))))
+
+
+# What a run begins with, in its log.
+
+
+def test_a_fresh_start_is_reported_once_with_its_step(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    train(2, checkpoint_dir=tmp_path / "a")
+    assert f"no checkpoint in {tmp_path / 'a'}: starts at step 0" in messages(caplog)
+    caplog.clear()
+    train(4, checkpoint_dir=tmp_path / "a")
+    assert not any("no checkpoint" in line for line in messages(caplog))
+    assert "restored model-2" in messages(caplog)
+    caplog.clear()
+    train(7, state=make_state(5), checkpoint_dir=tmp_path / "b")
+    assert f"no checkpoint in {tmp_path / 'b'}: starts at step 5" in messages(caplog)
+    caplog.clear()
+    with jstep.Saver(tmp_path / "a", prefix="other") as saver:  # beside checkpoints of another prefix
+        train(2, checkpoint_dir=saver)
+    assert f"no checkpoint other-* in {tmp_path / 'a'}: starts at step 0" in messages(caplog)
+    caplog.clear()
+    train(2)
+    assert not any("no checkpoint" in line for line in messages(caplog))
+
+
+def test_a_last_step_before_the_newest_checkpoint_is_a_warning_that_names_both(tmp_path, caplog):
+    train(10, checkpoint_dir=tmp_path)
+    caplog.set_level(logging.INFO)
+    assert train(5, checkpoint_dir=tmp_path).global_step == 10
+    (line,) = messages(caplog, logging.WARNING)
+    assert line == (
+        "last_step=5: the run is at step 10 already (model-10, the newest checkpoint): no step is run. Give a larger "
+        "last_step, or another checkpoint_dir"
+    )
+    caplog.clear()
+    train(5, state=make_state(8))
+    assert messages(caplog, logging.WARNING)[0].startswith(
+        "last_step=5: the run is at step 8 already (the given state)"
+    )
+    caplog.clear()
+    train(10, checkpoint_dir=tmp_path)
+    assert messages(caplog, logging.WARNING) == []
+    assert "the run is at step 10 already: no step is run" in messages(caplog)
+
+
+def other_run(kind):
+    """A step and a state of another model or optimizer than the run's own."""
+    optimizer = jstep.lion(1e-3) if kind == "optimizer" else jstep.adam(0.1)
+    params = {"w": jnp.ones(2)} if kind == "optimizer" else {"v" if kind == "model" else "w": jnp.ones(3)}
+
+    def loss_fn(params, batch):
+        return sum(jnp.sum(leaf) for leaf in params.values()) * jnp.sum(batch["x"])
+
+    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer)
+
+
+OTHERS = {
+    "optimizer": "another optimizer: its slots differ",
+    "model": "another model: its params and slots differ",
+    "shapes": "another model: its params and slots differ",
+}
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything_is_compiled(
+    kind, is_abstract, tmp_path, caplog
+):
+    first = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam(0.1))
+    step = jstep.minimize(lambda params, batch: jnp.mean(batch["x"] @ params["w"]), jstep.adam(0.1))
+    train(3, state=first, step=step, checkpoint_dir=tmp_path)
+    caplog.set_level(logging.DEBUG, "jstep")
+    step, state = other_run(kind)
+    if is_abstract:
+        state = jax.eval_shape(lambda: state)
+    with pytest.raises(ValueError, match=f"^checkpoint_dir: model-3 was saved by a run with {OTHERS[kind]}") as error:
+        train(6, state=state, step=step, checkpoint_dir=tmp_path)
+    text = str(error.value)
+    assert (
+        f"give another checkpoint_dir; to begin it with parameters of this one, take jstep.Saver({str(tmp_path)!r})"
+        in text
+    )
+    assert ".restore_params(params)" in text
+    assert "target does not fit" in text
+    assert step._cache_size() == 0
+    assert not any("compil" in line for line in messages(caplog, logging.DEBUG))
+    with jstep.Saver(tmp_path) as saver:
+        assert saver.all_steps() == [3]

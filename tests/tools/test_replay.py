@@ -194,7 +194,8 @@ INVALID = [
     ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
     ({"prefix": ""}, ValueError, "prefix=''"),
     ({"checkpoint_dir": 3}, TypeError, "checkpoint_dir=3"),
-    ({"batch_sharding": "x"}, TypeError, "batch_sharding"),
+    ({"batch_sharding": "x"}, ValueError, "batch_sharding='x': must be an axis of the mesh"),
+    ({"batch_sharding": 3}, TypeError, "batch_sharding"),
 ]
 
 

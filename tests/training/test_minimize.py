@@ -1,7 +1,7 @@
 """Semantics of `minimize`: step counter, metrics, variables, model state, keys, and microbatches."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -284,3 +284,32 @@ def test_skipped_updates_keep_the_model_state(kind):
         state, metrics = step(state, rows[0])
         assert state.slots["model_state"]["count"] == 2
         assert np.isfinite(state.slots["model_state"]["mean"]).all()
+
+
+RETURNED = {
+    "aux, too": (lambda state: (state, {"a": 1.0}), r"returned \(loss, \(model_state, aux\)\).* Set has_aux=True"),
+    "in a list": (lambda state: [state, 1.0], r"where aux is a float; with has_aux=False .* Set has_aux=True"),
+    "more": (lambda state: {**state, "n": 1.0}, "a model_state that adds 'n'; return all of the state's"),
+    "less": (lambda state: {}, "a model_state that lacks 'm'; return all of the state's"),
+    "aux alone": (lambda state: {"a": 1.0}, "a model_state that lacks 'm' and adds 'a'"),
+    "another kind": (lambda state: Named(**state), "a model_state that is a Named with the same leaves as a dict"),
+}
+
+
+class Named(NamedTuple):
+    m: Any
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"lanes": 2}])
+@pytest.mark.parametrize("returned", RETURNED)
+def test_a_model_state_of_another_structure_is_described(returned, kwargs):
+    make, words = RETURNED[returned]
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"m": jnp.zeros(2)})
+
+    def loss_fn(params, model_state, x):
+        return jnp.sum(params["w"]) * jnp.sum(x), make(model_state)
+
+    with pytest.raises(ValueError, match=words) as error:
+        jstep.minimize(loss_fn, optimizer, has_model_state=True, **kwargs)(state, jnp.ones((4, 2)))
+    assert "PyTreeDef" not in str(error.value)

@@ -1,5 +1,8 @@
 """Errors of JAX that ported programs meet have a note that shows the way out, once."""
 
+import re
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -43,6 +46,76 @@ def test_the_way_out_of_the_note_works():
 
     after, _ = jstep.minimize(loss_fn, OPTIMIZER)(state(), jnp.ones(3))
     assert after.params["w"].tolist() == pytest.approx([0.9] * 3)
+
+
+def test_a_model_of_nnx_that_shares_its_variables_with_the_arguments():
+    nnx = pytest.importorskip("flax.nnx")
+    graphdef, params, rest = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, x, **kwargs):
+        net = nnx.merge(graphdef, params, rest, **kwargs)
+        return jnp.mean(net(x) ** 2), nnx.split(net, nnx.Param, ...)[2]
+
+    def run(loss):
+        state = jstep.TrainState.create(params, OPTIMIZER, model_state=rest)
+        return jstep.minimize(loss, OPTIMIZER, has_model_state=True)(state, jnp.ones((4, 2)))
+
+    with pytest.raises(Exception, match="Cannot mutate BatchStat") as error:
+        run(loss)
+    (note,) = [note for note in error.value.__notes__ if "nnx.merge" in note]
+    assert "nnx.merge(graphdef, params, rest, copy=True)" in note
+    assert run(lambda params, rest, x: loss(params, rest, x, copy=True))[0].global_step == 1
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+ONE_ARGUMENT = {
+    "a dict": ({"x": 1.0, "y": 2.0}, "a dict, .* read batch\\['x'\\] and batch\\['y'\\] from it, or give tuples"),
+    "a NamedTuple": (Pair(1.0, 2.0), "a Pair, .* read batch.x and batch.y from it, or give tuples"),
+    "a list": ([1.0, 2.0], "a list, which is one argument; a tuple is several"),
+}
+
+
+def of_two(params, x, y):
+    return jnp.sum(params["w"] * x * y)
+
+
+def of_two_by_name(params, *, x, y):
+    return jnp.sum(params["w"] * x * y)
+
+
+def train_with(loss_fn, batch, **kwargs):
+    return jstep.train(jstep.minimize(loss_fn, OPTIMIZER), state(), lambda step: batch, 4, progress=False, **kwargs)
+
+
+CALLS_WITH = {
+    "train": train_with,
+    "calls of several steps": lambda loss_fn, batch: train_with(loss_fn, batch, steps_per_call=2),
+    "evaluator": lambda loss_fn, batch: jstep.evaluator(lambda *args: {"loss": loss_fn(*args)}, [batch])(state()),
+}
+
+
+@pytest.mark.parametrize("loss_fn", [of_two, of_two_by_name])
+@pytest.mark.parametrize("batch", ONE_ARGUMENT)
+@pytest.mark.parametrize("call", CALLS_WITH)
+def test_a_batch_that_is_one_argument_for_a_function_of_several(call, batch, loss_fn):
+    batch, words = ONE_ARGUMENT[batch]
+    with pytest.raises(TypeError, match="argument") as error:
+        CALLS_WITH[call](loss_fn, batch)
+    assert any(re.search(words, note) for note in error.value.__notes__)
+
+
+def test_other_missing_arguments_have_no_note_about_the_batch():
+    def loss(params, batch, rng):
+        return jnp.sum(params["w"])
+
+    for batch, fn in ((jnp.ones(3), of_two), ({"x": 1.0}, loss)):
+        with pytest.raises(TypeError, match="missing 1 required") as error:
+            train_with(fn, batch)
+        assert not any("one argument" in note for note in error.value.__notes__)
 
 
 def test_a_carry_of_another_dtype():

@@ -1,0 +1,219 @@
+"""What is shown while a compilation takes long, and what compilers write by themselves."""
+
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from waiting import wait_until
+
+import jstep
+from jstep.core import waiting as room
+from jstep.core.waiting import slow, without_noise
+from jstep.loop import progress
+from jstep.tools import topologies
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilations count as long at once."""
+    monkeypatch.setattr(room, "FIRST_SECS", 0.01)
+    monkeypatch.setattr(room, "EVERY_SECS", 0.01)
+    monkeypatch.setattr(progress, "_TICK_SECS", 0.01)
+
+
+def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys: pytest.CaptureFixture[str]) -> None:
+    with slow("compiling f"):
+        pass
+    assert room.FIRST_SECS == 5
+    assert capsys.readouterr().err == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
+
+
+def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Replace standard error by a stream that is not a terminal; pytest replaces it, too, after the fixtures."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    return stream
+
+
+@pytest.mark.usefixtures("soon")
+def test_one_line_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = piped(monkeypatch)
+    ticks: list[float] = []
+    seconds = property(lambda self: ticks.append(1) or 6.0)
+    monkeypatch.setattr(room.Ticker, "seconds", seconds)
+    with slow("compiling f"):
+        wait_until(lambda: len(ticks) >= 3)
+    assert pipe.getvalue() == "compiling f: 6 s so far\n"
+    lines: list[str] = []
+
+    def fails() -> None:
+        with slow("compiling f", lines.append):
+            wait_until(lambda: len(ticks) >= 6)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert lines == ["compiling f: 6 s so far"]
+    assert pipe.getvalue() == "compiling f: 6 s so far\n"
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_running_clock_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, seconds = Terminal(), iter(range(5, 1000))
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: next(seconds)))
+    with slow("compiling f", lambda text: pytest.fail(text)):
+        wait_until(lambda: "7 s" in terminal.getvalue())
+    shown = terminal.getvalue()
+    assert shown.startswith("\r\x1b[Kcompiling f: 5 s\r\x1b[Kcompiling f: 6 s\r\x1b[Kcompiling f: 7 s")
+    assert shown.count("\n") == 1
+    assert "compiling f: done after" in shown.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_standard_error_that_is_not_there(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO() if is_closed else None
+    monkeypatch.setattr("sys.stderr", stream)
+    ticks: list[float] = []
+    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: ticks.append(1) or 6.0))
+    with slow("compiling f"):
+        if stream is not None:
+            stream.close()
+        wait_until(lambda: ticks)
+
+
+def step_that_compiles_until(condition: Callable[[], object]) -> Callable[..., Any]:
+    """A step whose trace waits for a condition."""
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        wait_until(condition)
+        return jnp.sum(params["w"] * x)
+
+    return jstep.minimize(loss_fn, OPTIMIZER)
+
+
+def state() -> jstep.TrainState:
+    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for record in caplog.records if (line := record.getMessage()).startswith("compiling")]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_run_says_that_it_compiles(steps_per_call: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    step = step_that_compiles_until(lambda: lines_of(caplog))
+    jstep.train(step, state(), lambda n: np.ones(2, np.float32), 4, steps_per_call=steps_per_call, log_steps=None)
+    assert [line for line in lines_of(caplog) if line.endswith("s so far")] == ["compiling train_step: 0 s so far"]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_later_stage_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def second(params: Any, x: Any) -> Any:
+        wait_until(lambda: any("second" in line for line in lines_of(caplog)))
+        return jnp.sum(params["w"] * x)
+
+    steps = {0: step_that_compiles_until(lambda: True), 2: jstep.minimize(second, OPTIMIZER)}
+    source = iter([np.ones(2, np.float32)] * 4)  # of which no shapes are known ahead
+    jstep.train(steps, state(), source, 4, log_steps=None)
+    assert "compiling second: 0 s so far" in lines_of(caplog)
+
+
+@pytest.mark.usefixtures("soon")
+def test_progress_false_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = piped(monkeypatch)
+    caplog.set_level(logging.INFO)
+    step = step_that_compiles_until(lambda: True)
+    jstep.train(step, state(), lambda n: np.ones(2, np.float32), 2, progress=False)
+    assert lines_of(caplog) == []
+    assert pipe.getvalue() == ""
+
+
+@pytest.mark.usefixtures("soon")
+def test_cost_says_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = piped(monkeypatch)
+    compile_it = jax.stages.Lowered.compile
+
+    def slow_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_until(pipe.getvalue)
+        return compile_it(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow_compile)
+    jstep.cost(step_that_compiles_until(lambda: True), state(), jnp.ones(2))
+    assert pipe.getvalue() == "cost: compiling the step: 0 s so far\n"
+
+
+# File descriptor 2
+
+_NOISE = b"E0000 00:00:17 host_bounds.cc:12] INVALID_ARGUMENT: no worker hostname\n"
+
+
+def write(*texts: bytes) -> None:
+    for text in texts:
+        os.write(2, text)
+
+
+def test_lines_of_compilers_with_invalid_argument_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_noise():
+        write(
+            _NOISE, b"W0000 another line\n", b"jax.errors.JaxRuntimeError: INVALID_ARGUMENT: of a traceback\n", b"end"
+        )
+    write(b"after\n", _NOISE)
+    assert capfd.readouterr().err == (
+        "W0000 another line\njax.errors.JaxRuntimeError: INVALID_ARGUMENT: of a traceback\nendafter\n" + _NOISE.decode()
+    )
+
+
+def test_contexts_that_overlap_and_errors_leave_standard_error_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    before = os.stat(2)
+    first, second = without_noise(), without_noise()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    write(_NOISE, b"one\n")
+    second.__exit__(None, None, None)
+    with pytest.raises(ZeroDivisionError), without_noise():
+        write(b"two\n") or 1 / 0
+    assert capfd.readouterr().err == "one\ntwo\n"
+    assert os.stat(2) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "jstep-stderr"]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_topology_shows_a_clock_and_no_noise(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ticks: list[int] = []
+    monkeypatch.setattr(room.Ticker, "seconds", property(lambda self: ticks.append(1) or 6.0))
+
+    def load(name: Any) -> Any:
+        write(_NOISE, b"W0000 kept\n")
+        wait_until(lambda: len(ticks) >= 3)
+        raise OSError("it is broken")
+
+    monkeypatch.setattr(topologies, "require_compiler", lambda name: None)
+    monkeypatch.setattr(topologies, "_tpus", load)
+    with pytest.raises(ImportError, match="it is broken"):
+        jstep.topology("v5e:2x2")
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == ["W0000 kept", "topology: loading the compiler of v5e:2x2: 6 s so far"]

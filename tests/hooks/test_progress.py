@@ -1,0 +1,133 @@
+"""`ProgressHook` counts finished steps, waits for none, and shows compilations."""
+
+import io
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hook_fakes import Clock, state_at
+from waiting import wait_until
+
+import jstep
+from jstep.core import waiting
+from jstep.hooks import metric_sums_program as sums
+from jstep.loop import in_flight, progress
+
+
+class Terminal(io.StringIO):
+    @property
+    def text(self):
+        return self.getvalue()
+
+
+class Later:
+    """A metric that is on the device until it is marked ready; reading it before is a wait."""
+
+    def __init__(self, value):
+        self.value, self.ready, self.dtype, self.ndim = value, False, np.dtype("float32"), 0
+
+
+def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sums, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(sums, "start_transfer", lambda values: None)
+    read = []
+    monkeypatch.setattr(sums, "read", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
+    file = Terminal()
+    hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
+    hook.begin(state_at(10))
+    values = {step: Later(step) for step in range(11, 21)}
+    counts = []
+    for step in range(11, 21):
+        if step >= 14:
+            values[step - 3].ready = True  # the device is three steps behind
+        hook.after_step(step, state_at(step), {"loss": values[step]})
+        counts.append(hook._bar.n)
+    assert counts == [10, 10, 10, *range(11, 18)]
+    assert all(value.ready for one in read for value in one.values())
+    assert hook._bar.postfix == "loss 17"
+    hook.close()
+
+
+def test_progress_of_a_run_counts_what_the_device_has_finished(monkeypatch):
+    """The device is one call behind the loop."""
+    pytest.importorskip("tqdm")
+
+    def look(flight):
+        while len(flight._calls) > 1:
+            flight.finished = flight._calls.popleft().step
+
+    monkeypatch.setattr(in_flight.InFlight, "look", look)
+    optimizer = jstep.gradient_descent(0.0)
+    hook = jstep.ProgressHook(last_step=6, every_n_secs=0, file=Terminal())
+    counts = []
+    jstep.train(
+        jstep.minimize(lambda params, x: params["w"] * x, optimizer),
+        jstep.TrainState.create({"w": 1.0}, optimizer),
+        lambda n: jnp.float32(n + 1),
+        6,
+        hooks=[hook, jstep.every(1, lambda step, *_: counts.append((hook._bar.n, hook._bar.postfix)))],
+        progress=False,
+    )
+    assert [count for count, _ in counts] == [0, 1, 2, 3, 4, 5]
+    assert [words.split("  ")[0] for _, words in counts[1:5]] == ["loss 1", "loss 2", "loss 3", "loss 4"]
+    last = hook._file.text.split("\r")[-1]
+    assert "loss 6" in last
+    assert "6/6" in last
+
+
+def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
+    monkeypatch.setattr(waiting, "EVERY_SECS", 0.001)
+    clock, file = Clock(), Terminal()
+    hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=clock)
+    hook.begin(state_at(10))
+    assert "compiling 0 s" in file.text
+    began = clock.now
+    for seconds in (3, 62):
+        clock.now = began + seconds
+        wait_until(lambda seconds=seconds: f"compiling {seconds} s" in file.text)
+    assert "10/40" in file.text.split("\r")[-1]
+    hook.after_step(11, state_at(11), {"loss": 0.5})
+    before = len(file.text)
+    hook.after_step(12, state_at(12), {"loss": 0.25})
+    hook.close()
+    assert "compiling" not in file.text[before:]
+    assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
+
+
+def test_progress_of_a_run_shows_compilations(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
+    monkeypatch.setattr(waiting, "EVERY_SECS", 0.001)
+    file = Terminal()
+    optimizer = jstep.gradient_descent(0.0)
+    seen = []
+
+    def loss_fn(params, x):
+        before = len(file.text)
+        wait_until(lambda: "compiling" in file.text[before:])
+        seen.append(x.shape)
+        return jnp.sum(params["w"] * x)
+
+    monkeypatch.setattr("sys.stderr", file)
+    jstep.train(
+        jstep.minimize(loss_fn, optimizer),
+        jstep.TrainState.create({"w": 1.0}, optimizer),
+        iter([jnp.ones(2), jnp.ones(2), jnp.ones(3)]),
+        3,
+        progress=True,
+    )
+    assert {(2,), (3,)} <= set(seen)
+    assert "compiling" not in file.text.split("\r")[-1]
+
+
+def test_progress_of_a_finished_run_compiles_nothing():
+    pytest.importorskip("tqdm")
+    file = Terminal()
+    hook = jstep.ProgressHook(last_step=10, file=file, clock=Clock())
+    hook.begin(state_at(10))
+    hook.close()
+    assert "compiling" not in file.text

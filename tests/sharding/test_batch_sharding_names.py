@@ -1,0 +1,153 @@
+"""`batch_sharding` as the name of a mesh axis, or a tuple of names: in `train`, `evaluator` and `replay`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+OPTIMIZER = jstep.adam(0.1)
+X = np.arange(64, dtype=np.float32).reshape(32, 2) / 64
+SEEN: list[Any] = []
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2)
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER)
+DATA = jstep.batches({"x": X}, 8, seed=0)
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), ("data", "data2"), axis_types=(kind, kind), devices=jax.devices()[:4])
+
+
+def make_state(mesh):
+    return jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER), mesh)
+
+
+def watched(step):
+    """A step that records how its batch is sharded."""
+
+    def run(state, batch):
+        SEEN.append(jax.tree.map(lambda leaf: leaf.sharding, batch))
+        return step(state, batch)
+
+    return run
+
+
+NAMES = {
+    "one name": ("data", P("data")),
+    "a prefix of another name": ("data2", P("data2")),
+    "several names": (("data", "data2"), P(("data", "data2"))),
+    "one in a tuple": (("data2",), P("data2")),
+    "in a tree": ({"x": "data"}, P("data")),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("names", NAMES)
+def test_names_are_the_sharding_over_the_mesh_of_the_state(names, kind):
+    names, spec = NAMES[names]
+    mesh = mesh_of(kind)
+    SEEN.clear()
+    state = jstep.train(watched(STEP), make_state(mesh), DATA, 3, batch_sharding=names, progress=False)
+    assert [one["x"] for one in SEEN] == [NamedSharding(mesh, spec)] * 3
+    expected = jstep.train(
+        STEP, make_state(mesh), DATA, 3, batch_sharding=NamedSharding(mesh, spec), progress=False, steps_per_call=2
+    )
+    again = jstep.train(STEP, make_state(mesh), DATA, 3, batch_sharding=names, progress=False, steps_per_call=2)
+    bits = [jstep.fingerprint(one).tolist() for one in (state, again, expected)]
+    assert bits[0] == bits[1] == bits[2]
+
+
+def test_names_of_each_part_of_a_namedtuple():
+    mesh = mesh_of()
+    SEEN.clear()
+    step = watched(lambda state, batch: (jstep.increment_global_step(state), {}))
+    batch = Pair(X[:8], X[:4])
+    jstep.train(step, make_state(mesh), lambda n: batch, 1, batch_sharding=Pair("data", None), progress=False)
+    jstep.train(step, make_state(mesh), lambda n: batch, 1, batch_sharding=Pair("data", "data2"), progress=False)
+    assert SEEN[1] == Pair(NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data2")))
+
+
+def test_the_mesh_of_the_state_counts_and_not_the_one_that_is_set():
+    mesh = mesh_of()
+    other = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    SEEN.clear()
+    with jax.set_mesh(other):
+        jstep.train(watched(STEP), make_state(mesh), DATA, 1, batch_sharding="data", progress=False)
+    assert SEEN[0]["x"] == NamedSharding(mesh, P("data"))
+
+
+def test_an_abstract_state_has_the_mesh_of_its_shapes(tmp_path):
+    mesh = mesh_of()
+    jstep.train(STEP, make_state(mesh), DATA, 2, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
+    state = make_state(mesh)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    resumed = jstep.train(STEP, shapes, DATA, 4, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
+    assert resumed.global_step == 4
+
+
+def test_an_evaluator_takes_the_mesh_of_each_state():
+    batches = [{"x": X}, {"x": X[:5]}]
+    evaluate = jstep.evaluator(lambda params, batch: {"x": batch["x"][:, 0]}, batches, batch_sharding="data")
+    whole = float(np.concatenate([X, X[:5]])[:, 0].mean())
+    assert evaluate(make_state(mesh_of()))["x"] == pytest.approx(whole)
+    other = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    assert evaluate(make_state(other))["x"] == pytest.approx(whole)
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=2)
+    jstep.train(STEP, make_state(mesh_of()), DATA, 2, batch_sharding="data", hooks=[hook], progress=False)
+    assert hook.results[2]["x"] == pytest.approx(whole)
+
+
+def test_replay_takes_names(tmp_path):
+    mesh = mesh_of()
+    jstep.train(STEP, make_state(mesh), DATA, 4, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
+    replayed = jstep.replay(STEP, make_state(mesh), DATA, tmp_path, 2, batch_sharding="data")
+    assert replayed.args[0]["x"].sharding == NamedSharding(mesh, P("data"))
+    assert replayed.state.global_step == 2
+
+
+def on_no_mesh():
+    return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
+
+
+USES = {
+    "train": lambda state, names: jstep.train(STEP, state, DATA, 2, batch_sharding=names, progress=False),
+    "evaluator": lambda state, names: jstep.evaluator(lambda params, x: {"x": x["x"][:, 0]}, [{"x": X}],
+                                                      batch_sharding=names)(state),
+    "replay": lambda state, names: jstep.replay(STEP, state, DATA, None, 1, batch_sharding=names),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_state_on_no_mesh_and_an_axis_that_is_missing(use):
+    for names, sizes in (
+        ("data", "(jax.device_count(),), ('data',)"),
+        (("a", "b"), "(jax.device_count(), 1), ('a', 'b')"),
+    ):
+        with pytest.raises(ValueError, match="which is on no mesh; put it on one") as error:
+            USES[use](on_no_mesh(), names)
+        assert f"mesh = jax.make_mesh({sizes}); state = jstep.shard_state(state, mesh)" in str(error.value)
+    with pytest.raises(ValueError, match=r"batch_sharding='dat': the mesh has no axis 'dat'.*'data'"):
+        USES[use](make_state(mesh_of()), "dat")
+    with pytest.raises(TypeError, match="batch_sharding: 3 at"):
+        USES[use](make_state(mesh_of()), {"x": 3})
+
+
+def test_the_way_out_of_the_error_works():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    state = jstep.shard_state(on_no_mesh(), mesh)
+    assert jstep.train(STEP, state, DATA, 2, batch_sharding="data", progress=False).global_step == 2
