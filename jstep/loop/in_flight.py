@@ -50,6 +50,7 @@ class InFlight:
         self._clock = clock
         self._busy_since = 0.0  # when the device began its present call, as far as is known
         self._each: float | None = None  # the seconds that a call takes
+        self._are_donated = False  # metrics, to later calls
 
     @property
     def most(self) -> int:
@@ -60,12 +61,18 @@ class InFlight:
         """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
-        self._calls.append(_Call(_result(state, metrics), step))
+        self._calls.append(_Call(_result(state, None if self._are_donated else metrics), step))
 
     def look(self) -> None:
         """Drop the calls that have finished; waits for none."""
         calls, done = self._calls, 0
-        while calls and _is_ready(calls[0].result):
+        while calls:
+            if calls[0].result.is_deleted():  # a metric that is an array of the state, say: it tells nothing
+                self._are_donated = True
+                calls.popleft()
+                continue
+            if not calls[0].result.is_ready():
+                break
             self.finished = calls.popleft().step
             done += 1
         if not done:
@@ -86,10 +93,6 @@ class InFlight:
     def clear(self) -> None:
         """Drop all calls, and with them the arrays."""
         self._calls.clear()
-
-
-def _is_ready(result: Any) -> bool:
-    return bool(result.is_deleted() or result.is_ready())
 
 
 def _result(state: Any, metrics: Any) -> Any:

@@ -103,6 +103,24 @@ def test_what_is_waited_for(kind: str) -> None:
     assert flight.finished == 7
 
 
+def test_a_metric_that_the_next_call_donates() -> None:
+    """It tells nothing; from then on, a copy of the step does."""
+    state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+    flight = InFlight()
+    flight.add(7, state, {"n": state.global_step})
+    next_state = jax.tree.map(jnp.copy, state)
+    jax.tree.map(lambda x: x.delete(), state)
+    flight.look()
+    assert flight.finished is None
+    assert flight._each is None
+    flight.add(8, next_state, {"n": next_state.global_step})
+    jax.tree.map(lambda x: x.delete(), next_state)
+    (call,) = flight._calls
+    jax.block_until_ready(call.result)
+    flight.look()
+    assert flight.finished == 8
+
+
 def slow_step(started: list[int]) -> Any:
     """A step whose program waits on the host."""
 
