@@ -38,7 +38,7 @@ class Cadence:
 
     Attributes:
         steps: The interval in steps, or None.
-        secs: The interval in seconds, a function that returns it whenever an interval begins, or None.
+        secs: The interval in seconds, a function that returns it from now whenever one begins, or None.
         clock: Returns seconds.
         together: Whether all processes must act at the same step, by the clock of one of them.
         ends_calls: Whether no call of several steps runs past a multiple; if not, the hook is due after the first call

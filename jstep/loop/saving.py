@@ -46,6 +46,8 @@ FIRST_SECS, BUCKET_SECS, MOST_SECS = 10.0, 60.0, 600.0
 of these after one that is kept is passing."""
 _LOOP_SHARE, _WRITER_SHARE = 0.01, 0.1
 """The share of the time that the loop may stand still for saves, and that a writer may be busy."""
+_EARLY = 0.1
+"""The seconds by which a save may be too early."""
 
 
 class SaveInterval:
@@ -66,17 +68,19 @@ class SaveInterval:
         self.still = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds from the latest save to the next one, as far as its costs are known."""
+        """Return the seconds from now to the next save, as far as the costs of the latest one are known."""
         if self._saved_at is None:
             return FIRST_SECS
+        now = self._clock()
         busy = self._saver.write_secs
         if busy is None:  # it is still being written
-            busy = self._clock() - self._saved_at
-        return min(MOST_SECS, max(self._least, self.still / _LOOP_SHARE, busy / _WRITER_SHARE))
+            busy = now - self._saved_at
+        secs = min(MOST_SECS, max(self._least, self.still / _LOOP_SHARE, busy / _WRITER_SHARE))
+        return max(self._saved_at + secs - now, 0.0)
 
     def is_too_early(self) -> bool:
         """Whether a save that is due now would cost too much: the latest one took longer than was known."""
-        return self._saved_at is not None and self._clock() - self._saved_at < 0.99 * self()
+        return self._saved_at is not None and self() > _EARLY
 
     @scoped
     def saving(self) -> Iterator[None]:

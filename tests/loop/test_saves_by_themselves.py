@@ -2,6 +2,7 @@
 
 import datetime
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from processes import run as run_all
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
+from jstep.hooks.base import Cadence, Due, RunHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval
@@ -57,11 +59,38 @@ def test_a_write_that_takes_longer_than_was_known() -> None:
     assert interval() == 10.0
     now[0] = 10.0
     assert interval.is_too_early()  # it is still being written
+    assert interval() == 90.0  # from now
     saver.write_secs = 12.0
     now[0] = 110.0
     assert interval.is_too_early()
     now[0] = 120.0
     assert not interval.is_too_early()
+
+
+@pytest.mark.parametrize(
+    ("still", "write", "secs"), [(0.1, 5, 50), (0.1, 30, 300), (0.1, 65, 600), (3, 59, 590), (7, 200, 600)]
+)
+def test_the_time_between_saves_that_take_long(still: float, write: int, secs: int) -> None:
+    """Looking whether a save may begin, while the latest one is written, does not delay the next one."""
+    now, saver = [0.0], FakeSaver()
+    interval = SaveInterval(saver, lambda: now[0])
+    hook = RunHook()
+    hook.cadence = Cadence(secs=interval, clock=lambda: now[0])
+    due, saved = Due(hook, 0), list[float]()
+    for step in range(3000):
+        now[0] += 1
+        if saved and now[0] >= saved[-1] + still + write:
+            saver.write_secs = write
+        if due.now(step):
+            if not interval.is_too_early():
+                saved.append(now[0])
+                saver.write_secs = None
+                with interval.saving():
+                    now[0] += still
+            due.done(step)
+    between = [after - before for before, after in pairwise(saved)]
+    assert len(between) > 3
+    assert all(secs <= found <= secs + still + 2 for found in between)
 
 
 class Clock:
