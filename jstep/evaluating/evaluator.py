@@ -172,7 +172,9 @@ class EvaluationHook(RunHook):
 
         Raises:
             Exception: A `jstep.evaluator` cannot evaluate this state: what its metric function raises, for example.
+            RuntimeError: The state was donated.
         """
+        require_alive(state)
         self.results, self.newest, self._reported_step, self._owed, self._left = {}, None, None, None, None
         super().begin(state)
         if isinstance(self._evaluate, CheckedEvaluation):
@@ -242,6 +244,7 @@ class EvaluationHook(RunHook):
         return self._owed == step or (self.cadence is not None and self.cadence.has_multiple(step))
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
+        require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
         # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
         self._owed, self._left = (step, None) if on_cadence else (None, step)
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below

@@ -20,7 +20,7 @@ from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_wr
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith, step_of
 from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.state.global_step import get_global_step
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import TrainState, require_alive
 from jstep.stores.objects import is_url, location
 
 # Steps per second, and the utilization that they are.
@@ -332,9 +332,11 @@ class CheckpointSaverHook(RunHook):
             CheckpointError: The checkpoint could not be written.
             NanLossDuringTrainingError: A parameter became NaN or infinite since the run began, and the Saver does not
                 allow them.
+            RuntimeError: The state was donated, by a hook, say.
             ValueError: The state is at another step.
         """
         if not self.has_saved(step, state):
+            require_alive(state)
             checks = (self.run.before_save, *self._before_save)
             prevented = [bool(check(step)) for check in checks]  # a list: each must be called
             if any(prevented):
