@@ -53,7 +53,7 @@ class StopWaiting(BaseException):
 
 
 class StopSignals:
-    """A context manager that handles the signals that stop a run, and its time limit.
+    """The signals that stop a run, and its time limit, from `begin` to `end`.
 
     Signal handlers can be set in the main thread only; in another thread it handles none. A SIGINT that is ignored, as
     under `nohup` or in a background job of a script, stays ignored, and so does SIGHUP. In a process that is forked
@@ -89,20 +89,21 @@ class StopSignals:
         elif stop_secs is not None:
             self._limit = processes.AgreedClock(stop_secs, clock)
 
-    def __enter__(self) -> "StopSignals":
+    def begin(self) -> None:
+        """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
                 if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                self._before[number] = signal.signal(number, self._note)
+                self._handle(number)
             for number in filter(_is_free, _OTHERS):
-                self._before[number] = signal.signal(number, self._note)
+                self._handle(number)
             _active.append(self)
         if self._timer is not None:
             self._timer.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
+        """Handle no more signals."""
         with self._ending:  # the timer sends a signal now, or never
             if self._timer is not None:
                 self._timer.cancel()
@@ -110,6 +111,10 @@ class StopSignals:
         if self in _active:
             _active.remove(self)
         self.restore()
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
+        signal.signal(number, self._note)
 
     def restore(self) -> None:
         """Restore the handlers of before, in this process or in one that was forked from it."""

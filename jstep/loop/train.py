@@ -178,9 +178,10 @@ def _train(run: Run, batches: Any) -> TrainState:
         with contextlib.ExitStack() as left:
             for observe in OBSERVERS:
                 left.enter_context(observe(run))
-            left.enter_context(run.signals)
+            left.callback(run.signals.end)
             left.enter_context(run.closing)
             try:
+                run.signals.begin()
                 open_checkpoints(run)
                 begin(run, batches)
                 if run.feeder is not None:

@@ -34,6 +34,18 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) ->
     assert signal.getsignal(number) == before
 
 
+def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:
+    """Devices may take longer to start. The handlers of before are there again: later signals must not be ignored."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    for _ in range(5):
+        with pytest.raises(jstep.Preempted, match="stop_secs stopped the run before its first step") as caught:
+            train(50, checkpoint_dir=tmp_path, stop_secs=1e-9)
+        assert jstep.global_step(caught.value.state) == 0
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    with pytest.raises(jstep.Preempted, match="SIGTERM stopped the run after step 5"):
+        train(50, hooks=[kill(signal.SIGTERM)], checkpoint_dir=tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path: Path) -> None:
     seen: list[int] = []
