@@ -145,9 +145,11 @@ class RetentionManager:
         if self._max_to_keep is None and passing_secs is None and not self._replaces:
             return [], retained, False
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
-        found.pop(manifest.step, None)
+        # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
+        same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
+        was_kept = bool(same) and not self._passing_in(same)[0]
         passing, kept_at = self._passing_in(found)
-        is_passing = (
+        is_passing = not was_kept and (
             passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
         )
         finite = self._newest_finite(found, manifest)

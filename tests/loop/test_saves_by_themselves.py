@@ -151,6 +151,20 @@ def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path: Path) -> None:
     assert list(jstep.checkpoints_iterator(tmp_path, timeout=0)) == [4]
 
 
+def test_a_step_that_was_kept_stays(tmp_path: Path) -> None:
+    """It was saved by hand, say, when the run is due to save it by itself."""
+    clock = Clock()
+    for n in range(1, 5):  # each Saver is that of another start
+        with jstep.Saver(tmp_path, clock=clock) as saver:
+            clock.now += 10
+            if n % 2:
+                saver.save(make_state(n))
+                saver.wait()
+            with saver.knowing(True, 600.0):
+                saver.save(make_state(n))
+    assert passing_in(tmp_path) == {1: False, 3: False, 4: True}
+
+
 @pytest.mark.parametrize("limit", [None, 1, 2])
 def test_limits_count_what_is_kept(limit: int | None, tmp_path: Path) -> None:
     clock = Clock()
