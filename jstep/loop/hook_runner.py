@@ -225,6 +225,7 @@ class HookRunner:
                 if hook not in left:
                     self._call(hook, "repeat", run.step, run.state)
             hooks = [*left, *run.savers] if left else []
+        before = run.state
         for hook in hooks:
             is_saver = isinstance(hook, CheckpointSaverHook)
             if is_saver:
@@ -235,6 +236,8 @@ class HookRunner:
                 self._take(hook, "end", self._call(hook, "end", run.step, run.state))
             except Exception as error:
                 if not is_saver:
+                    if not trees.is_donated(before):
+                        run.state = before  # the next start calls all of them again
                     raise
                 errors.add(error)
         errors.end()

@@ -109,6 +109,27 @@ def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:
     assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]
 
 
+@pytest.mark.parametrize("saves", [None, 5])
+def test_a_hook_that_raises_in_end_undoes_those_before(saves: int | None, tmp_path: Path) -> None:
+    """What is saved is the state before all of them, as the next start calls all of them again."""
+
+    class Fails(Doubles):
+        def end(self, step: int, state: Any) -> Any:
+            found = super().end(step, state)
+            if len(self.ends) == 1:
+                raise ValueError("my end")
+            return found
+
+    hooks = [Doubles(), Fails()]
+    with pytest.raises(ValueError, match="my end") as caught:
+        train(5, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=saves)
+    plain = w(train(5))
+    assert w(caught.value.state) == w(jstep.Saver(tmp_path).restore(train(0))) == plain  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert w(train(5, hooks=hooks, checkpoint_dir=tmp_path)) == [4 * x for x in plain]
+    assert [hook.ends for hook in hooks] == [[5, 5], [5, 5]]
+
+
 def test_a_run_that_is_killed_in_its_end(tmp_path: Path) -> None:
     """The next start calls `end`, and no later one."""
     script = """
