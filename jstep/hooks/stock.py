@@ -352,7 +352,11 @@ class CheckpointSaverHook(RunHook):
                 self._saver.save(state, extra=extra)
             self.is_saved(step, state)
         if wait and self._saver is not None:
-            self._saver.wait()
+            try:
+                self._saver.wait()
+            except Exception:
+                self._saved = None  # another try saves it again, and does not say that it is there
+                raise
         return True
 
 

@@ -92,3 +92,30 @@ def test_a_rescue_in_which_the_own_saver_fails(tmp_path: Path, monkeypatch: pyte
         train(50, hooks=[*savers(tmp_path, ""), breaks(5, ValueError("my hook"))], checkpoint_dir=own)
     assert "and could not be saved: OSError: the own disk is full" in caught.value.__notes__[-1]
     assert steps_in(tmp_path) == [[], [5], [5]]
+
+
+@pytest.mark.parametrize("ends_by", ["end", "signal", "due"])
+@pytest.mark.parametrize("fails", [1, 9])
+def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int, tmp_path: Path) -> None:
+    """It is tried again, and what is not there is not said to be."""
+    flushed: list[None] = []
+
+    def full() -> None:
+        flushed.append(None)
+        if len(flushed) <= fails:
+            raise OSError(28, "No space left on device")
+
+    kill = jstep.every(1, lambda step, *_: os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None)
+    saver = jstep.Saver(tmp_path)
+    with saver.flushing(full), pytest.raises(jstep.CheckpointError, match="the disk is full") as caught:
+        train(
+            9 if ends_by == "signal" else 5,
+            hooks=[kill] if ends_by == "signal" else [],
+            checkpoint_dir=saver,
+            save_checkpoint_steps=5 if ends_by == "due" else 100,
+        )
+    is_there = fails == 1
+    assert jstep.Saver(tmp_path).all_steps() == ([5] if is_there else [])
+    assert ("is saved as model-5" in caught.value.__notes__[-1]) == is_there
+    assert ("not saved" in caught.value.__notes__[-1]) != is_there
+    saver.close()
