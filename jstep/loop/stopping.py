@@ -84,7 +84,8 @@ class StopSignals:
         self._polls = 0
         self._ending = threading.Lock()
         if stop_secs is not None and self._alone:
-            self._timer = threading.Timer(stop_secs, self._expire)
+            # A longer wait is an error; this one is 292 years.
+            self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
         elif stop_secs is not None:
             self._limit = processes.AgreedClock(stop_secs, clock)

@@ -128,6 +128,13 @@ def test_other_limits_are_refused(value: Any) -> None:
         train(3, stop_secs=value)
 
 
+def test_a_limit_of_centuries_is_none(tmp_path: Path) -> None:
+    script = 'say("end", train(6, stop_secs=1e12).global_step)'
+    out, err = end(start(script, tmp_path))[:2]
+    assert out == "end 6\n"
+    assert "Traceback" not in err
+
+
 FORK = multiprocessing.get_context("fork")
 
 
