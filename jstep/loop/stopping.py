@@ -163,6 +163,14 @@ class StopSignals:
                 self._agree_on_signal()
         return self._agreed
 
+    def agree_at_end(self) -> None:
+        """Let all processes leave if one of them received a signal too late for the others to hear of it in the run.
+
+        Must be called on all processes whose run has ended without an error.
+        """
+        if self.is_shared and processes.any_process(self.received is not None):
+            self._agree_on_signal()
+
     def _agree_on_signal(self) -> None:
         """Leave with one exit code on all processes, except for those that received SIGINT."""
         mine = self.received if self.received in _OTHERS else 0

@@ -198,6 +198,7 @@ def _train(run: Run, batches: Any) -> TrainState:
             finally:
                 run.watch.switch(SAVING)  # only waiting for pending writes is left
                 run.release()
+        run.signals.agree_at_end()
     finally:
         if run.signals.received is not None and not is_heeded:
             leave_after_closing(run, state)

@@ -269,3 +269,28 @@ def test_several_processes_leave_at_one_step(how: str, tmp_path: Path) -> None:
     step, name, *_ = str(first).split()
     assert name == ("SIGUSR1" if how == "usr1" else "stop_secs")
     assert jstep.Saver(tmp_path).latest_step() == int(step)
+
+
+LATE = """
+class AtTheEnd(jstep.Hook):
+    def end(self, n, state):
+        if process == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh)
+try:
+    state = jstep.train(step, state, batches, 5, hooks=[AtTheEnd()], checkpoint_dir=directory, progress=False,
+                        batch_sharding=rows)
+except jstep.Preempted as error:
+    print("raised", jstep.global_step(error.state), error, flush=True)
+    raise
+print("weights", weights(state))  # waits for ever for a process that has left
+"""
+
+
+@pytest.mark.thorough
+def test_all_processes_leave_for_a_signal_that_one_receives_at_the_end(tmp_path: Path) -> None:
+    ended = wait_for(start_all(LATE, 2, tmp_path))
+    assert [one.code for one in ended] == [138, 138]
+    first, second = (printed(one.out.split("\n"), "raised") for one in ended)
+    assert first == second == "5 SIGUSR1 stopped the run after step 5, while it closed"
