@@ -147,12 +147,13 @@ class RetentionManager:
         found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
         # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
         same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
-        was_kept = bool(same) and not self._passing_in(same)[0]
-        passing, kept_at = self._passing_in(found)
+        was_kept = self._kept_at(same) is not None
+        kept_at = self._kept_at(found)
         is_passing = not was_kept and (
             passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
         )
         finite = self._newest_finite(found, manifest)
+        passing = [step for step in found if step in self._passing and self._passing[step][0]]
         replaced = [found.pop(step) for step in passing if step != finite]
         if is_passing or self._max_to_keep is None:
             return replaced, retained, is_passing
@@ -168,21 +169,19 @@ class RetentionManager:
             )
         return [*replaced, *(found[step] for step in victims)], retained, False
 
-    def _passing_in(self, found: Mapping[int, str]) -> tuple[list[int], float | None]:
-        """Return the newest checkpoints as far as they are passing, and when the next one, which is kept, was saved."""
-        passing: list[int] = []
+    def _kept_at(self, found: Mapping[int, str]) -> float | None:
+        """Return when the newest checkpoint that is not passing was saved; None if that is not known."""
         for step in sorted(found, reverse=True):
             if step not in self._passing:
                 try:
                     manifest = self._store.manifest(found[step])
                 except (CheckpointError, OSError):
-                    return passing, None
+                    return None
                 self._passing[step] = manifest.passing, manifest.saved_at
             is_passing, saved_at = self._passing[step]
             if not is_passing:
-                return passing, saved_at
-            passing.append(step)
-        return passing, None
+                return saved_at
+        return None
 
     def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
         """Return the highest step whose parameters are finite; None if there is none."""

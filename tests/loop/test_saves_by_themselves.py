@@ -211,6 +211,20 @@ def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path)
     assert list(passing_in(tmp_path)) == [1, 5]
 
 
+@pytest.mark.parametrize("most", [5, None])
+def test_the_newest_finite_checkpoint_passes_although_another_was_kept_since(most: int | None, tmp_path: Path) -> None:
+    clock = Clock()
+    with jstep.Saver(tmp_path, max_to_keep=most, clock=clock, allow_nonfinite=True) as saver:
+        for n, finite, secs in ((1, True, 0), (2, True, 10), (3, False, 600), (4, True, 10)):
+            clock.now += secs
+            with saver.knowing(finite, 600.0):
+                saver.save(make_state(n))
+            saver.wait()
+            if n == 3:
+                assert passing_in(tmp_path) == {1: False, 2: True, 3: False}
+    assert passing_in(tmp_path) == {1: False, 3: False, 4: True}
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves by themselves after hundredths of seconds."""
