@@ -60,6 +60,7 @@ class Worker:
         # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
         self._changed = threading.Condition()
         self._jobs: collections.deque[tuple[Any, Any, float, int]] = collections.deque()
+        self._io = threading.Lock()  # held while the file is written, flushed or closed
         self._bytes = self._waiting = 0
         self._flushes = self._flushed = self._last_to_disk = 0
         self._closing = self._ended = False
@@ -121,6 +122,12 @@ class Worker:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._flushed >= number or self._ended)
 
+    def sync(self) -> None:
+        """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, go on."""
+        with self._io:
+            if not self._ended:
+                self._sync()
+
     def request_close(self) -> None:
         """Let the thread end after the queued jobs."""
         with self._changed:
@@ -169,17 +176,18 @@ class Worker:
             self._flush()
         if flushes > self._flushed:
             if self._last_to_disk > self._flushed:
-                self._sync()
+                self.sync()
             with self._changed:
                 self._flushed = flushes
                 self._changed.notify_all()
         self._sync_when_due()
         if closing:
-            try:
-                self._sink.close()
-            except Exception as error:
-                self._keep(error)
-            self._ended = True
+            with self._io:
+                try:
+                    self._sink.close()
+                except Exception as error:
+                    self._keep(error)
+                self._ended = True
 
     def _write(self, what: Any, step: Any, wall_time: float) -> None:
         try:
@@ -208,14 +216,15 @@ class Worker:
         if not buffer or self._broken is not None:
             return
         try:
-            self._sink.write(b"".join(buffer))
+            with self._io:
+                self._sink.write(b"".join(buffer))
         except Exception as error:
             self._broken = error
             self._keep(error)
 
     def _sync_when_due(self) -> None:
         if self._sink.due() <= time.monotonic():
-            self._sync()
+            self.sync()
 
     def _sync(self) -> None:
         try:
@@ -443,8 +452,8 @@ class SummaryWriter:
         Raises:
             Exception: An event could not be written.
         """
-        self.settle()
         if self._worker is not None and not self._closed:
+            self._worker.flush()
             self._worker.check()
 
     def drain(self) -> None:
@@ -458,9 +467,12 @@ class SummaryWriter:
             self._worker.check()
 
     def settle(self) -> None:
-        """Flush like `flush`; errors are raised by the next call."""
+        """Flush what `drain` has waited for to the disk; errors are raised by the next call.
+
+        It does not wait for what was added since: arrays that only other processes make ready, if they get there.
+        """
         if self._worker is not None and not self._closed:
-            self._worker.flush()
+            self._worker.sync()
 
     def close(self) -> None:
         """Write everything added, flush it to disk, close the file and end the thread. A second call does nothing.

@@ -1,5 +1,7 @@
 """Hooks without a summary writer write to the `logdir` of `train`."""
 
+import threading
+
 import jax.numpy as jnp
 import pytest
 
@@ -74,3 +76,20 @@ def test_an_evaluation_without_a_logdir_keeps_its_results():
     hook = jstep.EvaluationHook(lambda state: {"one": 1.0}, every_n_steps=2)
     run(None, [hook])
     assert hook.results == {2: {"one": 1.0}, 4: {"one": 1.0}}
+
+
+def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path):
+    """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
+    until = threading.Event()
+    with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
+        writer.add_summary(jstep.summary.scalar("early", 1.0), 1)
+        writer.drain()
+        encode = writer._worker._encode
+        writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
+        writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
+        settled = threading.Thread(target=writer.settle)
+        settled.start()
+        settled.join(20)
+        is_settled = not settled.is_alive()
+        until.set()
+    assert is_settled
