@@ -123,7 +123,7 @@ class Worker:
             self._changed.wait_for(lambda: self._flushed >= number or self._ended)
 
     def sync(self) -> None:
-        """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, go on."""
+        """Flush what is in the file to the disk; the jobs of the queue, and the one that is written, continue."""
         with self._io:
             if not self._ended:
                 self._sync()
