@@ -11,8 +11,9 @@ trap 'rm -rf "$out"' EXIT
 "$venv/bin/python" -m build -q --outdir "$out" . >/dev/null
 "$venv/bin/twine" check --strict "$out"/*
 wheel=$(ls "$out"/*.whl)
-"$venv/bin/python" - "$wheel" <<'PY'
+"$venv/bin/python" - "$wheel" "$out"/*.tar.gz <<'PY'
 import sys
+import tarfile
 import zipfile
 
 names = zipfile.ZipFile(sys.argv[1]).namelist()
@@ -24,12 +25,15 @@ for field in ("Project-URL: Source", "License-Expression: Apache-2.0", "Author: 
     assert f"\n{field}" in metadata, f"the metadata has no {field}"
 dead = [line for line in metadata.splitlines() if "](docs/" in line]
 assert not dead, f"README's links are relative: {dead[:3]}"
+packed = {name.partition("/")[2] for name in tarfile.open(sys.argv[2]).getnames()}
+lacks = {"LICENSE", "README.md", "hatch_build.py"} - packed
+assert not lacks, f"the sdist lacks {lacks}"
 PY
-tar -tzf "$out"/*.tar.gz | grep -qE '^[^/]+/(LICENSE|README.md|hatch_build.py)$'
 
 python3 -m venv "$out/empty"
 "$out/empty/bin/pip" install -q "$wheel"
-"$out/empty/bin/jstep" | grep -q inspect
+"$out/empty/bin/jstep" >"$out/commands"
+grep -q inspect "$out/commands"
 cd "$out"  # outside of the checkout, so that the installed package is imported
 "$out/empty/bin/python" - <<'PY'
 import jax.numpy as jnp
