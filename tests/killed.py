@@ -1,7 +1,9 @@
 """Kill programs that train, once they have a checkpoint."""
 
 import os
+import pathlib
 import random
+import re
 import signal
 import time
 
@@ -26,3 +28,23 @@ def kill_after(program: forked.Program, directory: str | os.PathLike[str], step:
         program.kill()
     _, errors = program.communicate(60)
     assert program.returncode == -signal.SIGKILL, f"the program ended before it was killed: {errors}"
+
+
+def assert_same_bits_after_kills(program: str, directory: pathlib.Path) -> None:
+    """Check that a program, killed three times, prints the fingerprint of one that was not killed.
+
+    Args:
+        program: Its code; it saves in `sys.argv[1]` every 10 steps, takes 120, and prints `jstep.fingerprint(state)`.
+        directory: Where both runs save.
+    """
+    killed = directory / "killed"
+    for step in (10, 40, 80):
+        kill_after(forked.start(program, killed), killed, step)
+    fingerprints = []
+    for run in (killed, directory / "whole"):
+        last = forked.start(program, run)
+        out, errors = last.communicate(300)
+        assert last.returncode == 0, errors
+        fingerprints.append(re.findall(r"\d{6,}", out))
+    assert len(fingerprints[0]) == 2
+    assert fingerprints[0] == fingerprints[1]

@@ -2,12 +2,10 @@
 
 import contextlib
 import pathlib
-import re
 from collections.abc import Mapping
 
-import forked
 import pytest
-from killed import kill_after
+from killed import assert_same_bits_after_kills
 from pages import DOCS, blocks_of, run_page
 
 RECIPES = DOCS / "recipes"
@@ -67,17 +65,7 @@ def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path
         code = code.replace(old, new)
     program = f"import sys\n{code}\nprint(jstep.fingerprint(state))"
 
-    killed = tmp_path / "killed"
-    for step in (10, 40, 80):
-        kill_after(forked.start(program, killed), killed, step)
-    fingerprints = []
-    for directory in (killed, tmp_path / "whole"):
-        last = forked.start(program, directory)
-        out, errors = last.communicate(300)
-        assert last.returncode == 0, errors
-        fingerprints.append(re.findall(r"\d{6,}", out))
-    assert len(fingerprints[0]) == 2
-    assert fingerprints[0] == fingerprints[1]
+    assert_same_bits_after_kills(program, tmp_path)
 
 
 @pytest.mark.parametrize(

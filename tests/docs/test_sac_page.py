@@ -1,13 +1,10 @@
 """The page "SAC": its updates against a plain loop, its targets, and the buffer on the host in runs that are killed."""
 
-import re
-
-import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from killed import kill_after
+from killed import assert_same_bits_after_kills
 from pages import DOCS, blocks_of, run_page
 
 import jstep
@@ -116,14 +113,4 @@ def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(where, t
     code = code.replace("save_checkpoint_steps=50", "save_checkpoint_steps=10")
     program = f"import sys\n{code}\nprint(jstep.fingerprint(train_on_{where}(sys.argv[1], 120)[0]))"
 
-    killed = tmp_path / "killed"
-    for step in (10, 40, 80):
-        kill_after(forked.start(program, killed), killed, step)
-    fingerprints = []
-    for directory in (killed, tmp_path / "whole"):
-        last = forked.start(program, directory)
-        out, errors = last.communicate(300)
-        assert last.returncode == 0, errors
-        fingerprints.append(re.findall(r"\d{6,}", out))
-    assert len(fingerprints[0]) == 2
-    assert fingerprints[0] == fingerprints[1]
+    assert_same_bits_after_kills(program, tmp_path)
