@@ -2,11 +2,13 @@
 
 import re
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from programs import finished, run, start
+from programs import ROOT, finished, run, start
 
 import jstep
 
@@ -44,6 +46,26 @@ def test_global_step_shows_the_rate_following_the_step():
     assert moving[-1] == ["0.2", "10"]
     assert [f"{0.1 * 2 ** (n / 10):.6g}" for n in range(1, 11)] == [rate for rate, _ in moving]
     assert [line.split() for line in lines[second + 1 : second + 11]] == [["0.1", "0"]] * 10
+
+
+@pytest.mark.thorough
+def test_the_transformer_learns_and_resumes(tmp_path):
+    code = (
+        "import runpy, sys; names = runpy.run_path(sys.argv[1]); names['main'](20, 'run'); "
+        "state = names['main'](40, 'run'); x = names['load']()[:64]; print(state.global_step, names['loss_fn'](state.params, x))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, ROOT / "examples" / "transformer.py"],
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    step, loss = done.stdout.split()
+    assert int(step) == 40
+    assert float(loss) < 4.5  # 5.5 is that of 256 equally probable bytes
+    assert "restored model-20" in done.stderr
 
 
 DIGITS_STEPS = 120
