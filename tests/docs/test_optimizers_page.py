@@ -23,7 +23,7 @@ def test_bytes_per_parameter(call, quoted):
 
 
 def test_all_rows_are_parsed():
-    assert len(BYTES) == 15
+    assert len(BYTES) == len(re.findall(r"^\| `", TEXT, re.MULTILINE)) > 0
 
 
 def test_every_name_exists_in_jstep():

@@ -52,7 +52,8 @@ def test_global_step_shows_the_rate_following_the_step():
 def test_the_transformer_learns_and_resumes(tmp_path):
     code = (
         "import runpy, sys; names = runpy.run_path(sys.argv[1]); names['main'](20, 'run'); "
-        "state = names['main'](40, 'run'); x = names['load']()[:64]; print(state.global_step, names['loss_fn'](state.params, x))"
+        "state = names['main'](40, 'run'); x = names['load']()[:64]; "
+        "print(state.global_step, names['loss_fn'](state.params, x))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, ROOT / "examples" / "transformer.py"],
