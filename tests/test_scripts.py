@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-STEPS = ("benchmarks", "newest", "lowest", "optimized", "soak", "compilers", "launchers", "slurm")
+STEPS = ("benchmarks", "newest", "lowest", "optimized", "soak", "accelerator", "compilers", "launchers", "slurm")
 
 
 def test_scripts_parse() -> None:
@@ -24,6 +25,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
     shutil.copy(HERE / "nightly.sh", directory / "tests")
     stubs = {
         "tests/versions.sh": f'[ "$1" != "{failing}" ]',
+        "tests/accelerator.sh": f'[ accelerator != "{failing}" ]',
         "tests/compilers.sh": f'[ compilers != "{failing}" ]',
         "tests/launchers.sh": f'[ launchers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
@@ -100,3 +102,29 @@ def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("skipped: ")
+
+
+def test_an_accelerator_is_not_replaced_by_the_cpu(tmp_path: Path) -> None:
+    """One sentence and exit code 2, not a run on the CPU that looks like a result."""
+    environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    for arguments, message in (([], "JAX finds no accelerator here"), (["nope"], "PART=nope: must be one of bits,")):
+        command = [HERE / "accelerator.sh", *arguments, "--out", tmp_path / "out"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_first_step_and_leaf_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE / "accelerator")
+    from bits_on_device import first_difference
+
+    a = {str(step): {"params/v": "0", "params/w": "1"} for step in (1, 2, 9, 10)}
+    assert first_difference(a, a) is None
+    assert (
+        first_difference(a, a | {"10": {"params/v": "0", "params/w": "2"}, "9": {"params/w": "1"}})
+        == "step 9: params/v"
+    )
+    assert first_difference(a, {"10": {"params/v": "0", "params/w": "2"}}) == "step 10: params/w"
+    assert first_difference({"3": {}}, a) is None
