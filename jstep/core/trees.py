@@ -203,16 +203,20 @@ class Optimizer(NamedTuple):
         return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
 
 
-def require_optimizer(name: str, value: Any) -> Optimizer:
-    """Return the value, which must be an optimizer."""
-    if not isinstance(value, Optimizer):
-        hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
-        if hasattr(value, "init") and hasattr(value, "update"):
-            hint = "; convert an Optax transformation with jstep.from_optax(transformation)"
-        elif type(value).__module__.startswith("flax.nnx"):
-            hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
-        raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {type(value).__name__}{hint}")
-    return value
+class Transformation(Protocol):
+    """A transformation of Optax: an object with functions `init` and `update`."""
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """The function `init(params) -> state`."""
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """The function `update(updates, state, params) -> (updates, state)`."""
+
+
+OptimizerLike: TypeAlias = Optimizer | Transformation
+"""What is taken as an optimizer: a transformation of Optax stands for `from_optax(transformation)`."""
 
 
 # Tree utilities: paths, leaves, stacks of trees, and errors that name leaves.

@@ -15,10 +15,11 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_int, as_text, kind, one_of, shown
 from jstep.core.meshes import on_any_mesh
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import as_key, as_scalar, on_devices
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
-from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.compose import Own, StepInputs, trained, wrap_optimizer
 from jstep.optimizers.hyperparameters import (
@@ -254,7 +255,7 @@ def _followed(own: Slots, p: Array, u: Any, rate: Array) -> tuple[None, Slots]:
 
 @makes_optimizer(2)
 def with_moving_average(
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     ema: ExponentialMovingAverage,
     var_list: VarList = None,
     initial: Callable[[Params], Params] | Params = None,
@@ -310,7 +311,7 @@ def with_moving_average(
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {type(ema).__name__}")
     if initial is not None and (ema.zero_debias or ema.start_step):
@@ -520,7 +521,7 @@ SLOW = "slow"
 
 
 @makes_optimizer(1)
-def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
+def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
     """Lookahead: every k-th update slow += α·(p − slow); p = slow.
 
     Args:
@@ -549,7 +550,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: Scalar
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (2019).
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -616,7 +617,7 @@ MASTER = "master"
 
 
 @makes_optimizer(1)
-def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
+def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimizer:
     """Master weights: master += u; p = master, rounded to the parameter's dtype.
 
     An update of 0.001 to a bfloat16 weight of 1 is lost to rounding, but not in its master. The parameters are
@@ -647,7 +648,7 @@ def master_weights(optimizer: Optimizer, dtype: Any = jnp.float32) -> Optimizer:
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.1.
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     leafwise.refuse_formats(
         "master_weights", optimizer, {"compact": "which keeps masters itself: leave one of them out"}
     )
@@ -703,7 +704,7 @@ def _floating_dtype(dtype: Any) -> Any:
 
 
 @makes_optimizer(1)
-def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
+def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     """Stochastic rounding: p + u becomes one of its two neighbors in bfloat16, the nearer one with higher probability.
 
     Updates that are too small to change a bfloat16 number individually still accumulate on average, without a second
@@ -729,7 +730,7 @@ def stochastic_rounding(optimizer: Optimizer, key: Any) -> Optimizer:
 
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020).
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     leafwise.refuse_formats(
         "stochastic_rounding", optimizer, {"compact": "which loses no update: leave one of them out"}
     )

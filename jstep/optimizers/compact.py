@@ -11,19 +11,21 @@ import numpy as np
 from jstep.core import slot_roles, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
+from jstep.core.matching import require_slots
 from jstep.core.meshes import on_any_mesh
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
-from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates, is_slices, require_optimizer
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates, is_slices
 from jstep.optimizers import by_slices, leafwise
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
 from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.updates import add, require_slots
+from jstep.optimizers.updates import add
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
 
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
@@ -323,7 +325,7 @@ _REFUSED = {
 
 
 @makes_optimizer(1)
-def compact(optimizer: Optimizer, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
+def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
     """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
 
     Slots become codes with a scale for each block: averages in 8 bits, slow averages and sums in 16, squares in 8,
@@ -366,7 +368,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), for blocks; Zamirai et al.,
     "Revisiting BFloat16 Training" (2020), for split weights.
     """
-    require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     leafwise.refuse_formats("compact", optimizer, _REFUSED)
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
@@ -465,7 +467,7 @@ def _is_stored(x: Any, p: Any) -> bool:
 
 
 @on_any_mesh
-def repack(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
+def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: OptimizerLike) -> TrainState:
     """Convert a state between the formats of an optimizer: float32 slots, `compact`, `master_weights`.
 
     Args:
@@ -490,8 +492,8 @@ def repack(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer
         >>> sorted(jstep.repack(state, old, new).slots)
         ['m', 'm/scale', 'remainder', 'start_step', 'v', 'v/scale']
     """
-    for argument, one in (("old_optimizer", old_optimizer), ("new_optimizer", new_optimizer)):
-        require_optimizer(argument, one)
+    old_optimizer = require_optimizer("old_optimizer", old_optimizer)
+    new_optimizer = require_optimizer("new_optimizer", new_optimizer)
     if any(map(is_shape, jax.tree.leaves(require_state(state)))):
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}

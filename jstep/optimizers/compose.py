@@ -13,13 +13,15 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function, as_text
+from jstep.core.matching import NoGradientsError, require_slots
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import on_devices
 from jstep.core.slot_roles import AGES, OUTERMOST, Init, Labels, Order, Role, Roles, labels_of, order_of, roles_of
-from jstep.core.trees import Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leafwise
 from jstep.optimizers.hyperparameters import Hyper, Projected, check_prefix, held_roles, is_update, values_at
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
-from jstep.optimizers.updates import NoGradientsError, apply_updates, loads_slots, require_slots
+from jstep.optimizers.updates import apply_updates, loads_slots
 from jstep.state.train_state import START_STEP
 
 # Wrap an optimizer: the slots of the inner one keep their names, and the wrapper may add its own.
@@ -215,7 +217,7 @@ def wrap_optimizer(
 
 
 @makes_optimizer()
-def chain(*optimizers: Optimizer) -> Optimizer:
+def chain(*optimizers: OptimizerLike) -> Optimizer:
     """Apply optimizers in sequence: the updates of one are the gradients of the next.
 
     Args:
@@ -240,12 +242,14 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("chain() needs at least one optimizer")
-    if len(optimizers) == 1 and type(optimizers[0]) in (list, tuple):  # an Optax transformation is a NamedTuple
+    first: Any = optimizers[0]
+    if len(optimizers) == 1 and type(first) in (list, tuple):  # an Optax transformation is a NamedTuple
         raise TypeError(
-            f"chain: got one {type(optimizers[0]).__name__} of {len(optimizers[0])} elements; pass them as separate "
+            f"chain: got one {type(first).__name__} of {len(first)} elements; pass them as separate "
             "arguments: chain(*[…]), or chain(first, second)"
         )
-    parts = {f"optimizers[{i}]": trees.require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)}
+    elements = [require_optimizer(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)]
+    parts = {f"optimizers[{i}]": one for i, one in enumerate(elements)}
     finished = [part for part, one in parts.items() if leafwise.makes_finished_updates(one)]
     warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
@@ -267,15 +271,15 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         new: Slots = {}
-        for i, optimizer in enumerate(optimizers):
+        for i, optimizer in enumerate(elements):
             mine = leafwise.own_slots(optimizer, slots, params)
-            is_last = i == len(optimizers) - 1
+            is_last = i == len(elements) - 1
             updates, own = leafwise.call_update(optimizer, updates, mine, params, step, context, exact=is_last)
             new |= own
         return updates, new
 
     def labels(params: Params) -> Labels | None:
-        known = [found for one in optimizers if (found := labels_of(one, params)) is not None]
+        known = [found for one in elements if (found := labels_of(one, params)) is not None]
         rows = list(zip(*known, strict=True))
         return ["/".join(map(str, row)) if None not in row else None for row in rows] if known else None
 
@@ -283,12 +287,12 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         lambda params, step: leafwise.merge([(part, one.init(params, step)) for part, one in parts.items()], "slot"),
         lambda params: leafwise.merged_roles(parts, params),
         finished=bool(finished),
-        guarded=leafwise.is_guarded(optimizers[0]),
+        guarded=leafwise.is_guarded(elements[0]),
         labels=labels,
         order=_order_of_chain(parts),
-        rated=any(map(leafwise.is_rated, optimizers)),
+        rated=any(map(leafwise.is_rated, elements)),
     )
-    return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in optimizers))
+    return Optimizer(init, update, leafwise.merged_hyperparameters(parts), any(one.takes_context for one in elements))
 
 
 _USUAL_ORDER = (
@@ -348,7 +352,7 @@ def warn_of_order(optimizer: Optimizer) -> None:
 
 
 @makes_optimizer(2)
-def scope(name: str, optimizer: Optimizer) -> Optimizer:
+def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     """Rename the slots and hyperparameters of an optimizer to `name/…`.
 
     Args:
@@ -366,7 +370,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope("fast", jstep.adam())))
         ['fast/m', 'fast/v']
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     check_prefix("name", as_text(name, "name"))
 
     @loads_slots
@@ -396,7 +400,7 @@ def scope(name: str, optimizer: Optimizer) -> Optimizer:
 
 
 @makes_optimizer(2)
-def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], str | None]) -> Optimizer:
+def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None]) -> Optimizer:
     """Update each leaf with the optimizer of its label.
 
     Args:
@@ -434,9 +438,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Any], 
     if not optimizers:
         raise ValueError("optimizers={}: partition needs at least one optimizer")
     as_function(labels, "labels", "(path, leaf) -> label")
-    parts = {
-        label: scope(label, trees.require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()
-    }
+    parts = {label: scope(label, require_optimizer(f"optimizers[{label!r}]", one)) for label, one in optimizers.items()}
     called = {f"the optimizer of label {label!r}": part for label, part in parts.items()}
     leafwise.check_names(called)
 
@@ -565,7 +567,7 @@ LEAST_SHARE = 1e-3
 
 
 @makes_optimizer(1)
-def cautious(optimizer: Optimizer) -> Optimizer:
+def cautious(optimizer: OptimizerLike) -> Optimizer:
     """Cautious updates: u ← u·mask/max(mean(mask), 0.001), mask = (u·g < 0), for each leaf.
 
     Elements whose update would go up the current gradient are not updated. The other updates are scaled up, so that
@@ -589,7 +591,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
 
     Source: Liang et al., "Cautious Optimizers: Improving Training with One Line of Code" (2024).
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
 
     def masked(u: Any, g: Any) -> Any:
         g = g.to_dense() if trees.is_slices(g) else jnp.asarray(g)
@@ -612,7 +614,7 @@ def cautious(optimizer: Optimizer) -> Optimizer:
 
 
 @makes_optimizer(2)
-def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Optimizer:
+def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) -> Optimizer:
     """Project the parameters after each update: p ← fn(p + u).
 
     The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
@@ -650,7 +652,7 @@ def with_projection(optimizer: Optimizer, fn: Callable[[Params], Params]) -> Opt
 
     Source: Bertsekas, "On the Goldstein-Levitin-Polyak gradient projection method" (1976).
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:

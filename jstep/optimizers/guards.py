@@ -10,15 +10,17 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number
+from jstep.core.matching import match_gradients
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.slot_roles import ACCUMULATED, AGES, Role, Roles, roles_of
-from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import Array, IndexedSlices, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import Own, StepInputs, wrap_optimizer
 from jstep.optimizers.hyperparameters import Projected
 from jstep.optimizers.leafwise import Slot, call_update, fresh_slot, wide_updates
-from jstep.optimizers.updates import match_gradients, on_leaves, only_if, slot_leaves
+from jstep.optimizers.updates import on_leaves, only_if, slot_leaves
 
 # Skip updates whose gradients are not finite, and other conditional updates.
 
@@ -31,7 +33,7 @@ LEFT_OUT = -2
 
 
 @makes_optimizer(1)
-def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
+def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
     """Skip updates for which the norm of the gradients is NaN or infinite, leaving params and slots unchanged.
 
     In a step of `minimize`, the model_state that the loss returns is not used either.
@@ -60,7 +62,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     Source: dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training" (2017), section 3.2.
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, at.params)
@@ -172,7 +174,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 @makes_optimizer(1)
 def dynamic_loss_scale(
-    optimizer: Optimizer, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0
+    optimizer: OptimizerLike, initial: float = 2.0**15, period: int = 2000, factor: float = 2.0
 ) -> Optimizer:
     """Loss scaling: g ← g/scale; scale ·= factor after `period` updates in a row, scale /= factor at one not finite.
 
@@ -209,7 +211,7 @@ def dynamic_loss_scale(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2017), section 3.2; `torch.amp.GradScaler`.
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     first = as_number(initial, "initial", low=0, above=True, high=LARGEST)
     length = as_int(period, "period", at_least=1)
     by = as_number(factor, "factor", low=1, above=True)
@@ -264,7 +266,7 @@ SLOTS = {
 
 
 @makes_optimizer(1)
-def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
+def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer:
     """Average the gradient noise in slots, to report the gradient noise scale: noise_scale = tr Σ/|G|².
 
     Σ is the covariance of the gradient of one example, G the mean gradient. Progress per step is about
@@ -311,7 +313,7 @@ def with_noise_scale(optimizer: Optimizer, decay: float = 0.99) -> Optimizer:
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
@@ -382,7 +384,7 @@ NOTHING = -0.0
 
 
 @makes_optimizer(2)
-def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
+def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate: bool = False) -> Optimizer:
     """Update at every k-th step, when (N − phase) mod k = k − 1, where N is the global step.
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
@@ -427,7 +429,7 @@ def update_every(k: int, optimizer: Optimizer, *, phase: int = 0, accumulate: bo
     if offset >= every:
         raise ValueError(f"phase={offset}: must be below k={every}; phase + k updates at the same steps as phase")
     as_bool(accumulate, "accumulate")
-    trees.require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
 
     def due_at(step: Step) -> Array:
         return (jnp.asarray(step) - offset) % every == every - 1

@@ -13,6 +13,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int
+from jstep.core.matching import match_gradients
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import BLOCK, Order
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates, on_table
@@ -22,7 +23,6 @@ from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Masked, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
 from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates, with_init
-from jstep.optimizers.updates import match_gradients
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
+from jstep.core.matching import match_gradients, require_slots
 from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
 from jstep.core.slot_roles import (
     KINDS,
@@ -29,15 +30,7 @@ from jstep.core.slot_roles import (
 from jstep.core.trees import Array, Context, Held, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import LEARNING_RATE, Flag, Hyper, held_names, held_slots, value_at, values_at
-from jstep.optimizers.updates import (
-    can_load_slots,
-    loads_slots,
-    match_gradients,
-    on_leaves,
-    require_slots,
-    slot_leaves,
-    with_slots_loaded,
-)
+from jstep.optimizers.updates import can_load_slots, loads_slots, on_leaves, slot_leaves, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
 # Chain elements without a rule, and the leaves of custom optimizers.

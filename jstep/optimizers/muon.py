@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_bool, as_int, as_number, kind, one_of, shown
+from jstep.core.matching import match_gradients
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of, when_concrete
 from jstep.core.selection import VarList
@@ -25,7 +26,6 @@ from jstep.optimizers.compose import chain
 from jstep.optimizers.elements import BETA, Masked, Result, Values, average, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Axes, Hyper, MatrixAxes, by_path, checked, matrix_axes
 from jstep.optimizers.leafwise import SLOW, Slot, checking, element
-from jstep.optimizers.updates import match_gradients
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 

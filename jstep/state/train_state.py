@@ -13,10 +13,11 @@ from jax.sharding import AxisType, Mesh
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_text, html_table, kind, size
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
-from jstep.core.trees import Array, Optimizer, Params, Slots, Step, require_optimizer
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
 from jstep.state import sharding as layout
 from jstep.state.global_step import NO_STEP, create_global_step
 
@@ -163,7 +164,7 @@ class TrainState:
     def create(
         cls,
         params: Params,
-        optimizer: Optimizer,
+        optimizer: OptimizerLike,
         global_step: Step = 0,
         model_state: Any = None,
         *,
@@ -179,7 +180,7 @@ class TrainState:
             params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
                 that returns one: with a mesh it is compiled, so that no device ever holds the whole tree. Shapes
                 (`jax.ShapeDtypeStruct`), or a mesh from `jstep.topology`, give a state of shapes.
-            optimizer: The optimizer that creates the slots.
+            optimizer: The optimizer that creates the slots; an Optax transformation stands for `from_optax` of it.
             global_step: The number of updates applied so far, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
             copy: Whether to copy params and model_state, so that the caller's arrays survive when the state is donated
@@ -195,7 +196,7 @@ class TrainState:
             ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
             OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
         """
-        require_optimizer("optimizer", optimizer)
+        optimizer = require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
             raise ValueError(

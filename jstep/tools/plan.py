@@ -16,7 +16,8 @@ import numpy as np
 from jstep.core import checks
 from jstep.core.checks import WIDTH
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import Optimizer, Schedule
+from jstep.core.optimizers import is_transformation, require_optimizer
+from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
@@ -401,7 +402,7 @@ class Plan:
 
 
 def plan(
-    optimizer: Optimizer | Schedule | Mapping[str, Schedule | float],
+    optimizer: OptimizerLike | Schedule | Mapping[str, Schedule | float],
     last_step: int,
     *,
     start: int = 0,
@@ -455,6 +456,8 @@ def plan(
     start, points = checks.as_int(start, "start", 0), checks.as_int(points, "points", 1)
     if start >= last_step:
         raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
+    if is_transformation(optimizer):
+        optimizer = require_optimizer("optimizer", optimizer)
     functions = _functions(optimizer)
     dtype = jax.dtypes.canonicalize_dtype(np.int64)
     if last_step > np.iinfo(dtype).max:

@@ -16,11 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import placement, trees
 from jstep.core.checks import as_bool, as_function, as_text, kind, note, shown
+from jstep.core.matching import NoGradientsError, explain_missing_gradients, match_gradients
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, sharded_like, without_explicit_axes
+from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import Layouts, Unroll
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
-from jstep.core.trees import Array, Context, Optimizer, Params, ScalarOrSchedule, Slots, Updates, require_optimizer
+from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
 from jstep.differentiate import engine
 from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
@@ -40,15 +42,7 @@ from jstep.optimizers.hyperparameters import (
     values_used,
 )
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
-from jstep.optimizers.updates import (
-    NoGradientsError,
-    Transfers,
-    apply_in_order,
-    explain_missing_gradients,
-    match_gradients,
-    using_transfers,
-    with_small_ones_loaded,
-)
+from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers, with_small_ones_loaded
 from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
 from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
@@ -61,7 +55,7 @@ from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_con
 def apply_gradients(
     state: TrainState,
     grads: Updates,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     *,
     context: Context | None = None,
     increment_global_step: bool = True,
@@ -119,9 +113,9 @@ class Applied(NamedTuple):
     left_out: dict[str, Array]
 
 
-def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context) -> Applied:
     """Return the next state with the details of the update."""
-    require_optimizer("optimizer", optimizer)
+    optimizer = require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
@@ -415,7 +409,7 @@ NOISE_SCALE = "noise_scale"
 
 def minimize(
     loss_fn: Callable[..., Any] | Losses,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     *,
     var_list: VarList = None,
     has_aux: bool = False,
@@ -446,7 +440,8 @@ def minimize(
             `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is differentiated with
             respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
             Parameters that no loss trains are unchanged.
-        optimizer: The optimizer that the state was created with.
+        optimizer: The optimizer that the state was created with. An Optax transformation stands for `from_optax` of it,
+            here and wherever an optimizer is taken.
         var_list: The parameters to train, as in `compute_gradients`; the others are unchanged. Parameters that the
             optimizer freezes, by the label None of a `partition`, are not trained in any case: neither they nor those
             that var_list leaves out are differentiated.
@@ -538,7 +533,8 @@ def minimize(
 
     Source: `tf.train.Optimizer.minimize`.
     """
-    warn_of_order(require_optimizer("optimizer", optimizer))
+    optimizer = require_optimizer("optimizer", optimizer)
+    warn_of_order(optimizer)
     lanes = as_lanes(lanes)
     compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
     norms, measures_noise = _requested_metrics(metrics, **compared)

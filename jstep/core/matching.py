@@ -1,0 +1,105 @@
+"""Matching gradients and slots to their parameters."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import note
+from jstep.core.trees import IndexedSlices, Params, Slots, Updates
+
+
+class NoGradientsError(ValueError):
+    """No leaf has a gradient. This is an error for a whole update; a part of a `partition` skips such a step."""
+
+    def __init__(self, params: Params, why: str) -> None:
+        super().__init__(f"No gradients provided for any variable: {trees.paths_of(params)[:20]}. {why}")
+
+
+def explain_missing_gradients(error: Exception, params: Params, gradients: Updates) -> None:
+    """Add a note to the error of a custom optimizer that computes with a gradient that is None."""
+    if "None" not in str(error) or isinstance(error, NoGradientsError):
+        return
+    found = trees.flatten_like(params, gradients, "gradients", is_leaf=trees.is_slices)
+    leaves = zip(trees.leaves_with_paths(params), found, strict=True)
+    missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
+    if missing:
+        note(error, _MISSING.format(missing[:5]))
+
+
+_MISSING = (
+    "The gradients of {} are None, because the loss does not depend on them, var_list leaves them out or a partition "
+    "freezes them. A custom optimizer returns the update None for them and keeps their slots: test for None, write it "
+    "with jstep.leafwise, or use jstep.map_gradients and jstep.map_leaves, which pass over None."
+)
+
+
+def match_gradients(updates: Updates, params: Params) -> list[Any]:
+    """The gradients of the leaves of params, in order: arrays, `IndexedSlices` or None.
+
+    Raises:
+        TypeError: A gradient is not floating point, or is given for a leaf that is not trainable.
+        ValueError: The structure or a shape differs from params, or there is no gradient at all.
+    """
+    found = trees.flatten_like(params, updates, "gradients", is_leaf=trees.is_slices)
+    leaves = jax.tree.leaves(params)
+    gradients = [
+        None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, lambda i=i: trees.paths_of(params)[i])  # type: ignore[misc]
+        for i, (gradient, leaf) in enumerate(zip(found, leaves, strict=True))
+    ]
+    if all(gradient is None for gradient in gradients):
+        raise NoGradientsError(
+            params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
+        )
+    return gradients
+
+
+def _checked_gradient(gradient: Any, leaf: Any, path: Callable[[], str]) -> Any:
+    if not trees.is_trainable(leaf):
+        raise TypeError(
+            f"gradients: got a gradient for {trees.quoted(path())}, whose dtype {jnp.result_type(leaf)} cannot be "
+            "trained; pass None instead"
+        )
+    if isinstance(gradient, IndexedSlices):
+        trees.check(gradient, path(), np.shape(leaf))
+        dtype = jnp.result_type(gradient.values)
+    else:
+        if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
+            raise TypeError(
+                f"gradients: the gradient at {trees.quoted(path())} must be an array, got {type(gradient).__name__}"
+            )
+        if not trees.is_array(gradient):
+            gradient = jnp.asarray(gradient, jnp.result_type(leaf))
+        dtype = gradient.dtype
+        if gradient.shape != np.shape(leaf):
+            by_example = gradient.shape[1:] == np.shape(leaf)
+            raise ValueError(
+                f"gradients: the gradient at {trees.quoted(path())} has shape {gradient.shape}, its parameter has "
+                f"shape {np.shape(leaf)}"
+                + ("; take the mean of gradients per example over axis 0" if by_example else "")
+            )
+    if not trees.is_floating(dtype):
+        raise TypeError(
+            f"gradients: the gradient at {trees.quoted(path())} has dtype {dtype}; it must be floating point"
+        )
+    return gradient
+
+
+def require_slots(names: Collection[str], held: Slots) -> Slots:
+    """Return some of the slots of a state.
+
+    Raises:
+        ValueError: One of them is missing.
+    """
+    for name in names:
+        if name not in held:
+            # An element of a chain gets its own slots only: if it has none, the state may still have others.
+            has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
+            raise ValueError(
+                f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
+                "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+            )
+    return {name: held[name] for name in names}
