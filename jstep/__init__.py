@@ -21,7 +21,8 @@ Training steps
 Gradients and clipping
     gradients, compute_gradients, stop_gradient, map_gradients; lookup of table rows, with sparse gradients
     (IndexedSlices); AggregationMethod, GATE_NONE, GATE_OP, GATE_GRAPH as in tf.train.
-    clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm; in a chain: clip_gradients.
+    clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm, layer_norms; in a chain:
+    clip_gradients.
 Optimizers
     As in tf.train: gradient_descent, momentum, adagrad, adam, rmsprop, ftrl.
     With decoupled weight decay: adamw, lion, lamb, lars, muon, nadam, radam, soap, adafactor, adan, ademamix, adopt.

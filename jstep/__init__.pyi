@@ -26,6 +26,7 @@ from jstep.differentiate.clipping import clip_by_global_norm as clip_by_global_n
 from jstep.differentiate.clipping import clip_by_norm as clip_by_norm
 from jstep.differentiate.clipping import clip_by_value as clip_by_value
 from jstep.differentiate.clipping import global_norm as global_norm
+from jstep.differentiate.clipping import layer_norms as layer_norms
 from jstep.differentiate.engine import GATE_GRAPH as GATE_GRAPH
 from jstep.differentiate.engine import GATE_NONE as GATE_NONE
 from jstep.differentiate.engine import GATE_OP as GATE_OP

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -324,7 +324,11 @@ def global_norm(tree: Any) -> Array:
 
 
 def _global_norm(tree: Any, name: str) -> Array:
-    arrays: list[Array] = []
+    return norm_of([array for _, array in _numbers(tree, name)])
+
+
+def _numbers(tree: Any, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    """The leaves that are not None, with their keys, as arrays whose squares are those of the dense leaves."""
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
         if trees.is_none(x):
             continue
@@ -332,8 +336,59 @@ def _global_norm(tree: Any, name: str) -> Array:
         array = combined(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
-        arrays += compute_first(array)
-    return norm_of(arrays)
+        yield keys, *compute_first(array)
+
+
+@on_any_mesh
+def layer_norms(tree: Any, depth: int = 1) -> dict[str, Array]:
+    """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
+
+    Args:
+        tree: A tree of arrays, such as parameters, gradients or updates. Leaves that are None are left out, and so is a
+            layer without any other leaf. Repeated rows of an `IndexedSlices` are summed first.
+        depth: The number of keys in the path of a layer, ≥ 1. A leaf with fewer keys is listed under its own path.
+
+    Returns:
+        Float32 scalars by path, such as `"decoder"` or, with `depth=2`, `"decoder/0"`, in the order of the leaves.
+        Intermediate values do not overflow if the norm fits float32. Complex leaves enter with their absolute values,
+        integers as numbers.
+
+    Raises:
+        TypeError: A leaf is not an array of numbers, for example a PRNG key (names its path), or `depth` is not an
+            integer.
+        ValueError: `depth` is below 1, or two layers have the same path, as with keys that contain a slash.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> tree = {"dense": {"b": jnp.array([3.0]), "w": jnp.array([[4.0]])}, "scale": jnp.float32(2.0), "n": None}
+        >>> {name: float(norm) for name, norm in jstep.layer_norms(tree).items()}
+        {'dense': 5.0, 'scale': 2.0}
+        >>> sorted(jstep.layer_norms(tree, depth=2))
+        ['dense/b', 'dense/w', 'scale']
+
+        The norm of each layer's gradient and update as metrics of a step:
+
+        >>> norms = [
+        ...     lambda g, u, p: {f"grad_norm/{k}": v for k, v in jstep.layer_norms(g).items()},
+        ...     lambda g, u, p: {f"update_norm/{k}": v for k, v in jstep.layer_norms(u).items()},
+        ... ]
+        >>> optimizer = jstep.gradient_descent(0.5)
+        >>> step = jstep.minimize(lambda params: params["a"] ** 2 - params["b"], optimizer, metrics=norms)
+        >>> _, metrics = step(jstep.TrainState.create({"a": 2.0, "b": 1.0}, optimizer))
+        >>> {name: float(value) for name, value in metrics.items() if "norm" in name}
+        {'grad_norm/a': 4.0, 'grad_norm/b': 1.0, 'update_norm/a': 2.0, 'update_norm/b': 0.5}
+    """
+    depth = as_int(depth, "depth", at_least=1)
+    layers: dict[tuple[Any, ...], list[Array]] = {}
+    for keys, array in _numbers(tree, "layer_norms"):
+        layers.setdefault(keys[:depth], []).append(array)
+    norms: dict[str, Array] = {}
+    for keys, arrays in layers.items():
+        path = trees.path_str(keys)
+        if path in norms:
+            raise ValueError(f"tree: must have a path of its own for each layer, got {path!r} for two; rename a key")
+        norms[path] = norm_of(arrays).astype(jnp.float32)
+    return norms
 
 
 @on_any_mesh

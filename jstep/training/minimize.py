@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +24,6 @@ from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
 from jstep.differentiate import engine
-from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
 from jstep.differentiate.lanes import Lanes, alike, as_lanes, on_lanes
 from jstep.differentiate.microbatches import AggregationMethod, Part, checked_radius, estimated, together_squared
@@ -45,6 +44,7 @@ from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context,
 from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers, with_small_ones_loaded
 from jstep.state.global_step import later_step
 from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
+from jstep.training.requested import MetricFn, requested
 from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
 
 # One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
@@ -403,8 +403,6 @@ _logger = logging.getLogger("jstep")
 
 OF_CONTEXT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
-NORMS = ("grad_norm", "update_norm", "param_norm")
-NOISE_SCALE = "noise_scale"
 
 
 def minimize(
@@ -425,7 +423,7 @@ def minimize(
     adaptive: bool = False,
     unroll: Unroll = None,
     lanes: int | None = None,
-    metrics: Sequence[str] = (),
+    metrics: str | MetricFn | Collection[str | MetricFn] = (),
     increment_global_step: bool = True,
     jit: bool = True,
     donate: bool = True,
@@ -490,7 +488,11 @@ def minimize(
             None, the default, sums in whatever order the devices give.
         metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of what is trained),
             `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"` (from
-            microbatches, or from lanes; requires `with_noise_scale` around the optimizer).
+            microbatches, or from lanes; requires `with_noise_scale` around the optimizer). Also functions
+            `fn(gradients, updates, params) -> {name: scalar}`, whose values become metrics: of the raw gradients, as
+            they are before the optimizer, without a loss scale, and None where nothing is trained; of the updates as
+            added, zero if the update is skipped or not due, and of the new parameters. A leaf may be an
+            `IndexedSlices`. They are traced like the loss. `layer_norms` has the norm of each layer.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
@@ -506,8 +508,9 @@ def minimize(
         under their own prefix.
 
     Raises:
-        TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, or a leaf of
-            model_state changes its kind, or cannot be merged over the lanes.
+        TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
+            metrics returns anything but a mapping of names to scalars, or a leaf of model_state changes its kind, or
+            cannot be merged over the lanes.
         ValueError: An argument is out of range; var_list matches nothing, or only what the optimizer freezes;
             num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
             loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses
@@ -537,7 +540,7 @@ def minimize(
     warn_of_order(optimizer)
     lanes = as_lanes(lanes)
     compared = {"num_microbatches": num_microbatches} if lanes is None else {"lanes": lanes}
-    norms, measures_noise = _requested_metrics(metrics, **compared)
+    wanted = requested(metrics, **compared)
     rng = None if rng is None else placement.as_key(rng, "rng")
     radius = checked_radius(sharpness)
     scheduled = callable(radius)
@@ -562,7 +565,7 @@ def minimize(
             unroll=unroll,
             lanes=lanes,
             gathers=True,
-            squares=measures_noise,
+            squares=wanted.noise,
             frozen=functools.partial(frozen_leaves, optimizer),
         )
 
@@ -584,7 +587,7 @@ def minimize(
         key = None if rng is None else jax.random.fold_in(rng, step)
         roles = roles_of(optimizer, state.params)
         scale = guards.loss_scale_of(roles, state.slots)
-        if measures_noise:
+        if wanted.noise:
             guards.require_noise_slots(roles)
         kwargs = None
         if averages is not None:
@@ -623,22 +626,14 @@ def minimize(
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
 
-        def norm(name: str) -> Array:
-            if name == "grad_norm":
-                found = global_norm(part.gradients)
-                return found if scale is None else found / scale.astype(found.dtype)
-            if name == "update_norm":
-                return global_norm(done.updates)
-            return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, new_state.params))
-
         named = {
             "the optimizer's hyperparameters": values_used(
                 optimizer.hyperparameters(step_of(state)), done.roles, state.slots
             ),
             "the optimizer's slots": shown_slots(done.roles, state.slots) | skipped,
             **shown_losses(part, has_aux, is_several=isinstance(differentiate, SeveralLosses)),
-            "the norms": {name: norm(name) for name in norms},
-            "the noise scale": guards.noise_metrics(done.roles, done.slots) if measures_noise else {},
+            "the noise scale": guards.noise_metrics(done.roles, done.slots) if wanted.noise else {},
+            **wanted.measured(part.gradients, done.updates, new_state.params, scale),
         }
 
         def refusal(name: str, first: str, second: str) -> str:
@@ -713,33 +708,6 @@ def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Calla
         return out
 
     return checked
-
-
-def _requested_metrics(metrics: Any, **parts: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the requested norms, and whether the noise scale is requested.
-
-    Args:
-        metrics: The argument of `minimize`.
-        **parts: The argument of `minimize` that divides a batch into parts, whose gradients are compared.
-
-    Raises:
-        TypeError: `metrics` does not consist of names.
-        ValueError: A name is unknown, or the noise scale is requested without microbatches.
-    """
-    names = (*NORMS, NOISE_SCALE)
-    if not isinstance(metrics, str | list | tuple | set | frozenset):
-        raise TypeError(f"metrics={metrics!r}: must be names among {names}, got {type(metrics).__name__}")
-    requested = (metrics,) if isinstance(metrics, str) else tuple(metrics)
-    for name in requested:
-        if name not in names:
-            raise ValueError(f"metrics: {name!r} is unknown{trees.nearest(str(name), names)}; it takes any of {names}")
-    ((argument, number),) = parts.items()
-    if NOISE_SCALE in requested and number == 1:
-        raise ValueError(
-            f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
-            f"a batch with their mean; give minimize {argument}=2 or more"
-        )
-    return tuple(name for name in requested if name != NOISE_SCALE), NOISE_SCALE in requested
 
 
 def _averages_for(state: TrainState, names: Sequence[str]) -> Params:

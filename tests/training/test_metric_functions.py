@@ -1,0 +1,187 @@
+"""`minimize(metrics=…)` with functions of gradients, updates and parameters."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jstep
+
+X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+PARAMS = {"a": {"w": jnp.full((4, 8), 0.5), "b": jnp.ones(8)}, "still": jnp.ones(3), "n": jnp.array(2)}
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["a"]["w"] + params["a"]["b"][None]) ** 2)
+
+
+def norms(gradients: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+    assert gradients["still"] is None
+    assert gradients["n"] is None
+    assert updates["still"] is None
+    trees = {"grad": gradients, "update": updates, "new": {"a": params["a"]}}
+    return {f"{what}/{k}": v for what, tree in trees.items() for k, v in jstep.layer_norms(tree).items()}
+
+
+def product(gradients: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+    """It combines trees that may be sharded in different ways."""
+    return {"product": jnp.sum(gradients["a"]["w"] * updates["a"]["w"] * params["a"]["w"])}
+
+
+def run(optimizer: Any, steps: int = 2, state: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    state = jstep.TrainState.create(PARAMS, optimizer) if state is None else state
+    step = jstep.minimize(loss_fn, optimizer, **kwargs)
+    for _ in range(steps):
+        state, metrics = step(state, X)
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    return state, metrics
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda: jstep.gradient_descent(0.5),
+    "clipped": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=0.01), jstep.adam(0.1)),
+    "scaled": lambda: jstep.dynamic_loss_scale(jstep.adam(0.1), initial=8.0),
+    "guarded": lambda: jstep.skip_nonfinite(jstep.momentum(0.1, 0.9)),
+    "accumulated": lambda: jstep.update_every(2, jstep.adam(0.1), accumulate=True),
+    "averaged": lambda: jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9)),
+    "masters": lambda: jstep.master_weights(jstep.adam(0.1)),
+    "compact": lambda: jstep.compact(jstep.adam(0.1), min_size=1),
+    "projected": lambda: jstep.with_projection(jstep.adam(0.1), lambda p: jax.tree.map(lambda x: x * 1, p)),
+}
+
+
+@pytest.mark.thorough(except_for=["clipped", "scaled"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_functions_see_raw_gradients_updates_and_new_params(name: str) -> None:
+    optimizer = OPTIMIZERS[name]()
+    state, metrics = run(optimizer, metrics=["grad_norm", "update_norm", norms, product])
+    assert state == run(optimizer)[0]
+    np.testing.assert_allclose(metrics["grad/a"], metrics["grad_norm"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["update/a"], metrics["update_norm"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["new/a"], jstep.global_norm(state.params["a"]), rtol=1e-6)
+    before, _ = run(optimizer, 1)
+    np.testing.assert_allclose(
+        metrics["grad/a"], jstep.global_norm(jax.grad(loss_fn, allow_int=True)(before.params, X)["a"]), rtol=1e-5
+    )
+    assert {metrics[key].shape for key in ("grad/a", "update/a", "new/a", "product")} == {()}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "microbatches": {"num_microbatches": 4},
+    "lanes": {"lanes": 4},
+    "uncompiled": {"jit": False},
+}
+
+
+@pytest.mark.thorough(except_for=["microbatches"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_step(form: str) -> None:
+    optimizer = jstep.adam(0.1)
+    _, want = run(optimizer, metrics=[norms, product])
+    step = jstep.minimize(loss_fn, optimizer, metrics=[norms, product], **FORMS[form])
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for _ in range(2):
+        state, metrics = step(state, X)
+    for key in ("grad/a", "update/a", "new/a", "product"):
+        np.testing.assert_allclose(metrics[key], want[key], rtol=1e-4)
+
+
+def test_several_steps_and_several_losses() -> None:
+    losses = {"one": (lambda p: p["a"] ** 2, "a"), "two": (lambda p: 3 * p["b"], "b")}
+    optimizer = jstep.gradient_descent(0.5)
+    step = jstep.minimize(losses, optimizer, metrics=lambda g, u, p: {"g": g["a"] + g["b"], "u": u["b"], "k": 2})
+    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
+    state, metrics = jstep.scan_steps(step, 2)(state)
+    np.testing.assert_allclose(metrics["g"], [5.0, 3.0])
+    np.testing.assert_allclose(metrics["u"], [-1.5, -1.5])
+    np.testing.assert_array_equal(metrics["k"], [2, 2])
+
+
+def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none() -> None:
+    guarded = jstep.skip_nonfinite(jstep.gradient_descent(0.5))
+    optimizer = jstep.partition({"a": guarded}, lambda path, leaf: "a" if path == "a" else None)
+    found: list[Any] = []
+
+    def look(gradients: Any, updates: Any, params: Any) -> dict[str, Any]:
+        found.append((gradients["b"], updates["b"]))
+        return {"u": updates["a"], "p": params["a"], "g": gradients["a"]}
+
+    step = jstep.minimize(lambda p: jnp.log(p["a"]) + p["b"], optimizer, metrics={look})
+    _, metrics = step(jstep.TrainState.create({"a": 0.0, "b": 1.0}, optimizer))
+    assert found == [(None, None)]
+    assert (float(metrics["u"]), float(metrics["p"]), float(metrics["g"])) == (0.0, 0.0, float("inf"))
+    assert float(metrics["a/skipped"]) == 1.0
+
+
+@pytest.mark.thorough(except_for=["Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState.create(
+        PARAMS, optimizer, mesh=mesh, param_specs=[("a/w", P(None, "data"))], slot_axis="data"
+    )
+    batch = jstep.shard_batch(X, mesh)
+    step = jstep.minimize(loss_fn, optimizer, metrics=[norms, product, lambda g, u, p: {"one": 1.0}])
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    _, want = run(optimizer, metrics=[norms, product])
+    for key in ("grad/a", "update/a", "new/a", "product"):
+        np.testing.assert_allclose(metrics[key], want[key], rtol=1e-4)
+        assert metrics[key].sharding.is_fully_replicated
+    assert metrics["one"] == 1.0
+
+
+def not_a_mapping(gradients: Any, updates: Any, params: Any) -> Any:
+    return jstep.global_norm(gradients)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (not_a_mapping, TypeError, r"metrics\[0\]=not_a_mapping: must return a mapping of names to scalars, got "),
+        (lambda g, u, p: {"w": g["a"]["w"]}, TypeError, r"<lambda>: must .* for 'w'"),
+        (lambda g, u, p: {"w": None}, TypeError, "<lambda>: must .* for 'w'"),
+        (lambda g, u, p: {"w": "text"}, TypeError, "<lambda>: must .* for 'w'"),
+        (lambda g, u, p: {3: 1.0}, TypeError, "<lambda>: must .* the name 3"),
+        (lambda g, u, p: {"loss": 1.0}, ValueError, r"metrics: metrics\[0\]=<lambda> and the loss both have 'loss'"),
+        (lambda g, u, p: {"learning_rate": 1.0}, ValueError, "hyperparameters both have 'learning_rate'"),
+    ],
+)
+def test_bad_results(fn: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(jstep.gradient_descent(0.5), metrics=[fn])
+
+
+def test_two_functions_with_one_name() -> None:
+    one, two = (functools.partial(lambda g, u, p, value: {"same": value}, value=i) for i in range(2))
+    with pytest.raises(ValueError, match=r"metrics\[1\]=partial.* and metrics\[0\]=partial.* both have 'same'"):
+        run(jstep.gradient_descent(0.5), metrics=[one, two])
+
+
+class Refusal(Exception):  # noqa: N818
+    pass
+
+
+def test_errors_of_a_function_stay_and_name_it() -> None:
+    def refuse(gradients: Any, updates: Any, params: Any) -> Any:
+        raise Refusal("no")
+
+    def look(gradients: Any, updates: Any, params: Any) -> Any:
+        return {"big": 1.0 if jstep.global_norm(updates) > 1 else 0.0}
+
+    for fn, kind in ((refuse, Refusal), (look, jax.errors.TracerBoolConversionError)):
+        with pytest.raises(kind) as caught:
+            run(jstep.gradient_descent(0.5), metrics=["grad_norm", fn])
+        assert sum(f"metrics[1]={fn.__name__}" in line for line in caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize("wrong", [lambda g: {}, 3, [3]])
+def test_bad_arguments(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="metrics"):
+        jstep.minimize(loss_fn, jstep.adam(), metrics=wrong)
