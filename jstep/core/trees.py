@@ -460,6 +460,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; nearest: {', '.join(map(repr, close))}" if close else ""
 
 
+def keep_arrays(argument: str) -> str:
+    """The remedy for a model with leaves that are not arrays, such as the functions of an Equinox module."""
+    return (
+        f". Keep only arrays in {argument}, by equinox.partition or flax.nnx.split. With `import equinox as eqx`:\n"
+        "    params, static = eqx.partition(model, eqx.is_inexact_array)  # before TrainState.create(params, …)\n"
+        "    model = eqx.combine(params, static)  # the first line of the loss, loss_fn(params, …)"
+    )
+
+
 def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Array:
     """Convert a leaf of params, or of another argument, to an array with a strong dtype.
 
@@ -468,11 +477,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
         OverflowError: The leaf has an integer that its dtype on a device cannot hold; names the path and the integer.
     """
     if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
-        remedy = (
-            f". Keep only arrays in {argument} and close over the rest, for instance: "
-            "`arrays, static = equinox.partition(model, equinox.is_array)` or `flax.nnx.split(model)`."
-        )
-        raise not_an_array(leaf, path, argument, remedy)
+        raise not_an_array(leaf, path, argument, keep_arrays(argument))
     _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(

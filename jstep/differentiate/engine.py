@@ -403,9 +403,7 @@ class Differentiation:
     def __call__(self, given: Inputs) -> Part:
         """Return the loss, new model_state, aux, gradients (a tree like params) and summaries."""
         params = given.params
-        trees.require_arrays(
-            params, "params", "; keep it out of params, for instance with equinox.partition(model, equinox.is_array)"
-        )
+        trees.require_arrays(params, "params", trees.keep_arrays("params"))
         if given.lanes is not None:
             return self._of_batch(given)
         given = given._replace(

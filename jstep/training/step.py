@@ -225,6 +225,7 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
     Raises:
         FloatingPointError: JAX debugged a NaN in a step that had donated its state.
         RuntimeError: A leaf was donated to an earlier step.
+        TypeError: A leaf of the parameters is not an array.
         ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
     """
     state = state_of(state)
@@ -238,6 +239,10 @@ def explain(error: BaseException, state: Any, args: Any, *, was_spent: bool, don
             missing = ["model_state"]
         for name in missing:
             note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")
+        if isinstance(error, TypeError):  # of JAX, about a whole module in place of its arrays
+            argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
+            known = jax.tree.map(lambda leaf: None if hasattr(leaf, "dtype") else leaf, tree)
+            trees.require_arrays(known, argument, trees.keep_arrays(argument))
         explain_jax(error)
         return
     if was_spent or not is_spent(state):

@@ -143,6 +143,34 @@ def test_var_list_as_a_tree_of_booleans() -> None:
 # Equinox.
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """A module whose leaves are arrays and functions, as those of Equinox are."""
+
+    weight: Any
+    activation: Any
+
+
+def test_a_leaf_that_is_not_an_array_is_named_with_the_two_lines_that_split_the_model() -> None:
+    params = {"layers": [Module(jnp.ones(2), None), Module(jnp.ones(2), jax.nn.relu)]}
+    by_hand = jstep.TrainState(params, {}, jnp.int32(0))
+
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.sum(params["layers"][1].activation(params["layers"][0].weight))
+
+    for make in (
+        lambda: jstep.TrainState.create(params, jstep.adam()),
+        lambda: jstep.minimize(loss_fn, jstep.adam())(by_hand),
+        lambda: jstep.minimize(loss_fn, jstep.adam(), jit=False)(by_hand),
+        lambda: jstep.compute_gradients(loss_fn)(params),
+    ):
+        with pytest.raises(TypeError, match="params: the leaf at 'layers/1/activation' is a") as caught:
+            make()
+        assert "\n    params, static = eqx.partition(model, eqx.is_inexact_array)" in str(caught.value)
+        assert "\n    model = eqx.combine(params, static)" in str(caught.value)
+
+
 @pytest.mark.thorough
 def test_equinox_module() -> None:
     eqx = pytest.importorskip("equinox")
