@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import array_type, cut, shown
+from jstep.core.tracebacks import shortens_tracebacks
 
 LONGEST = 200
 """The longest text of an argument that is neither an optimizer nor a schedule, such as a mask."""
@@ -93,15 +94,16 @@ class Made(NamedTuple):
     """
 
     call: Call
-    functions: tuple[Any, Any]
+    functions: tuple[Any, ...]
 
 
 def _remember(optimizer: Any, call: Call) -> Any:
     init: Any = optimizer.init
     if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # of a custom optimizer
         return optimizer
-    made = Made(call, (optimizer.update, optimizer.hyperparameters))
-    return optimizer._replace(init=dataclasses.replace(init, call=made))
+    functions = {name: shortens_tracebacks(getattr(optimizer, name)) for name in ("update", "hyperparameters")}
+    made = Made(call, tuple(functions.values()))
+    return optimizer._replace(init=dataclasses.replace(init, call=made), **functions)
 
 
 makes_optimizer = functools.partial(remembered, _remember)
@@ -120,6 +122,7 @@ class RememberedFunction:
         functools.update_wrapper(self, function)
         self.call = call
 
+    @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.calls import Made
 from jstep.core.checks import setting
 from jstep.core.programs import COPYING, Operation, body_of, evaluate
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step
 
 # The roles of slots, taken from the optimizer that creates them and never inferred from names or shapes.
@@ -270,6 +271,7 @@ class Init:
     order: Order = Order()
     rated: bool = False
 
+    @shortens_tracebacks
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
         """Create the slots for `params` at `global_step`."""
         slots = self.make(params, global_step)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees, structure
 from jstep.data.rows import RowNumbers, Steps
 
@@ -515,6 +516,7 @@ class BatchSequence(abc.ABC):
     def __getitem__(self, step: slice) -> Self: ...
     @overload
     def __getitem__(self, step: Any) -> Any: ...
+    @shortens_tracebacks
     def __getitem__(self, step: Any) -> Any:
         if not isinstance(step, slice):
             return self._read(self._steps[self._as_step(step)])
@@ -587,6 +589,7 @@ class BatchIterator(Iterator[Any]):
         self._batches = batches
         self._read = batches._reader()
 
+    @shortens_tracebacks
     def __next__(self) -> Any:
         if self.step >= self._batches._count:
             raise StopIteration

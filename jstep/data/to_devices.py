@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jstep.core.checks import as_function, as_int, kind, note, shown
 from jstep.core.meshes import Thread, dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along, require_mesh
 from jstep.core.placement import compiles_only, is_shape, refuse_compile_only
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import (
     arrays_of,
     first_wide,
@@ -487,6 +488,7 @@ class PrefetchIterator(Iterator[Any]):
         self._reader = Reader(functools.partial(_read, source, place, state_fn))
         self._reader.request(size)
 
+    @shortens_tracebacks
     def __next__(self) -> Any:
         item, self.state = self._reader.take()
         self._reader.request()  # only now: at most `size` items are ahead of the loop

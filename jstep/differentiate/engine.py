@@ -18,6 +18,7 @@ from jstep.core.meshes import Attempts
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
 from jstep.core.selection import VarList, check_form, selected
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, IndexedSlices, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.gradients import tables
@@ -660,6 +661,7 @@ def compute_gradients(
         lanes=lanes,
     )
 
+    @shortens_tracebacks
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
         def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> Part:
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.checks import as_function, kind, scoped, setting
 from jstep.core.meshes import Attempts
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, IndexedSlices, Updates, combined, is_slices, within
 
 # Embedding lookup with sparse gradients.
@@ -148,6 +149,7 @@ def lookup(table: Any, ids: Any) -> Array:
 # Gradients of arbitrary functions of trees, and functions of gradients.
 
 
+@shortens_tracebacks
 def gradients(fn: Callable[[Any], Any], xs: Any, grad_ys: Any = None) -> Any:
     """Return the sum of d ys/d x for each x of the tree xs, where ys = fn(xs).
 
@@ -233,6 +235,7 @@ def stop_gradient(x: Any) -> Any:
     return jax.lax.stop_gradient(x)
 
 
+@shortens_tracebacks
 def map_gradients(fn: Callable[..., Array], grads: Updates, *others: Updates) -> Updates:
     """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
 

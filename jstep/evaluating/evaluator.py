@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_text, explain_jax, kind, note, shown
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
@@ -47,6 +48,7 @@ class CheckedEvaluation:
     def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], check: Callable[[TrainState], None]) -> None:
         self._evaluate, self.check = evaluate, check
 
+    @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Evaluate the state."""
         return self._evaluate(state)
@@ -167,6 +169,7 @@ class EvaluationHook(RunHook):
         if not isinstance(run, OwnRun):
             self._callbacks.each("use_run", run)
 
+    @shortens_tracebacks
     def begin(self, state: TrainState) -> bool:
         """Reset the clock and begin the callbacks; if one of them returns True, no step is run.
 
@@ -212,6 +215,7 @@ class EvaluationHook(RunHook):
         """Evaluate; return the combined result of the callbacks."""
         return self._evaluate_at(step, state, on_cadence=True)
 
+    @shortens_tracebacks
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Evaluate the last state, unless it was evaluated already."""
         if step in self.results:

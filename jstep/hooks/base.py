@@ -11,6 +11,7 @@ from typing import Any
 from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number, kind, shown
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, RunInfo, name_of
 from jstep.hooks.metric_sums import MetricSums, PendingMeans
@@ -259,6 +260,7 @@ class RunHook(Hook):
             self.use_run(OwnRun(self))
         return None
 
+    @shortens_tracebacks
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Do what is to be done, when due."""
         return self.run.after_step(self, step, state, metrics)

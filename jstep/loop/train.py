@@ -11,6 +11,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import check_batches
 from jstep.data.to_devices import over_axes
 from jstep.distributed import processes
@@ -44,6 +45,7 @@ OBSERVERS: tuple[Callable[[Run], contextlib.AbstractContextManager[Any]], ...] =
 begins. Without one of these lines and its file, a run is the same, and what it shows is missing."""
 
 
+@shortens_tracebacks
 def train(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,

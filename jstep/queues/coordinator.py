@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from jstep.core.checks import as_bool, as_function, as_number, as_text, kind, shown
 from jstep.core.meshes import Thread
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
 
 # The Coordinator, which stops threads together.
@@ -203,6 +204,7 @@ class Coordinator:
 
         return remove
 
+    @shortens_tracebacks
     def join(
         self,
         threads: Iterable[threading.Thread] | None = None,
@@ -271,6 +273,7 @@ class Coordinator:
         """Whether `join` has returned since the last `clear_stop`."""
         return self._joined
 
+    @shortens_tracebacks
     def raise_requested_exception(self) -> None:
         """Raise the exception that was passed with the request to stop, if there was one."""
         exc_info = self._exc_info

@@ -17,6 +17,7 @@ from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
 from jstep.state import sharding as layout
 from jstep.state.global_step import NO_STEP, create_global_step
@@ -161,6 +162,7 @@ class TrainState:
         object.__setattr__(self, "roles", roles)
 
     @classmethod
+    @shortens_tracebacks
     def create(
         cls,
         params: Params,
@@ -674,6 +676,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
 # Sharding of a training state over a mesh.
 
 
+@shortens_tracebacks
 def shard_state(
     state: TrainState,
     mesh: Any,

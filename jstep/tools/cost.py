@@ -23,6 +23,7 @@ from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.programs import body_of, is_annotated, work_of
 from jstep.core.slot_roles import blocks_between, roles_in
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.waiting import slow, without_noise
 from jstep.data.to_devices import mesh_without_batch
 from jstep.state.train_state import TrainState, require_state
@@ -512,6 +513,7 @@ class Cost:
         return html_table(_title(self), _rows(self), notes=[f"warning: {warning}" for warning in self.warnings])
 
 
+@shortens_tracebacks
 def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str | None = None) -> Cost:
     """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
 

@@ -15,6 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import Range, as_function
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import Operation, Subprogram, body_of, is_differentiated, path_to, shard_counts
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 from jstep.tools.nonfinite_passes import FirstMade, Origins, Ranges, is_inexact, number_of, range_of
@@ -139,6 +140,7 @@ class NonFinite:
         return "\n".join(lines)
 
 
+@shortens_tracebacks
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 

@@ -17,6 +17,7 @@ from jstep.core import checks
 from jstep.core.checks import WIDTH
 from jstep.core.meshes import internal_transfers
 from jstep.core.optimizers import is_transformation, require_optimizer
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
@@ -401,6 +402,7 @@ class Plan:
         return plan_html(self) + checks.html_picture(picture.getvalue() or None, "the plan, drawn")
 
 
+@shortens_tracebacks
 def plan(
     optimizer: OptimizerLike | Schedule | Mapping[str, Schedule | float],
     last_step: int,

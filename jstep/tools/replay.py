@@ -20,6 +20,7 @@ from jstep.core.checks import as_function, as_int, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tagged_json import Files
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import (
     SavedPosition,
     Source,
@@ -58,6 +59,7 @@ class Replay(NamedTuple):
     args: tuple[Any, ...]
 
 
+@shortens_tracebacks
 def replay(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
@@ -228,6 +230,7 @@ class ResumeReport:
         )
 
 
+@shortens_tracebacks
 def verify_resume(
     make_state: Callable[[], TrainState],
     train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]],

@@ -11,6 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, columns, figure, kind, one_of, shown
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
 from jstep.state.train_state import TrainState
 
@@ -245,6 +246,7 @@ class MupFactors:
         return "\n".join(columns([head, *rows], left=4))
 
 
+@shortens_tracebacks
 def mup(
     base: Any,
     target: Any,
@@ -412,6 +414,7 @@ class CoordCheck:
         fig.savefig(path, dpi=200)
 
 
+@shortens_tracebacks
 def coord_check(
     make: Callable[[int], tuple[Any, TrainState, Any]],
     widths: Iterable[int],

@@ -22,6 +22,7 @@ from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import Layouts, Unroll
 from jstep.core.selection import VarList, check_form, selected
 from jstep.core.slot_roles import COUNTS, Role, Roles, labels_of, roles_of
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Updates
 from jstep.differentiate import engine
 from jstep.differentiate.engine import GATE_NONE, GATE_OP, Differentiation, Inputs
@@ -52,6 +53,7 @@ from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_con
 # This is the only place that increments the global step.
 
 
+@shortens_tracebacks
 def apply_gradients(
     state: TrainState,
     grads: Updates,

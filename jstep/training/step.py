@@ -17,6 +17,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, explain_jax, kind, note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, sharded_like, using_mesh
 from jstep.core.placement import refuse_shapes, sharded
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.optimizers.hyperparameters import SKIPPED
@@ -369,6 +370,7 @@ class PureStep:
         self.__name__ = self.__qualname__ = self.name
         self.title = self.title or self.name
 
+    @shortens_tracebacks
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step."""
         refuse_shapes((state, args), "state and batch")
@@ -505,6 +507,7 @@ class TrainStep:
             self._programs[key] = jax.jit(function, donate_argnums=(0,) if donate else (), **where)
         return self._programs[key]
 
+    @shortens_tracebacks
     def __call__(self, state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """Call the compiled step."""
         trees.refuse_wide(trees.batch_of(args), "batch")
@@ -608,11 +611,13 @@ class TrainStep:
             explain(error, state, args, was_spent=was_spent, donates=self.donate)
             raise
 
+    @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
         with using_mesh(mesh_of((state, args))):
             return self._for(state, args, "whole").lower(state, *args)
 
+    @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
         with using_mesh(mesh_of((state, args))):
@@ -623,6 +628,7 @@ class TrainStep:
         with using_mesh(mesh_of((state, args))):
             return self._for(state, args).trace(self.carried(state), *args)
 
+    @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state and of all metrics; the new state has the sharding of the given one."""
         with using_mesh(mesh_of((state, args))):

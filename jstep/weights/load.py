@@ -24,6 +24,7 @@ from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus, refuse_compile_only, target_sharding
 from jstep.core.selection import has_value
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.weights import fit as fitting
 from jstep.weights.files import INDEX, SUFFIX, Array, Tensor, confirm, find_weights, folder_of, local
@@ -37,6 +38,7 @@ _Halves = tuple[Leaf, Leaf | None]
 _BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 
 
+@shortens_tracebacks
 def load_weights(
     path: str | os.PathLike[str],
     target: Any,

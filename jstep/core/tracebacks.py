@@ -1,0 +1,115 @@
+"""Tracebacks without jstep's inner frames, as JAX leaves out its own.
+
+An error of the user's code (a loss, a schedule, a hook, …) passes through many frames of jstep. Functions that users
+call have the decorator `shortens_tracebacks`: of each row of frames of jstep, which the user's frames separate, the
+first one, which the user called, and the last one, which called the user's function, remain.
+
+JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, `tracebackhide` marks those that are
+left out, for IPython and pytest, and `remove_frames` leaves the causes of an error as they are.
+"""
+
+import builtins
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_JSTEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PASSED: tuple[str, ...] = (
+    os.path.join(os.path.dirname(jax.__file__), ""),
+    os.path.join(os.path.dirname(concurrent.futures.__file__), ""),
+    contextlib.__file__,
+    functools.__file__,
+)
+"""The files through which jstep calls itself and the user's functions."""
+
+
+def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator of functions that users call and that call functions of the user: errors show few frames of jstep.
+
+    It does not matter whether functions that call one another all have it.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        __tracebackhide__ = True  # `shorten` leaves this frame alone: a view of its locals would hold the error
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            shorten(error)
+            raise  # without another frame
+
+    return call
+
+
+def shorten(error: BaseException) -> None:
+    """Leave out frames of jstep in the traceback of an error, and in those of its causes, contexts and parts."""
+    mode = _mode()
+    if mode == "off":
+        return
+    # The cause that JAX adds in this mode shows all frames, on purpose.
+    for one in [error] if mode == "remove_frames" else _all_of(error):
+        parts = list(_parts(one.__traceback__))
+        kept = _kept(parts)
+        if mode == "tracebackhide":
+            for part in set(parts).difference(kept):
+                if _file(part) != __file__:
+                    part.tb_frame.f_locals["__tracebackhide__"] = True
+        elif len(kept) < len(parts):
+            short: TracebackType | None = None
+            for part in reversed(kept):
+                short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
+            BaseException.with_traceback(one, short)  # also of a class that refuses attributes
+
+
+def _mode() -> str:
+    """The mode of JAX's setting; by default, frames are marked in IPython."""
+    flags: Any = jax.config  # the attributes are created at run time and unknown to type checkers
+    mode: str = flags.jax_traceback_filtering or "auto"
+    return "tracebackhide" if mode == "auto" and hasattr(builtins, "get_ipython") else mode
+
+
+def _all_of(error: BaseException) -> list[BaseException]:
+    """The error, and all that led to it or are part of it."""
+    found: dict[int, BaseException] = {}
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            left += [one.__cause__, one.__context__]
+            left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+    return list(found.values())
+
+
+def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _kept(parts: list[TracebackType]) -> list[TracebackType]:
+    """The parts of a traceback that are shown: of each row of frames of jstep, the first and the last one."""
+    kept: list[TracebackType] = []
+    for is_inner, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
+        row = list(group)
+        own = [i for i, part in enumerate(row) if _file(part).startswith(_JSTEP) and _file(part) != __file__]
+        if is_inner and own:
+            # At the end of the traceback nothing is between jstep and the user's function.
+            after = row[own[-1] + 1 :] if row[-1] is parts[-1] else []
+            row = [*row[: own[0]], *(row[i] for i in sorted({own[0], own[-1]})), *after]
+        kept += [part for part in row if _file(part) != __file__]
+    return kept
+
+
+def _file(part: TracebackType) -> str:
+    return part.tb_frame.f_code.co_filename
