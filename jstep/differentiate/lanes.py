@@ -340,15 +340,19 @@ def traced_lane(lanes: Lanes, part: Callable[..., Any], blocks: Any, args: tuple
                 sizes = [(name, lanes.mesh.shape[name]) for name in lanes.manual]
                 with jax.sharding.use_abstract_mesh(lanes.mesh.update_axis_types({name: kind for name, _ in sizes})):
                     named |= _named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
-    if named & lanes.manual:
-        raise ValueError(
-            f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which the "
-            "lanes are spread; one device computes a lane: leave these constraints and collectives out of the loss"
-        ) from error
-    if found is None:
-        assert error is not None
-        explain_jax(error)
-        raise error
+    try:
+        if named & lanes.manual:
+            raise ValueError(
+                f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which "
+                "the lanes are spread; one device computes a lane: leave these constraints and collectives out of the "
+                "loss"
+            ) from error
+        if error is not None:
+            explain_jax(error)
+            raise error
+    finally:
+        del error  # breaks the reference cycle with this frame, which its traceback holds
+    assert found is not None
     return found
 
 

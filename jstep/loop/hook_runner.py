@@ -333,9 +333,14 @@ class _Errors:
             for error in self.all:
                 failed(error)
         elif self.all:
-            for other in self.all[1:]:
-                note(self.all[0], f"Additionally, {other}")
-            raise self.all[0]
+            error, *others = self.all
+            for other in others:
+                note(error, f"Additionally, {other}")
+            self.all.clear()
+            try:
+                raise error
+            finally:
+                del error  # breaks the reference cycle with this frame, which its traceback holds
 
 
 def part_of(hook: Any) -> str:
