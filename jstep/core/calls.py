@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
@@ -35,6 +36,17 @@ class Call:
         self, function: Callable[..., Any], positional: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self.function, self.positional, self.args, self.kwargs = function, positional, args, kwargs
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, those of `**kwargs` among them, with the defaults of those that were left out."""
+        signature = inspect.signature(self.function)
+        bound = signature.bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        found: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            is_keywords = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            found |= value if is_keywords else {name: value}
+        return found
 
     def __deepcopy__(self, memo: Any) -> "Call":
         return self  # immutable; an argument may be something that cannot be copied
@@ -97,6 +109,57 @@ class Made(NamedTuple):
     functions: tuple[Any, ...]
 
 
+def call_of(optimizer: Any) -> Call | None:
+    """The call that made an optimizer of jstep, unless one of its functions was replaced since."""
+    made = getattr(getattr(optimizer, "init", None), "call", None)
+    if not isinstance(made, Made) or (optimizer.update, optimizer.hyperparameters) != made.functions:
+        return None
+    return made.call
+
+
+def elements_of(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """The optimizers that an optimizer is made of, itself first, each with its other arguments, by names of their own.
+
+    The name of one is that of the function that made it, below its label in a `partition`, with a number if it is not
+    the first one of that name.
+
+    Example:
+        >>> import jstep
+        >>> from jstep.core.calls import elements_of
+        >>> optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.momentum(0.1, 0.9))
+        >>> found = elements_of(optimizer)
+        >>> list(found), found["momentum"]["learning_rate"]
+        (['chain', 'clip_gradients', 'momentum'], 0.1)
+    """
+    found: dict[str, dict[str, Any]] = {}
+
+    def visit(optimizer: Any, prefix: str) -> None:
+        call = call_of(optimizer)
+        name = prefix + (typed(optimizer) if call is None else call.function.__name__)
+        numbered = (f"{name} {number}" for number in itertools.count(2))
+        own = found[next(one for one in itertools.chain([name], numbered) if one not in found)] = {}
+        for argument, value in ({} if call is None else call.arguments()).items():
+            inner = _optimizers_in(value)
+            if not inner:
+                own[argument] = value
+            for label, one in inner:
+                visit(one, f"{prefix}{label}/" if label else prefix)
+
+    visit(optimizer, "")
+    return found
+
+
+def _optimizers_in(value: Any) -> list[tuple[str, Any]]:
+    """The optimizers of an argument, each with its label, or an empty one."""
+    if _is_transformation(value):
+        return [("", value)]
+    labeled = value.items() if isinstance(value, Mapping) else ()
+    unlabeled = value if isinstance(value, list | tuple) else ()
+    return [
+        (str(label), one) for label, one in (*labeled, *(("", one) for one in unlabeled)) if _is_transformation(one)
+    ]
+
+
 def _remember(optimizer: Any, call: Call) -> Any:
     init: Any = optimizer.init
     if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # of a custom optimizer
@@ -152,7 +215,12 @@ def typed(value: Any) -> str:
 
 def _is_call(value: Any) -> bool:
     """Whether a value is a schedule or an optimizer, of jstep or of Optax, which are never cut off."""
-    return isinstance(value, RememberedFunction) or (hasattr(value, "init") and hasattr(value, "update"))
+    return isinstance(value, RememberedFunction) or _is_transformation(value)
+
+
+def _is_transformation(value: Any) -> bool:
+    """Whether a value is an optimizer, of jstep or of Optax."""
+    return hasattr(value, "init") and hasattr(value, "update")
 
 
 def _plain(value: Any) -> str:

@@ -453,6 +453,20 @@ def program_hash(closed: Any) -> ProgramHash:
     return _Hasher().program(closed)
 
 
+def gradients_hash(closed: Any) -> ProgramHash:
+    """Hash what a traced step computes for gradients, the losses forward and backward; the update is left out.
+
+    Example:
+        >>> import jax
+        >>> from jstep.core.programs import gradients_hash
+        >>> steps = [lambda x, a=a, b=b: x - a * jax.grad(lambda y: b * y**2)(x) for a, b in ((1, 3), (2, 3), (1, 4))]
+        >>> one, other, third = (gradients_hash(jax.make_jaxpr(step)(1.0)).digest for step in steps)
+        >>> one == other, one == third
+        (True, False)
+    """
+    return _Hasher().gradients(closed)
+
+
 def digest_of(*parts: str) -> str:
     """Hash some strings to 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16, person=b"jstep")
@@ -502,27 +516,39 @@ class _Hasher:
             total.update(counts)
         return found
 
+    def gradients(self, closed: Any) -> ProgramHash:
+        """Hash the outermost differentiated operations of a program, wherever they are."""
+        consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        numbers: dict[Any, int] = {}
+        parts: list[str] = []
+        for *within, eqn in all_equations(closed):
+            if not is_differentiated(eqn) or any(map(is_differentiated, within)):
+                continue
+            # Computed by other operations, given, or constant.
+            new = [var for var in eqn.invars if not isinstance(var, core.Literal) and var not in numbers]
+            parts += [self._bound(new, numbers), *map(self.text, map(consts.get, new)), *self._operation(eqn, numbers)]
+        return self._counts._replace(digest=digest_of(*parts))
+
     def _jaxpr(self, jaxpr: Any) -> list[str]:
         numbers: dict[Any, int] = {}
+        given = [self._bound(jaxpr.constvars, numbers), self._bound(jaxpr.invars, numbers)]
+        computed = [part for eqn in jaxpr.eqns for part in self._operation(eqn, numbers)]
+        return [*given, *computed, self._used(jaxpr.outvars, numbers)]
 
-        def bound(variables: Any) -> str:
-            for variable in variables:
-                numbers[variable] = len(numbers)
-            return " ".join(self._type(variable.aval) for variable in variables)
+    def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
+        name = eqn.primitive.name
+        self._counts.operations[name] += 1
+        if name in ("jit", "pjit"):
+            self._counts.functions[eqn.params["name"]] += 1
+        return [name, self._used(eqn.invars, numbers), self._fields(eqn.params), self._bound(eqn.outvars, numbers)]
 
-        def used(atoms: Any) -> str:
-            return " ".join(
-                self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms
-            )
+    def _bound(self, variables: Any, numbers: dict[Any, int]) -> str:
+        for variable in variables:
+            numbers[variable] = len(numbers)
+        return " ".join(self._type(variable.aval) for variable in variables)
 
-        parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            self._counts.operations[name] += 1
-            if name in ("jit", "pjit"):
-                self._counts.functions[eqn.params["name"]] += 1
-            parts += [name, used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
-        return [*parts, used(jaxpr.outvars)]
+    def _used(self, atoms: Any, numbers: Mapping[Any, int]) -> str:
+        return " ".join(self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms)
 
     def _literal(self, atom: Any) -> str:
         dtype = atom.aval.dtype

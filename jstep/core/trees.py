@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.calls import Made, typed
+from jstep.core.calls import call_of, typed
 from jstep.core.checks import first_beyond, kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
@@ -195,9 +195,9 @@ class Optimizer(NamedTuple):
 
     def __repr__(self) -> str:
         """The call that made it, unless a function was replaced since."""
-        made = getattr(self.init, "call", None)
-        if isinstance(made, Made) and self[1:3] == made.functions:
-            return repr(made.call)
+        call = call_of(self)
+        if call is not None:
+            return repr(call)
         functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
         words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
         return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
