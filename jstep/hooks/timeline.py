@@ -237,7 +237,7 @@ def read(path: Any, prefix: str = "model") -> list[list[dict[str, Any]]]:
     return sorted(found, key=lambda lines: lines[0]["time"]) if len(places) > 1 else found
 
 
-def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
+def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]]:
     """Return the fields of each line that has one of these words, of all runs, in the order of their starts.
 
     The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
@@ -245,6 +245,7 @@ def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
     Args:
         where: A directory or URL.
         words: Keys or values of the lines.
+        start: The name of the start that is looked for; the objects of others are not read.
 
     Raises:
         FileNotFoundError: There is no timeline.
@@ -253,7 +254,7 @@ def fields_with(where: str, *words: str) -> list[dict[str, Any]]:
     marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
     found: list[dict[str, Any]] = []
     began: dict[str, float] = {}
-    places = _places(where)
+    places = [place for place in _places(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
     for place in places:
         with opened(place) as file:
             for raw in file:
@@ -343,19 +344,23 @@ class Timeline:
         where: The directory or URL, as returned by `jstep.stores.objects.location`.
         prefix: The prefix of the run's checkpoints.
 
+    Attributes:
+        where: The directory or URL.
+        start: The name of this start, which all of its lines have.
+
     Raises:
         OSError: The timeline cannot be created or written.
     """
 
     def __init__(self, where: str, prefix: str) -> None:
-        self._start, self._prefix = secrets.token_hex(4), prefix
+        self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
         self._lock = threading.Lock()
         self._failing = False
         self._replaceable = 0
         self._is_object = is_url(where)
         if self._is_object:
             now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
-            path = join(where, f"{OBJECTS}{now}-{self._start}.jsonl")
+            path = join(where, f"{OBJECTS}{now}-{self.start}.jsonl")
             self._lines: LocalLines | ObjectLines = ObjectLines(path, resume=False)
         else:
             self._lines = LocalLines(join(where, NAME))
@@ -368,7 +373,7 @@ class Timeline:
             to_disk: Whether to upload it at once, below a URL.
             **fields: Other fields, with JSON values.
         """
-        line = {"kind": kind, "start": self._start, "prefix": self._prefix, **fields}
+        line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             try:

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import logging
@@ -23,23 +22,42 @@ from jax.sharding import PartitionSpec, Sharding
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import cut
-from jstep.core.meshes import in_background, mesh_of
-from jstep.core.programs import ProgramHash, digest_of, mesh_text, program_hash, sharding_text, without_addresses
+from jstep.core.calls import elements_of, typed
+from jstep.core.meshes import in_background, internal_transfers, mesh_of
+from jstep.core.programs import (
+    ProgramHash,
+    digest_of,
+    gradients_hash,
+    mesh_text,
+    program_hash,
+    sharding_text,
+    without_addresses,
+)
+from jstep.core.trees import Held
 from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
+from jstep.hooks.timeline import START
+from jstep.loop.card_differences import (
+    BEFORE_AND_NOW,
+    PLACES,
+    VERSION,
+    Changes,
+    changes,
+    differences,
+    is_whole,
+    starts_of,
+)
+from jstep.loop.card_differences import card_difference as card_difference  # where it was until now
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
 from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import Options, Run
 from jstep.optimizers.leafwise import RULE
+from jstep.training.step import minimized
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
-
-PLACES = ("checkpoint_dir", "logdir", "compile_cache")
-"""Arguments that name the directories of a run: recorded, never compared."""
 
 _LONGEST = 1000
 """The maximum length of a part of a definition, in characters of JSON; a longer one is replaced by its hash."""
@@ -54,6 +72,15 @@ _SETTINGS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
+    "jax_explicit_x64_dtypes",
+    "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel",
+    "jax_softmax_custom_jvp",
+    "jax_allow_f16_reductions",
+    "jax_disable_jit",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
 )
 """Settings of JAX that change numerical results, wherever they were set."""
 
@@ -73,7 +100,7 @@ def card(
     """
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
-        "card": 1,
+        "card": VERSION,
         "step": step,
         "versions": _versions(),
         "environment": environment(),
@@ -87,22 +114,44 @@ def card(
     }
 
 
-def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: Any = None) -> dict[str, Any]:
     """Return the record of a program, as JSON values.
 
     Args:
         traced: Its trace, a `jax.stages.Traced`, or None for a function that is not compiled.
         constants: Metrics that no step computes: the hyperparameters that are plain numbers, by name.
         args: The batch of a call.
+        optimizer: Its optimizer, if that is known.
     """
     batch = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     found: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
+    if optimizer is not None:
+        elements = elements_of(optimizer)
+        found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **found}
     hashed: ProgramHash = program_hash(traced.jaxpr)
-    numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MOST_NUMBERS else None
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
-    return {"hash": hashed.digest, **found, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
+    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(traced.jaxpr))}
+
+
+def _hash_card(hashed: ProgramHash) -> dict[str, Any]:
+    numbers = dict(sorted(hashed.numbers.items())) if len(hashed.numbers) <= _MOST_NUMBERS else None
+    return {"hash": hashed.digest, "operations": dict(sorted(hashed.operations.items())), "numbers": numbers}
+
+
+def _argument(value: Any) -> Any:
+    """An argument of an optimizer: a number, or what one would type; of a function only its name is known."""
+    if isinstance(value, Held):  # its value is in the state
+        return f"held({value.name!r})"
+    if isinstance(value, jax.Array) and value.size == 1 and value.is_fully_addressable:
+        with internal_transfers():
+            value = np.asarray(value)[()]
+    if isinstance(value, bool | int | float | np.generic | None):
+        return _json(value)
+    text = typed(value)
+    is_named = callable(value) and text == getattr(value, "__name__", None)
+    return {"function": text} if is_named else text
 
 
 def _versions() -> dict[str, str | None]:
@@ -234,182 +283,7 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, bool | int) else without_addresses(str(value))
 
 
-# Describe the differences between the cards of two runs.
-
-_SECTIONS = {
-    "versions": "",
-    "settings": "",
-    "environment": "",
-    "devices": "devices: ",
-    "state": "state: ",
-    "batches": "batches: ",
-    "stages": "",
-    "arguments": "train: ",
-}
-"""The sections that are compared value by value, and the prefix of their lines."""
-
-_HASHES = {
-    "state": {
-        "hash": "paths, shapes or dtypes of its leaves differ",
-        "sharding": "its leaves are sharded differently",
-    },
-    "batches": {"hash": "the definition differs"},
-}
-"""The values that only tell whether a section differs, and the line for each."""
-
-_ABSENT = object()
-_MOST = 6
-_LONGEST_VALUE = 80
-_PLACE = re.compile(r"/|\\|^\[?[\w.:-]+\]?:\d+$")
-_NAME_OF_PLACE = re.compile(r"(DIR|PATH|FILE|ADDRESS|ADDR|HOST|URL)$")
-
-
-def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Describe the differences between two cards, one per line. Paths and addresses are not compared.
-
-    Args:
-        a: The card of a run, from the `card` lines of its timeline.
-        b: The card of another run.
-
-    Returns:
-        The differences; empty if the cards are equal.
-
-    Example:
-        >>> from jstep.loop.card import card_difference
-        >>> card_difference({"batches": {"seed": 0, "rows": 100}}, {"batches": {"seed": 1, "rows": 100}})
-        ['batches: seed: 0 in A, 1 in B']
-    """
-    found: list[str] = []
-    for section, begins in _SECTIONS.items():
-        one, other = _values(a, section), _values(b, section)
-        if section == "environment":
-            one, other = _without_places(one, other)
-        lines = list(differences("", one, other))
-        one, other = _section(a, section), _section(b, section)
-        for name, line in _HASHES.get(section, {}).items():
-            # A hash adds to other lines only if it is that of the sharding, and the leaves are otherwise the same.
-            adds = one.get("hash") == other.get("hash") if name == "sharding" else not lines
-            if adds and one.get(name) != other.get(name):
-                lines.append(line)
-        found += [begins + line for line in lines]
-    return [*found, *differences("lanes", a.get("lanes"), b.get("lanes")), *_programs(a, b)]
-
-
-def _section(card: Mapping[str, Any], section: str) -> dict[str, Any]:
-    found = card.get(section)
-    return dict(found) if isinstance(found, Mapping) else {}
-
-
-def _values(card: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The values of a section that are compared one by one."""
-    found = _section(card, section)
-    if section == "stages":
-        return {f"the stage from step {first}": name for first, name in found.items()}
-    if section == "environment":  # each XLA flag is separate; its last value counts
-        flags = (word.partition("=") for word in str(found.pop("XLA_FLAGS", "")).split())
-        return {f"XLA_FLAGS {name}": value or "set" for name, _, value in flags} | found
-    left_out = PLACES if section == "arguments" else _HASHES.get(section, ())
-    return {name: value for name, value in found.items() if name not in left_out}
-
-
-def _without_places(*runs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The environment variables of two runs, sorted, without those that hold a path or an address in either."""
-    places = {name for of in runs for name in of if _NAME_OF_PLACE.search(name) or _PLACE.search(str(of[name]))}
-    for of in runs:
-        yield {name: of[name] for name in sorted(of) if name not in places}
-
-
-def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The names in either; in the order of the first if both have the same names, else sorted."""
-    return list(a) if a.keys() == b.keys() else sorted({*a, *b})
-
-
-def differences(name: str, a: Any, b: Any, runs: tuple[str, str] = ("in A", "in B")) -> Iterator[str]:
-    """Describe the differences between two JSON values, one per line.
-
-    Args:
-        name: The name of the values; empty for dicts whose keys are the names.
-        a: The value of a run.
-        b: The value of another run.
-        runs: How the lines refer to the runs.
-    """
-    if type(a) is type(b) and a == b:
-        return
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() == b.keys() == {"0"}:  # one value from step 0 on
-            yield from differences(name, a["0"], b["0"], runs)
-            return
-        for key in _names(a, b):
-            yield from differences(f"{name}[{key}]" if name else key, a.get(key, _ABSENT), b.get(key, _ABSENT), runs)
-    elif isinstance(a, list) and isinstance(b, list) and all(isinstance(x, str) for x in [*a, *b]):
-        only = [[x for x in one if x not in other] for one, other in ((a, b), (b, a))]
-        texts = [f"{', '.join(some)} only {run}" for some, run in zip(only, runs, strict=True) if some]
-        if texts:
-            yield f"{name}: {'; '.join(texts)}"
-        else:
-            yield f"{name}: another order, {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
-    else:
-        yield f"{name}: {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
-
-
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "absent"
-    return cut(value if isinstance(value, str) and value else json.dumps(value), _LONGEST_VALUE)
-
-
-def _programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """Compare the programs that both runs have."""
-    in_a, in_b = _by_call(a), _by_call(b)
-    same_batches = _section(a, "batches") == _section(b, "batches")
-    for key in sorted(in_a.keys() & in_b.keys()):
-        one, other = in_a[key], in_b[key]
-        same_shapes = one.get("batch") == other.get("batch")
-        if not same_shapes:
-            if same_batches and "rows" in _section(a, "batches"):
-                continue  # one run began at a step with another batch size
-            yield from differences("batch", one.get("batch"), other.get("batch"))
-        if None not in (one.get("optimizer"), other.get("optimizer")):
-            yield from differences("step: optimizer", one["optimizer"], other["optimizer"])
-        rates = differences("", _section(one, "hyperparameters"), _section(other, "hyperparameters"))
-        yield from (f"step: {line}" for line in rates)
-        if None not in (one.get("hash"), other.get("hash")) and one["hash"] != other["hash"]:
-            stage, steps = key
-            name = _section(a, "stages").get(str(stage), "train_step")
-            call = f", {steps} steps a call" if steps > 1 else ""
-            traced = f"step: the traced {name} (stage from step {stage}{call})"
-            if same_shapes:
-                yield f"{traced} differs: {_why(one, other)}"
-            elif operations := _counts("operations", one, other):
-                yield f"{traced} differs, on batches of different shapes: {operations}"
-            else:
-                yield f"{traced} has the same operations; its numbers were not compared, as the batches differ in shape"
-
-
-def _by_call(card: Mapping[str, Any]) -> dict[tuple[int, int], Mapping[str, Any]]:
-    programs = card.get("programs")
-    return {
-        (one["stage"], one["steps"]): one
-        for one in (programs if isinstance(programs, list) else ())
-        if isinstance(one, Mapping) and type(one.get("stage")) is int and type(one.get("steps")) is int
-    }
-
-
-def _why(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    parts = [part for what in ("numbers", "operations") if (part := _counts(what, a, b))]
-    return "; ".join(parts) or "the same numbers and operations, in another order or on other shapes and constants"
-
-
-def _counts(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The numbers or operations that the programs have in different counts; empty if there are none."""
-    one, other = _section(a, what), _section(b, what)
-    changed = [name for name in _names(one, other) if one.get(name, 0) != other.get(name, 0)]
-    some = ", ".join(f"{name} ({one.get(name, 0)} in A, {other.get(name, 0)} in B)" for name in changed[:_MOST])
-    more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
-    return f"{what} {some}{more}" if changed else ""
-
-
-# The past of a checkpoint, its batches and optimizers, and the warning if a resumed run has others.
+# The past of a checkpoint, its batches and optimizers, and what a resumed run reports of its changes.
 
 PAST = "past"
 """The key of a checkpoint's `extra`."""
@@ -434,48 +308,65 @@ def past_of(batches: Any, step: int, optimizers: Mapping[str, str], lanes: int |
     return found
 
 
-def warn_if_past_changed(step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log a warning if the batches before a checkpoint, the optimizer or the lanes differ from those of its run.
+def past_changes(
+    step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any], *, optimizers: bool = True
+) -> list[str]:
+    """Describe how the batches before a checkpoint, the optimizer or the lanes differ from those of its run.
 
     Args:
         step: The step of the checkpoint.
         name: Its name.
         kept: The value of `past_of` when it was saved.
         now: The value of `past_of` for the batches of this run and the optimizer of its first program.
+        optimizers: Whether the optimizers are compared, and not by the cards.
     """
-    for stage, optimizer in now["optimizers"].items():
-        if kept["optimizers"].get(stage, optimizer) != optimizer:
-            _logger.warning(
-                "train_step: %s was trained by the optimizer %s, and this run continues with %s on the same slots. To "
-                "start with fresh slots, restore the parameters alone: Saver.restore_params.",
-                name,
-                kept["optimizers"][stage],
-                optimizer,
-            )
-    if step and kept.get("lanes") != now["lanes"]:
-        _logger.warning(
-            "lanes=%s: %s was trained with lanes=%s; from step %d on the bits are not those of a run with either value",
-            now["lanes"],
-            name,
-            kept.get("lanes"),
-            step,
-        )
+    found: list[str] = []
+    for stage, optimizer in now["optimizers"].items() if optimizers else ():
+        before = kept.get("optimizers", {}).get(stage, optimizer)
+        found += differences("step: optimizer", before, optimizer, BEFORE_AND_NOW)
+    if step:
+        lines = differences("lanes", kept.get("lanes"), now["lanes"], BEFORE_AND_NOW)
+        found += [f"{line}; from step {step} on the bits are not those of a run with either value" for line in lines]
     if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
-        _logger.warning(
-            "batches: those before step %d are not the ones that %s was trained on: %s. The run continues with batch "
-            "%d of the new definition, so rows may be repeated or left out.",
-            step,
-            name,
-            "; ".join(_changes(kept["batches"], now["batches"])),
-            step,
+        found.append(
+            f"batches: those before step {step} are not the ones that {name} was trained on: "
+            f"{'; '.join(_changes_of_batches(kept['batches'], now['batches']))}. The run continues with batch {step} "
+            "of the new definition, so rows may be repeated or left out."
         )
+    return found
 
 
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes_of_batches(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if then["kind"] != now["kind"]:
         then, now = {"kind": then["kind"]}, {"kind": now["kind"]}
-    found = list(differences("", then, now, ("then", "now")))
+    found = list(differences("", then, now, BEFORE_AND_NOW))
     return found or ["their definition is the same, but it takes other rows in this version of jstep"]
+
+
+def warn_if_past_changed(step: int, name: str, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Log a warning if the past of a checkpoint is not that of this run; it needs no timeline.
+
+    Args:
+        step: The step of the checkpoint.
+        name: Its name.
+        kept: The value of `past_of` when it was saved.
+        now: The value of `past_of` for this run.
+    """
+    report_changes(name, Changes(past_changes(step, name, kept, now), []))
+
+
+def report_changes(name: str, found: Changes) -> None:
+    """Log what has changed since the start that made a checkpoint: a warning if its bits change, else an INFO line.
+
+    Args:
+        name: The name of the checkpoint.
+        found: The changes.
+    """
+    if found.bits:
+        lines = "".join(f"\n  {line}" for line in (*found.bits, *found.place))
+        _logger.warning("%s: this run has changed since the start that made it:%s", name, lines)
+    elif found.place:
+        _logger.info("%s: since the start that made it, %s", name, "; ".join(found.place))
 
 
 # The observer that records the card of a run and its programs, in a background thread.
@@ -484,8 +375,9 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 class Cards(contextlib.AbstractContextManager["Cards"]):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
-    The lines are those of the timeline; without one, nothing is written. Background threads write them, in order; the
-    thread of the loop only looks up traces in JAX's cache. Errors are logged and never end the run.
+    The lines are those of the timeline, if there is one. A run that resumes is compared with the start that made its
+    checkpoint as soon as its first program is recorded. Background threads do all this, in order; the thread of the
+    loop only looks up traces in JAX's cache. Errors are logged and never end the run.
 
     Args:
         run: The run.
@@ -496,6 +388,7 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
         run.at_beginning.append(self.begun)
         run.pasts.append(self.past)
         self._batches: Any = None
+        self._card: dict[str, Any] | None = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
         self._latest: list[Future[None]] = []
@@ -503,28 +396,41 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
     def begun(self, batches: Any) -> None:
         """Write the card, and wait for the programs."""
         run, self._batches = self.run, batches
-        if run.write_line is None:
+        if not self._is_active():
             return
-        self._write = functools.partial(run.write_line, "card")
         run.programs.after_first.append(self._add_program)
-        if run.restored and isinstance(kept := run.extra.get(PAST), dict):
+        if run.restored is not None and isinstance(kept := run.extra.get(PAST), dict):
             self._kept = kept
         given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
-        self._begin(lambda: self._write(**card(*given), programs=[]))
+
+        def record() -> None:
+            self._card = {**card(*given), "programs": []}
+            self._write(**self._card)
+
+        self._begin(record)
+
+    def _is_active(self) -> bool:
+        """Whether this process records the run: the first one, if the run keeps anything."""
+        return jax.process_index() == 0 and (self.run.write_line is not None or self.run.saver is not None)
+
+    def _write(self, **fields: Any) -> None:
+        if self.run.write_line is not None:
+            self.run.write_line("card", **fields)
 
     def _add_program(self, done: Dispatched) -> None:
         """Record a program that was called for the first time."""
         with _logging_errors():
             about, traced = {"stage": done.stage.first, "steps": done.call.most}, done.trace()
-            constants, args = done.constants.arrays, done.args
-            self._begin(lambda: self._record(about | program_card(traced, constants, args)))
+            pure = minimized(done.stage.step)
+            given = traced, done.constants.arrays, done.args, None if pure is None else pure.optimizer
+            self._begin(lambda: self._record(about | program_card(*given)))
 
     def past(self, step: int) -> dict[str, Any]:
         """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
         run, found = self.run, {}
-        if run.feeder is None:  # no step was run: it has not changed
+        if run.feeder is None or (run.restored is not None and step <= run.restored):  # no step was run
             return {PAST: run.extra[PAST]} if PAST in run.extra else {}
-        if run.write_line is not None:
+        if self._is_active():
             self._settle()
             with _logging_errors():
                 found[PAST] = self._past(step)
@@ -554,10 +460,47 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
         self._write(programs=[program])
         kept, self._kept = self._kept, None
         if kept is not None and (step := self.run.restored) is not None:
-            warn_if_past_changed(step, checkpoint_name(self.run.saver.prefix, step), kept, self._past(step))
+            self._compare(step, checkpoint_name(self.run.saver.prefix, step), kept, program)
+
+    def _compare(self, step: int, name: str, kept: Mapping[str, Any], program: Mapping[str, Any]) -> None:
+        """Report what has changed since the start that made the checkpoint."""
+        past, found = self._past(step), None
+        if self._card is not None:
+            found = self._changes_since(kept.get(START), name, {**self._card, "programs": [program]}, step)
+        if found is None:
+            warn_if_past_changed(step, name, kept, past)
+        else:
+            of_past = past_changes(step, name, kept, past, optimizers=False)
+            report_changes(name, Changes([*found.bits, *of_past], found.place))
+
+    def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
+        """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""
+        if self.run.timeline is None or not isinstance(start, str):
+            return None
+        try:
+            of_start = [one for one in starts_of(self.run.timeline.where, start) if one.id == start]
+            if not of_start:
+                return None
+            before = of_start[-1].card
+            if is_whole(before) and before["programs"]:
+                # The past knows the batches and the lanes of the steps that were run, and nothing of later ones.
+                return changes(before, now, step, leave_out=("batches", "lanes"))
+            why = "it is torn, or of another version of jstep"
+        except FileNotFoundError:  # the timeline was deleted
+            return None
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        _logger.info(
+            "%s: the card of the start that made it cannot be read (%s), so only optimizer, lanes and batches are "
+            "compared",
+            name,
+            why,
+        )
+        return None
 
     def _past(self, step: int) -> dict[str, Any]:
-        return past_of(self._batches, step, self._optimizers, lanes_of(self.run.stages.at(max(step - 1, 0))))
+        found = past_of(self._batches, step, self._optimizers, lanes_of(self.run.stages.at(max(step - 1, 0))))
+        return found if self.run.timeline is None else {START: self.run.timeline.start, **found}
 
 
 @contextlib.contextmanager

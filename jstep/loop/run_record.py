@@ -21,7 +21,7 @@ from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import STEPPING, Stopwatch
+from jstep.hooks.timeline import STEPPING, Stopwatch, Timeline
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter, TrainSteps
 from jstep.loop.in_flight import InFlight
@@ -172,6 +172,7 @@ class Run(RunInfo):
         before_saves: Functions that are called when a save is certain, before it.
         pasts: Functions of the step that return what its checkpoint keeps in its `extra`, by names of their own.
         write_line: Writes a line about the run, `write_line(kind, **fields)`, from any thread; None if no file is open.
+        timeline: The file.
         reporter: Makes the hook that shows the progress, in place of log lines; None for these.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
@@ -203,6 +204,7 @@ class Run(RunInfo):
     before_saves: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     pasts: list[Callable[[int], dict[str, Any]]] = dataclasses.field(default_factory=list)
     write_line: Callable[..., None] | None = None
+    timeline: Timeline | None = None
     reporter: Callable[[], Any] | None = None
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)

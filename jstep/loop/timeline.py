@@ -59,7 +59,7 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
             self.run.watch.stop()
             return
-        self.run.write_line = self._timeline.write
+        self.run.write_line, self.run.timeline = self._timeline.write, self._timeline
         self.run.before_saves.append(self.before_save)
         self.run.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
         self.times(START, version=VERSION)

@@ -18,7 +18,7 @@ from cards import card_of, loss
 import jstep
 from jstep.hooks.timeline import Timeline
 from jstep.loop import card
-from jstep.loop.card import card_difference
+from jstep.loop.card_differences import card_difference
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def on_a_mesh(state):
 DIFFERENCES = {
     "seed": ({"seed": 5}, "batches: seed: 1 in A, 5 in B"),
     "rate": ({"optimizer": jstep.adam(0.02)}, "step: learning_rate: 0.01 in A, 0.02 in B"),
-    "scheduled rate": ({"optimizer": jstep.adam(jstep.exponential_decay(0.5, 10, 0.25))}, "numbers "),
+    "scheduled rate": (
+        {"optimizer": jstep.adam(jstep.exponential_decay(0.5, 10, 0.25))},
+        "step: learning_rate: 0.01 in A, exponential_decay(learning_rate=0.5, decay_steps=10, decay_rate=0.25) in B",
+    ),
     "data size": ({"rows": 65}, "batches: rows: 64 in A, 65 in B"),
     "skip": ({"skip": (2, 5)}, "batches: steps: [[0, null, 1]] in A, [[0, 2, 1], [5, null, 1]] in B"),
     "batch size": ({"batch_size": 16}, "batches: batch_size: 8 in A, 16 in B"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.card import card_difference
+from jstep.loop.card_differences import card_difference
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)
@@ -39,18 +39,18 @@ def test_the_card_has_the_lanes(tmp_path):
     assert not [line for line in card_difference(b, before) if "lanes" in line]
 
 
-@pytest.mark.thorough(except_for=["4-8-lanes=8: model-2 was trained with lanes=4"])
+@pytest.mark.thorough(except_for=["4-8-lanes: 4 before, 8 now"])
 @pytest.mark.parametrize(
     ("first", "second", "warns"),
     [
-        (4, 8, "lanes=8: model-2 was trained with lanes=4"),
-        (None, 8, "lanes=8: model-2 was trained with lanes=None"),
-        (4, None, "lanes=None: model-2 was trained with lanes=4"),
+        (4, 8, "lanes: 4 before, 8 now"),
+        (None, 8, "lanes: null before, 8 now"),
+        (4, None, "lanes: 4 before, null now"),
         (4, 4, None),
         ({0: 4, 2: 8}, {0: 4, 2: 8}, None),
         (4, {0: 4, 2: 8}, None),
         ({0: 4, 1: 8}, 8, None),
-        ({0: 4, 1: 8}, 4, "lanes=4: model-2 was trained with lanes=8"),
+        ({0: 4, 1: 8}, 4, "lanes: 8 before, 4 now"),
     ],
 )
 def test_a_resume_with_other_lanes_warns(tmp_path, caplog, first, second, warns):

@@ -35,24 +35,24 @@ def warnings(caplog):
 
 
 CHANGED = {
-    "seed": (batches(), batches(seed=2), "seed: 1 then, 2 now"),
-    "shuffle": (batches(), batches(shuffle=False), "shuffle: true then, false now"),
-    "rows": (batches(), batches(rows=101), "rows: 100 then, 101 now"),
-    "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 then, 24"),
-    "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size[2]: absent then, 4 now"),
-    "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] then, [[0, 2, 1], [3, 5, 1]] now"),
-    "kind": (batches(), mixture(BOTH), "kind: Batches then, Mixture now"),
+    "seed": (batches(), batches(seed=2), "seed: 1 before, 2 now"),
+    "shuffle": (batches(), batches(shuffle=False), "shuffle: true before, false now"),
+    "rows": (batches(), batches(rows=101), "rows: 100 before, 101 now"),
+    "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 before, 24"),
+    "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size[2]: absent before, 4 now"),
+    "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] before, [[0, 2, 1], [3, 5, 1]] now"),
+    "kind": (batches(), mixture(BOTH), "kind: Batches before, Mixture now"),
     "weights": (
         mixture({0: WEB, 2: BOTH}),
         mixture({0: WEB, 3: BOTH}),
-        'weights[2]: {"code": 0.5, "web": 0.5} then, absent now; weights[3]: absent then, {"code"',
+        'weights[2]: {"code": 0.5, "web": 0.5} before, absent now; weights[3]: absent before, {"code"',
     ),
-    "rows of a source": (mixture(WEB), mixture(WEB, rows=65), "rows[web]: 64 then, 65 now"),
-    "dropped rows": (batches(20), batches(20, drop_remainder=False), "drop_remainder: true then, false now"),
+    "rows of a source": (mixture(WEB), mixture(WEB, rows=65), "rows[web]: 64 before, 65 now"),
+    "dropped rows": (batches(20), batches(20, drop_remainder=False), "drop_remainder: true before, false now"),
     "dropped rows after another batch size": (
         batches(22, batch_size={0: 4, 1: 8}),
         batches(22, batch_size={0: 4, 1: 8}, drop_remainder=False),
-        "drop_remainder: true then, false now",
+        "drop_remainder: true before, false now",
     ),
 }
 
@@ -65,7 +65,8 @@ def test_a_change_of_past_batches_is_named_once(name, tmp_path, caplog):
     run(tmp_path, after, 6)
     found = warnings(caplog)
     assert len(found) == 1, found
-    assert found[0].startswith(f"batches: those before step 4 are not the ones that model-4 was trained on: {text}")
+    _, line = found[0].splitlines()
+    assert line.startswith(f"  batches: those before step 4 are not the ones that model-4 was trained on: {text}")
     run(tmp_path, after, 8)  # its past batches are those of the previous run
     assert warnings(caplog) == found
 
@@ -170,14 +171,13 @@ ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
 @pytest.mark.parametrize(
     ("before", "after", "names"),
     [
-        (ADAM, ADAMW, ("adam", "adamw")),
-        ({0: ADAM, 2: ADAM}, {0: ADAM, 2: ADAMW}, ("adam", "adamw")),
+        (ADAM, ADAMW, "adam only before; adamw only now"),
+        ({0: ADAM, 2: ADAM}, {0: ADAM, 2: ADAMW}, "adam only before; adamw only now"),
         (
             ADAM,
             jstep.chain(jstep.scale_by_adam(), jstep.scale_by_learning_rate(0.1)),
-            ("adam", "scale_by_adam, scale_by"),
+            "adam only before; chain, scale_by_adam, scale_by_learning_rate only now",
         ),
-        (ADAM, jstep.adam(0.2), None),
         ({0: ADAM, 4: ADAMW}, {0: ADAM, 4: ADAMW}, None),
         (ADAM, {0: ADAM, 4: ADAMW}, None),
     ],
@@ -188,7 +188,7 @@ def test_a_changed_optimizer_with_the_same_slots_is_named_once(before, after, na
     found = warnings(caplog)
     assert len(found) == (names is not None), found
     if names:
-        assert f"model-4 was trained by the optimizer {names[0]}, and this run continues with {names[1]}" in found[0]
+        assert found[0].splitlines()[1:] == [f"  optimizer: {names}"]
     run_with(tmp_path, after, 8, steps_per_call)  # it continues with the optimizer of the previous run
     assert warnings(caplog) == found
 

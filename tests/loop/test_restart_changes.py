@@ -1,0 +1,429 @@
+"""A restart says what has changed since the start that made its checkpoint: each change once, and nothing else."""
+
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+SCALE = np.array([[1.0, 2.0]], np.float32)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] - params["b"]) ** 2)
+
+
+def renamed(params, rows):
+    return jnp.mean((rows @ params["w"] - params["b"]) ** 2)
+
+
+def doubled(params, x):
+    return 2 * loss(params, x)
+
+
+def scaled(by):
+    return lambda params, x: jnp.mean(((x @ params["w"] - params["b"]) * by) ** 2)
+
+
+def batches(seed=0, batch_size=8, **more):
+    return jstep.batches(np.linspace(0, 1, 256, dtype=np.float32).reshape(64, 4), batch_size, seed=seed, **more)
+
+
+def run(directory, last_step, *, optimizer=None, loss_fn=loss, step=None, data=None, place=lambda state: state, **more):
+    """Run up to a step, and return the state."""
+    options = {"progress": False} | {name: more.pop(name) for name in list(more) if name in TRAIN}
+    optimizer = jstep.adam(0.1) if optimizer is None else optimizer
+    state = jstep.TrainState.create({"w": jnp.ones((4, 2)), "b": jnp.zeros((1, 2))}, optimizer)
+    step = jstep.minimize(loss_fn, optimizer, **more) if step is None else step
+    data = batches() if data is None else data
+    return jstep.train(step, place(state), data, last_step, checkpoint_dir=directory, **options)
+
+
+TRAIN = {"steps_per_call", "batch_sharding", "hooks", "save_checkpoint_steps", "log_steps", "logdir", "progress"}
+
+
+def reported(caplog):
+    """Return the lines of the warnings below their first ones, and the INFO lines about a start; forget them."""
+    records = [record for record in caplog.records if record.name == "jstep"]
+    warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    infos = [m for record in records if record.levelno == logging.INFO and "the start" in (m := record.getMessage())]
+    caplog.clear()
+    assert len(warnings) <= 1, warnings
+    lines = [line.strip() for one in warnings for line in one.splitlines()[1:]]
+    assert all(
+        one.startswith("model-") and ": this run has changed since the start that made it:\n" in one for one in warnings
+    )
+    return lines, infos
+
+
+@pytest.fixture(autouse=True)
+def informed(caplog):
+    caplog.set_level(logging.INFO, "jstep")
+
+
+def labels(path, leaf):
+    return path
+
+
+def parts(w=0.1, b=0.2, **more):
+    return jstep.partition({"w": jstep.adam(w, **more), "b": jstep.adam(b)}, labels)
+
+
+CHANGED = {
+    "rate": ({}, {"optimizer": jstep.adam(0.001)}, ["learning_rate: 0.1 before, 0.001 now"]),
+    "schedule": (
+        {},
+        {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))},
+        ["learning_rate: 0.1 before, warmup_cosine_decay(peak=0.1, warmup_steps=10, decay_steps=1000) now"],
+    ),
+    "hyperparameters": (
+        {},
+        {"optimizer": jstep.adam(0.1, beta1=0.8, epsilon=1e-6)},
+        ["beta1: 0.9 before, 0.8 now", "epsilon: 1e-08 before, 1e-06 now"],
+    ),
+    "part": ({"optimizer": parts()}, {"optimizer": parts(0.3)}, ["w/learning_rate: 0.1 before, 0.3 now"]),
+    "chain": (
+        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))},
+        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=2.0), jstep.adam(0.1))},
+        ["by_global_norm: 1.0 before, 2.0 now"],
+    ),
+    "wrapper": (
+        {"optimizer": jstep.with_moving_average(jstep.adamw(0.1), jstep.ExponentialMovingAverage(0.9))},
+        {
+            "optimizer": jstep.with_moving_average(
+                jstep.adamw(0.1, weight_decay=0.1), jstep.ExponentialMovingAverage(0.99)
+            )
+        },
+        [
+            "ema: ExponentialMovingAverage(decay=0.9) before, ExponentialMovingAverage(decay=0.99) now",
+            "weight_decay: 0.01 before, 0.1 now",
+        ],
+    ),
+    "optimizer": ({}, {"optimizer": jstep.adamw(0.1)}, ["optimizer: adam only before; adamw only now"]),
+    "clip": (
+        {},
+        {"optimizer": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))},
+        ["optimizer: chain, clip_gradients only now"],
+    ),
+    "loss": ({}, {"loss_fn": doubled}, ["step: the traced doubled (stage from step 0) differs: "]),
+    "loss and rate": (
+        {},
+        {"loss_fn": doubled, "optimizer": jstep.adam(0.2)},
+        ["learning_rate: 0.1 before, 0.2 now", "step: the traced doubled (stage from step 0) differs: "],
+    ),
+    "closure": (
+        {"loss_fn": scaled(SCALE)},
+        {"loss_fn": scaled(2 * SCALE)},
+        ["step: the traced train_step (stage from step 0) differs: the same"],
+    ),
+    "closure and rate": (
+        {"loss_fn": scaled(SCALE)},
+        {"loss_fn": scaled(2 * SCALE), "optimizer": jstep.adam(0.2)},
+        ["learning_rate: 0.1 before, 0.2 now", "step: the traced train_step (stage from step 0) differs: the same"],
+    ),
+    "data": (
+        {},
+        {"data": batches(1)},
+        ["batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 before, 1 now."],
+    ),
+    "lanes": ({"lanes": 4}, {"lanes": 8}, ["lanes: 4 before, 8 now"]),
+    "lanes and rate": (
+        {"lanes": 4},
+        {"lanes": 8, "optimizer": jstep.adam(0.2)},
+        ["learning_rate: 0.1 before, 0.2 now", "lanes: 4 before, 8 now"],
+    ),
+    "microbatches": ({}, {"num_microbatches": 2}, ["step: the traced loss (stage from step 0) differs: "]),
+    "K and rate": ({"steps_per_call": 10}, {"optimizer": jstep.adam(0.2)}, ["learning_rate: 0.1 before, 0.2 now"]),
+}
+
+
+@pytest.mark.thorough(except_for=["schedule", "part", "loss and rate", "data"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_each_change_is_reported_once(name, tmp_path, caplog):
+    before, after, expected = CHANGED[name]
+    run(tmp_path, 4, **before)
+    assert reported(caplog) == ([], [])
+    run(tmp_path, 6, **after)
+    lines, infos = reported(caplog)
+    assert infos == []
+    assert len(lines) == len(expected), lines
+    assert all(line.startswith(begin) for line, begin in zip(lines, expected, strict=True)), lines
+    run(tmp_path, 8, **after)
+    assert reported(caplog) == ([], [])
+
+
+def held_run(directory, last_step, **more):
+    """A run with stages, a held rate that a hook changes, and batch sizes that change."""
+    optimizer = jstep.chain(jstep.scale_by_adam(), jstep.scale_by_learning_rate(jstep.held("rate", 0.1)))
+    steps = {
+        0: jstep.minimize(loss, optimizer),
+        3: jstep.minimize(doubled, optimizer),
+        7: jstep.minimize(renamed, optimizer),
+    }
+    data = batches(batch_size={0: 8, 4: 16})
+
+    class Lower(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            return jstep.set_hyperparameter(state, "rate", 0.1 / (1 + step)) if step % 2 else None
+
+    run(directory, last_step, step=steps, optimizer=optimizer, data=data, hooks=[Lower()], **more)
+
+
+UNCHANGED = {
+    "nothing": {},
+    "several steps": {"steps_per_call": 10},
+    "auto": {"steps_per_call": "auto"},
+    "a renamed loss": {"loss_fn": renamed},
+    "a function of the same values": {"loss_fn": lambda params, x: loss(params, x)},
+    "defaults": {"optimizer": jstep.adam(np.float32(0.1), beta1=0.9)},
+    "cadences": {"save_checkpoint_steps": 1, "log_steps": 2, "hooks": [jstep.StopAtStepHook(last_step=100)]},
+    "a later stage": {"step": {0: jstep.minimize(loss, jstep.adam(0.1)), 4: jstep.minimize(doubled, jstep.adam(0.2))}},
+    "later data": {"data": batches(batch_size={0: 8, 4: 16})},
+    "a loader": {"data": lambda step: np.ones((8, 4), np.float32)},
+}
+
+
+@pytest.mark.thorough(except_for=["several steps", "a renamed loss", "a later stage"])
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_nothing_else_is_reported(name, tmp_path, caplog):
+    after = UNCHANGED[name]
+    for last_step, options in ((2, {}), (4, {}), (6, after), (8, after)):
+        run(tmp_path, last_step, **options)
+        assert reported(caplog) == ([], [])
+
+
+@pytest.mark.thorough(except_for=["10"])
+@pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
+def test_a_run_that_restarts_at_every_step(steps_per_call, tmp_path, caplog):
+    for last_step in range(1, 12):
+        held_run(tmp_path, last_step, steps_per_call=steps_per_call)
+        assert reported(caplog) == ([], [])
+
+
+def over(devices, *, rows=True, spec=None, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
+    """Options of a run on a number of devices, with the rows over them."""
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    spec = jax.sharding.PartitionSpec() if spec is None else spec
+    place = functools.partial(jstep.shard_state, mesh=mesh, param_specs=spec, slot_axis=slot_axis)
+    return {"place": place, "batch_sharding": "data" if rows else None}
+
+
+ROWS = {"w": jax.sharding.PartitionSpec("data"), "b": jax.sharding.PartitionSpec()}
+PLACES = {
+    "fewer devices": (over(4), over(2), "devices: of_state: 4 before, 2 now; devices: mesh: "),
+    "no mesh": (over(4), {}, "devices: of_state: 4 before, 1 now; devices: mesh: data: 4 Auto before, null now"),
+    "a mesh": ({}, over(4, rows=False), "devices: of_state: 1 before, 4 now; devices: mesh: "),
+    "explicit axes": (over(4), over(4, axis_type=jax.sharding.AxisType.Explicit), "devices: mesh: data: 4 Auto before"),
+    "zero": (over(4), over(4, slot_axis="data"), "state: its leaves are sharded differently"),
+    "fsdp": (over(4), over(2, spec=ROWS), "devices: of_state: 4 before, 2 now; devices: mesh: "),
+    "batch_sharding": (over(4), over(4, rows=False), "train: batch_sharding: "),
+}
+
+
+@pytest.mark.thorough(except_for=["fewer devices-4", "batch_sharding-None"])
+@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize("name", PLACES)
+def test_devices_and_layout_are_one_line(name, lanes, tmp_path, caplog):
+    before, after, expected = PLACES[name]
+    run(tmp_path, 2, **before, lanes=lanes)
+    assert reported(caplog) == ([], [])
+    run(tmp_path, 4, **after, lanes=lanes)
+    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
+    lines, infos = reported(caplog)
+    assert lines == []
+    assert len(infos) == 1
+    assert infos[0].startswith(f"model-2: since the start that made it, {expected}")
+    run(tmp_path, 6, **after, lanes=lanes)
+    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
+    assert reported(caplog) == ([], [])
+
+
+@pytest.mark.thorough(except_for=["fewer devices-4", "explicit axes-None"])
+@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize("name", PLACES)
+def test_changes_on_other_devices(name, lanes, tmp_path, caplog):
+    """Under lanes the programs are not compared, hyperparameters are."""
+    before, after, _ = PLACES[name]
+    run(tmp_path, 2, **before, lanes=lanes)
+    reported(caplog)
+    run(tmp_path, 4, **after, lanes=lanes, optimizer=jstep.adam(0.2), loss_fn=doubled)
+    caplog.records[:] = [one for one in caplog.records if "are not sharded" not in one.getMessage()]
+    lines, infos = reported(caplog)
+    assert infos == []
+    lines = [line for line in lines if not line.startswith(("devices: ", "state: ", "train: "))]
+    traced = [] if lanes else ["step: the traced doubled (stage from step 0) differs: "]
+    expected = ["learning_rate: 0.1 before, 0.2 now", *traced]
+    assert len(lines) == len(expected), lines
+    assert all(line.startswith(begin) for line, begin in zip(lines, expected, strict=True)), lines
+
+
+SETTINGS = {
+    "precision": ("jax_default_matmul_precision", "highest", "jax_default_matmul_precision: null before, highest now"),
+    "partitionable": ("jax_threefry_partitionable", False, "jax_threefry_partitionable: true before, false now"),
+    "generator": ("jax_default_prng_impl", "rbg", "jax_default_prng_impl: threefry2x32 before, rbg now"),
+}
+
+
+@pytest.mark.thorough(except_for=["precision"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_jax(name, tmp_path, caplog):
+    setting, value, expected = SETTINGS[name]
+    run(tmp_path, 2)
+    reported(caplog)
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, value)
+    try:
+        run(tmp_path, 4)
+        assert reported(caplog) == ([expected], [])
+        run(tmp_path, 6, optimizer=jstep.adam(0.2))
+        assert reported(caplog) == (["learning_rate: 0.1 before, 0.2 now"], [])
+    finally:
+        jax.config.update(setting, before)
+
+
+def test_flags_and_versions(tmp_path, caplog, monkeypatch):
+    """Flags that write something, or make devices, do not count."""
+    run(tmp_path, 2)
+    reported(caplog)
+    flags = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=/tmp/x --xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    run(tmp_path, 4)
+    assert reported(caplog) == ([], [])
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
+    run(tmp_path, 6)
+    assert reported(caplog) == (["XLA_FLAGS --xla_cpu_enable_fast_math: absent before, true now"], [])
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
+    run(tmp_path, 8)
+    assert reported(caplog) == ([], [f"model-6: since the start that made it, jax: {jax.__version__} before, 9.9 now"])
+    monkeypatch.undo()
+    run(tmp_path, 10, optimizer=jstep.adam(0.2))
+    lines, _ = reported(caplog)
+    assert lines[-2:] == ["learning_rate: 0.1 before, 0.2 now", f"jax: 9.9 before, {jax.__version__} now"]
+
+
+class LostError(Exception):
+    """Raised in a hook: the state after the step is not saved."""
+
+
+def lose(step, state, metrics):
+    raise LostError
+
+
+def killed(directory, last_step, **more):
+    """A run whose state is lost before it saves."""
+    with jstep.Saver(directory) as saver:
+        saver.save = lambda *args, **kwargs: None
+        with pytest.raises(LostError):
+            run(saver, last_step, hooks=[jstep.every(1, lose)], **more)
+
+
+SLOW, FAST = {"optimizer": jstep.adam(0.1)}, {"optimizer": jstep.adam(0.2)}
+LINE = ["learning_rate: 0.1 before, 0.2 now"]
+
+
+def test_a_run_is_compared_with_the_start_that_made_its_checkpoint(tmp_path, caplog):
+    def lines():
+        return [line for line in reported(caplog)[0] if not line.startswith("state:")]
+
+    run(tmp_path, 2, **SLOW)
+    run(tmp_path, 2, **FAST)  # no step
+    assert reported(caplog) == ([], [])
+    caplog.set_level(logging.ERROR, "jstep")  # why the states of the next ones were lost
+    killed(tmp_path, 4, **FAST)
+    caplog.set_level(logging.INFO, "jstep")
+    caplog.clear()
+    run(tmp_path, 4, **FAST)
+    assert reported(caplog) == (LINE, [])
+    run(tmp_path, 6, **FAST)
+    assert reported(caplog) == ([], [])
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"model-{step}")
+    run(tmp_path, 4, **SLOW)  # from step 2
+    assert reported(caplog) == ([], [])
+
+
+def test_a_checkpoint_that_is_saved_again_before_a_step(tmp_path, caplog):
+    """Its state is that of the earlier start."""
+
+    class Signal(jstep.Hook):
+        def begin(self, state):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def get_state(self):
+            return {"now": time.time()}
+
+        def set_state(self, state):
+            pass
+
+    run(tmp_path, 2, hooks=[], **SLOW)
+    with pytest.raises(SystemExit):
+        run(tmp_path, 4, hooks=[Signal()], **FAST)
+    caplog.clear()
+    run(tmp_path, 4, **FAST)
+    assert reported(caplog)[0] == LINE
+
+
+def edited(directory, change):
+    """Change the lines of a timeline."""
+    path = directory / "timeline.jsonl"
+    lines = [change(json.loads(line), line) for line in path.read_text().splitlines(keepends=True)]
+    path.write_text("".join(lines))
+
+
+TORN = {
+    "torn": lambda fields, line: line[:90] + "\n" if "card" in fields else line,
+    "another version": lambda fields, line: line.replace('"card": 1', '"card": 2'),
+    "no card": lambda fields, line: "" if fields["kind"] == "card" else line,
+    "no programs": lambda fields, line: "" if fields["kind"] == "card" and "card" not in fields else line,
+    "other types": lambda fields, line: json.dumps({**fields, "settings": [1]}) + "\n" if "card" in fields else line,
+}
+
+
+@pytest.mark.thorough(except_for=["torn", "another version"])
+@pytest.mark.parametrize("name", TORN)
+def test_a_card_that_cannot_be_read_is_one_line(name, tmp_path, caplog):
+    """What the checkpoint knows of its past is compared all the same."""
+    run(tmp_path, 2)
+    reported(caplog)
+    edited(tmp_path, TORN[name])
+    run(tmp_path, 4, optimizer=jstep.adamw(0.2))
+    lines, infos = reported(caplog)
+    assert lines == ["step: optimizer: adam before, adamw now"]
+    assert len(infos) == 1
+    assert "model-2: the card of the start that made it cannot be read" in infos[0]
+    run(tmp_path, 6, optimizer=jstep.adamw(0.3))
+    assert reported(caplog) == (["learning_rate: 0.2 before, 0.3 now"], [])
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_without_a_timeline(is_copied, tmp_path, caplog):
+    """What the checkpoint knows of its past is compared."""
+    where = tmp_path / "a"
+    run(where, 4)
+    reported(caplog)
+    if is_copied:
+        run(tmp_path / "b", 2, optimizer=jstep.adam(0.7))
+        shutil.copytree(where / "model-4", tmp_path / "b" / "model-4")
+        where = tmp_path / "b"
+    else:
+        (where / "timeline.jsonl").unlink()
+    run(where, 6, data=batches(1), optimizer=jstep.adamw(0.2))
+    caplog.records[:] = [one for one in caplog.records if "of an unfinished" not in one.getMessage()]
+    lines, infos = reported(caplog)
+    assert lines[0] == "step: optimizer: adam before, adamw now"
+    assert lines[1].startswith(
+        "batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 before, 1"
+    )
+    assert (len(lines), infos) == (2, [])
