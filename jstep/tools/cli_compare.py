@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.checks import columns, is_inexact
-from jstep.hooks.timeline import fields_with
+from jstep.hooks.timeline import is_seconds
+from jstep.loop.card_differences import VERSION, Start, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
 from jstep.tools import cli_common
@@ -116,24 +118,12 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Reading and comparing the run cards that are stored next to checkpoints or logs.
 
 
-def last_cards(where: str) -> dict[str, dict[str, Any]]:
-    """Return the card of the last start of each run in a directory or below a URL, by checkpoint prefix.
-
-    Corrupted lines, and lines of a kind that this version does not know, are skipped.
-    """
-    found: dict[str, dict[str, Any]] = {}
+def cards(where: str) -> list[Start]:
+    """Return the starts in a directory or below a URL that have a card, in order; none if they cannot be read."""
     try:
-        for line in fields_with(where, "card"):
-            prefix, programs = line.get("prefix", "model"), line.get("programs")
-            if line.get("kind") != "card" or not isinstance(prefix, str):
-                continue
-            if "card" in line:
-                found[prefix] = line
-            elif prefix in found and isinstance(programs, list) and isinstance(found[prefix].get("programs"), list):
-                found[prefix]["programs"] = [*found[prefix]["programs"], *programs]
+        return [one for one in starts_of(where) if one.card is not None]
     except OSError:
-        return found  # a directory that cannot be read is reported by the comparison itself
-    return found
+        return []  # a directory that cannot be read is reported by the comparison itself
 
 
 def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
@@ -144,17 +134,15 @@ def differences(places: Iterable[tuple[str, str | None]]) -> list[str] | None:
     """
     both = []
     for where, prefix in places:
-        cards = last_cards(where)
+        last = {one.prefix: one.card or {} for one in cards(where)}
         # The card of the prefix only; all cards if no run has it, such as that of the best checkpoints.
-        both.append({prefix: cards[prefix]} if prefix in cards else cards)
+        both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
         pairs = list(zip(of_a, of_b, strict=True))
     if not pairs:
         return None
-    from jstep.loop.card import card_difference  # imports JAX, which is not needed without cards
-
     return [
         f"{one}: {line}" if len(pairs) > 1 else line
         for one, other in pairs
@@ -178,6 +166,51 @@ def _first(lines: Sequence[str], others: int) -> list[str]:
     """Indent the lines of the first items, and count the others, if any."""
     more = [f"and {others} more (--json lists all)"] if others > 0 else []
     return [f"  {line}" for line in (*lines, *more)]
+
+
+# `diff` of one run: what has changed from each of its starts to the next one.
+
+
+def changes_of(where: str) -> list[dict[str, Any]]:
+    """Return the starts of the runs in a directory, each with what has changed since the one before of its prefix.
+
+    The `changes` are None for the first start of a run, and for a card of another version.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: No start has a card.
+    """
+    before: dict[str, Mapping[str, Any]] = {}
+    found: list[dict[str, Any]] = []
+    for one in starts_of(where):
+        if one.card is None:
+            continue
+        last, is_known, step = before.get(one.prefix), one.card.get("card") == VERSION, one.card.get("step")
+        step = step if type(step) is int else 0
+        lines = None
+        if last is not None and is_known:
+            of_bits, of_place = changes(last, one.card, step)
+            lines = [*of_bits, *of_place]
+        time_of_start = one.time if is_seconds(one.time) else None
+        found.append({"prefix": one.prefix, "time": time_of_start, "step": step, "known": is_known, "changes": lines})
+        if is_known:
+            before[one.prefix] = one.card
+    if not found:
+        raise ValueError(f"{where}: its timeline has no card; give the checkpoint_dir of a run, or its logdir")
+    return found
+
+
+def _text_of_starts(found: list[dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    several = len({one["prefix"] for one in found}) > 1
+    for one in found:
+        own, at = one["changes"], time.localtime(one["time"])
+        date = "" if one["time"] is None else f"{time.strftime('%Y-%m-%d %H:%M:%S', at)}, "
+        what = "nothing has changed" if own == [] else "changed since the start before:" if own else "the first start"
+        what = what if one["known"] else "a card of another version"
+        lines.append(f"{one['prefix'] + ': ' if several else ''}{date}from step {one['step']}: {what}")
+        lines += _first((own or [])[:_SHOWN], len(own or []) - _SHOWN)
+    return lines
 
 
 # `diff`: the first step at which two runs diverge and the leaves that differ, or those of two checkpoints.
@@ -217,7 +250,9 @@ def _saved(one: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or a logdir that contains one)"
     parser.add_argument("a", metavar="A", help=what)
-    parser.add_argument("b", metavar="B", help="the same for the other run")
+    parser.add_argument(
+        "b", metavar="B", nargs="?", help="the same for the other run; without it, A's starts are compared"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
@@ -238,6 +273,8 @@ class _Side(NamedTuple):
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.b is None:
+        return _run_one(location(arguments.a, "A"), as_json=arguments.json)
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
@@ -260,6 +297,16 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         cli_common.show("\n".join(_text(result)))
     return cli_common.complain("diff", *a.problems, *b.problems) or (OK if result["same"] else DIFFERENT)
+
+
+def _run_one(path: str, *, as_json: bool) -> int:
+    """Compare each start of a run with the one before. As for two runs, cards do not decide the exit code."""
+    found = changes_of(path)
+    if as_json:
+        print(cli_common.as_json({"run": path, "starts": found}))
+    else:
+        cli_common.show("\n".join(map(cli_common.printable, _text_of_starts(found))))
+    return OK
 
 
 def _side(path: str) -> _Side:

@@ -1,6 +1,7 @@
 """`diff` first lists the differences between the cards of two runs."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -85,11 +86,58 @@ def test_without_a_card_nothing_is_printed(run, capsys, lines):
     assert capsys.readouterr().out == "identical at the only common step, 3\n"
 
 
+def start(number, rate=0.1, step=0, **more):
+    began = {"kind": "start", "start": str(number), "prefix": "model", "version": 1, "time": 1764030000 + number}
+    program = {"stage": 0, "steps": 1, "hash": None, "batch": [], "hyperparameters": {"learning_rate": rate}}
+    fields = {"card": 1, "step": step, "stages": {"0": "loss"}, "programs": [program], **more}
+    return json.dumps(began) + "\n" + line(**fields).replace('"start": "0"', f'"start": "{number}"')
+
+
+def test_the_starts_of_one_run_are_compared(run, capsys):
+    """Later stages, the number of steps, and hooks do not count."""
+    versions, later = {"versions": {"jax": "0.10"}}, {"last_step": 20, "steps_per_call": 10}
+    lines = [
+        start(0, arguments={"last_step": 10}),
+        start(1, 0.2, 10, arguments=later),
+        start(2, 0.2, 20, arguments=later),
+        start(3, 0.2, 30, **versions),
+        start(4, 0.5, 40, card=2),
+        start(5, 0.3, 40, **versions),
+    ]
+    a = run("a", *lines)
+    assert main(["diff", a]) == 0
+    found = [re.sub(r"^[\d-]+ [\d:]+, ", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [
+        "from step 0: the first start",
+        "from step 10: changed since the start before:",
+        "  learning_rate: 0.1 before, 0.2 now",
+        "from step 20: nothing has changed",
+        "from step 30: changed since the start before:",
+        "  jax: absent before, 0.10 now",
+        "from step 40: a card of another version",
+        "from step 40: changed since the start before:",
+        "  learning_rate: 0.2 before, 0.3 now",
+    ]
+    assert main(["diff", a, "--json"]) == 0
+    starts = json.loads(capsys.readouterr().out)["starts"]
+    assert [one["changes"] for one in starts][1:3] == [["learning_rate: 0.1 before, 0.2 now"], []]
+
+
+def test_a_run_without_a_card_is_an_error(run, capsys):
+    assert main(["diff", run("a")]) == 2
+    assert "there is no timeline" in capsys.readouterr().err
+    assert main(["diff", run("b", "{}\n")]) == 2
+    assert "its timeline has no card" in capsys.readouterr().err
+
+
 MALICIOUS = [
     card().replace('"Batches"', '"\\u001b[2J"'),
     line(card=1, batches=[1], programs={"x": 1}, stages="x", environment={"XLA_FLAGS": 3}, versions={"jax": {}}),
     line(card=1, programs=[1, {"stage": "x"}, {"stage": 0, "steps": 1, "hash": [], "hyperparameters": 3}]),
     line(card=[], environment={"": None}, state={"hash": 1}, arguments={"hooks": [1]}),
+    card(lanes=[1], settings=3).replace(
+        '"hyperparameters"', '"elements": {"adam": 3, "x": {"y": []}}, "hyperparameters"'
+    ),
 ]
 
 
@@ -100,3 +148,6 @@ def test_malicious_cards_are_harmless(run, capsys, malicious):
     output = capsys.readouterr()
     assert "\x1b" not in output.out
     assert output.err == ""
+    c = run("c", card(), malicious.replace('"start": "0"', '"start": "1"'), card())
+    assert main(["diff", c]) == 0
+    assert "\x1b" not in capsys.readouterr().out
