@@ -108,9 +108,9 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
     `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
-    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written every second and before
-    each checkpoint. If a start was killed, up to its last second (ten seconds below a URL) counts as `down`. The run
-    may still be in progress.
+    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written before each checkpoint,
+    and one is replaced every second. If a start was killed, up to its last second (ten seconds below a URL) counts as
+    `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
 
@@ -177,12 +177,12 @@ def _seconds(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]:
     """Return the step time and the number of steps of a start, up to the step that a later start resumed from."""
-    known = [(one["step"], _seconds(one)[STEPPING]) for one in lines if one["step"] is not None]
-    if not known:
+    newest = next((one for one in reversed(lines) if one["step"] is not None), None)
+    if newest is None:
         return 0.0, 0
-    (first, last), all_of_it = known[-1]
+    first, last = newest["step"]
     if limit >= last:
-        return all_of_it, last - first
+        return _seconds(newest)[STEPPING], last - first
     if limit <= first:
         return 0.0, 0
     # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
@@ -190,7 +190,10 @@ def _kept(lines: Sequence[Mapping[str, Any]], limit: float) -> tuple[float, int]
     if saved:
         return saved[-1], int(limit) - first
     below = (first, 0.0)
-    for (_, step), seconds in known:
+    for one in lines:
+        if one["step"] is None:
+            continue
+        step, seconds = one["step"][1], _seconds(one)[STEPPING]
         if step >= limit:  # the first such line, because later ones include time of the next step
             break
         below = (step, seconds)
