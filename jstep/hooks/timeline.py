@@ -186,6 +186,8 @@ OBJECTS = "timeline."
 VERSION = 1
 START, TIMES = "start", "parts"
 """The kinds of lines that contain times."""
+AGAIN = "time_again"
+"""The last field of a line with times, equal to its `time` unless the line was only partly written."""
 STALL = "stall"
 """The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
 
@@ -350,6 +352,8 @@ def _has_times(found: dict[str, Any]) -> bool:
     step, seconds = found.get("step"), found.get("seconds")
     if not is_seconds(found.get("time")) or not isinstance(seconds, dict):
         return False
+    if found.get(AGAIN, found["time"]) != found["time"]:  # partly written over the one before
+        return False
     if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
         return False
     return all(name in PARTS and is_seconds(value) for name, value in seconds.items())
@@ -371,8 +375,8 @@ class Timeline:
     """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
 
     In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
-    removed. Below a URL, each start has an object, in which the newest times replace the previous ones. It is uploaded
-    every ten seconds and before each checkpoint.
+    removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
+    both, the newest times replace the previous ones, but not those of a checkpoint.
 
     Args:
         where: The directory or URL, as returned by `jstep.stores.objects.location`.
@@ -390,7 +394,6 @@ class Timeline:
         self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
         self._lock = threading.Lock()
         self._failing = False
-        self._replaceable = 0
         self._is_object = is_url(where)
         if self._is_object:
             now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
@@ -411,9 +414,7 @@ class Timeline:
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             try:
-                replaced, self._replaceable = self._replaceable, 0
-                self._lines.write(text, instead_of=replaced)
-                self._replaceable = len(text) if kind == TIMES and not to_disk else 0
+                self._lines.write(text, replaceable=kind == TIMES and not to_disk)
                 if self._is_object:
                     self._lines.sync(to_disk=to_disk)
             except OSError as error:

@@ -9,7 +9,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.hooks import timeline
-from jstep.hooks.timeline import START, TIMES, VERSION, Timeline
+from jstep.hooks.timeline import AGAIN, START, TIMES, VERSION, Timeline
 from jstep.loop.run_record import Run
 from jstep.stores.objects import location
 
@@ -71,13 +71,15 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
         if timeline is None:
             return
         first, step, seconds = run.start if run.is_begun else None, run.step, run.watch.seconds()
+        time = round(self._wall + sum(seconds.values()), 6)
         timeline.write(
             kind,
             to_disk=to_disk,
             **fields,
-            time=round(self._wall + sum(seconds.values()), 6),
+            time=time,
             step=None if first is None else [first, max(first, step)],
             seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+            **{AGAIN: time},
         )
 
     def before_save(self) -> None:

@@ -317,29 +317,80 @@ def complete(data: bytes) -> bytes:
     return data + b"\n"
 
 
+_BLOCK = 2**13
+_WIDTH = 64
+"""The lines that later ones replace are filled up with spaces to a multiple of this."""
+
+
 class LocalLines:
-    """A file, to which other processes may append lines at the same time: each line is one appending write."""
+    """A file, to which other processes may append lines at the same time: each line is one appending write.
+
+    A line that the next one replaces is written twice, one copy after the other, and so is the next one, at the same
+    place: a write that is torn leaves one copy whole, and no other line is changed or moved.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         make_folders(os.path.dirname(path))
         self._is_named = False
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
-        self._file.seek(0)
-        found = self._file.read()
+        self._places: io.FileIO | None = None
+        """The file once more, since the other one writes at its end alone; None if lines cannot be replaced."""
+        self._latest = (0, b"")
+        """The place and the bytes that the next line may replace."""
+        with contextlib.suppress(OSError):  # a file system that only appends
+            self._places = open(path, "r+b", buffering=0)  # noqa: SIM115  closed by `close`
+        size = self._file.seek(0, os.SEEK_END)
+        found = self._last_line(size)
         whole = complete(found)
         if len(whole) < len(found):
-            self._file.truncate(len(whole))
+            self._file.truncate(size - len(found))
         else:
             self._file.write(whole[len(found) :])
 
-    def write(self, line: bytes, instead_of: int = 0) -> None:
-        """Append a line; in a file no line replaces another one.
+    def _last_line(self, start: int) -> bytes:
+        """Return what follows the last newline; only the end of a long file is read."""
+        found = b""
+        while start and b"\n" not in found:
+            size = min(start, max(_BLOCK, len(found)))
+            start -= size
+            self._file.seek(start)
+            found = self._file.read(size) + found
+        return found[found.rfind(b"\n") + 1 :]
+
+    def write(self, line: bytes, *, replaceable: bool = False) -> None:
+        """Append a line, or write it over the one before if both are `replaceable` and it is not longer.
 
         Raises:
             OSError: The line was not written, or only a part of it, which is then a line of its own.
         """
-        del instead_of
+        (at, before), self._latest = self._latest, (0, b"")
+        if not replaceable or self._places is None:
+            self._append(line)
+            return
+        width = max(len(before) // 2, -(-len(line) // _WIDTH) * _WIDTH)
+        line = 2 * (line[:-1].ljust(width - 1) + b"\n")
+        if len(line) != len(before) or not self._replace(self._places, at, before, line):
+            self._append(line)
+            at = self._file.tell() - len(line)
+        self._latest = at, line
+
+    def _replace(self, file: io.FileIO, at: int, before: bytes, line: bytes) -> bool:
+        """Write over a line, if the file still has it at this place, and return whether that succeeded."""
+        try:
+            file.seek(at)
+            if file.read(len(before)) != before:
+                return False
+            file.seek(at)
+            if file.write(line) == len(line):
+                return True
+        except OSError:
+            pass
+        file.close()
+        self._places = None
+        return False
+
+    def _append(self, line: bytes) -> None:
         wrote = self._file.write(line)
         if wrote is not None and wrote < len(line):  # the disk is full
             self._file.write(b"\n")
@@ -361,7 +412,7 @@ class LocalLines:
     def close(self) -> None:
         """Flush the lines and close the file."""
         if not self._file.closed:
-            with self._file:
+            with self._file, self._places or contextlib.nullcontext():
                 self.sync(to_disk=True)
 
 
@@ -378,13 +429,16 @@ class ObjectLines:
         objects = Objects(above)
         self.path = path
         self._thread: threading.Thread | None = None
+        self._replaceable = 0
         with objects.within(_START):
             header = complete(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 
-    def write(self, line: bytes, instead_of: int = 0) -> None:
-        """Append a line, in place of the last bytes; see `ObjectAppender.write`."""
-        self._appender.write(line, instead_of)
+    def write(self, line: bytes, *, replaceable: bool = False) -> None:
+        """Append a line, in place of the one before it if that is `replaceable`; see `ObjectAppender.write`."""
+        replaced, self._replaceable = self._replaceable, 0
+        self._appender.write(line, replaced)
+        self._replaceable = len(line) if replaceable else 0
 
     def sync(self, *, to_disk: bool) -> None:
         """Upload the lines with `to_disk`; otherwise, when an upload is due, start it in the background."""
