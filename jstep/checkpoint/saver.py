@@ -59,8 +59,9 @@ def evictions(
     for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
     evictable = sorted(step for step in saved_at if step not in for_good)
     excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
+    spared = {new, max(saved_at), finite}
     victims: list[int] = []
-    for step in [step for step in evictable if step not in (new, max(saved_at), finite)][: max(excess, 0)]:
+    for step in [step for step in evictable if step not in spared][: max(excess, 0)]:
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
             for_good |= {step}

@@ -159,6 +159,18 @@ class TestRetention:
         assert victims == [1, 2, 3]
         assert kept == _retention.RetainedSteps(frozenset({0}), 100 * hour)
 
+    def test_a_save_goes_through_the_kept_ones_a_few_times(self):
+        class Counted(dict):
+            times = 0
+
+            def __iter__(self):
+                self.times += 1
+                return super().__iter__()
+
+        existing = Counted.fromkeys(range(5000), 0.0)
+        victims, _ = _retention.evictions(existing, 4999, _retention.RetainedSteps(frozenset(), 0.0), 5002, None)
+        assert (victims, existing.times <= 3) == ([], True)
+
     def test_deletion_is_atomic(self, tmp_path):
         with Saver(tmp_path, max_to_keep=1) as saver:
             save_all(saver, [1])
