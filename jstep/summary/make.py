@@ -479,9 +479,11 @@ def _many(tags: Any, values: Any) -> tuple[Scalars, ...]:
         flat = tuple(check_tag(tag, "scalar") for tag in names.ravel().tolist())
     except (ValueError, TypeError) as error:
         raise type(error)(f"scalar: tags {tags!r}: {error}") from error
-    for i, tag in enumerate(flat):
-        if tag in flat[:i]:
+    seen: set[str] = set()
+    for tag in flat:
+        if tag in seen:
             raise ValueError(f"scalar: duplicate tag {tag!r} in {tags!r}")
+        seen.add(tag)
     if is_array(values):
         return (Scalars(flat, names.ndim, _number(values, flat[0] if flat else "", names.shape)),) if flat else ()
     # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
@@ -500,9 +502,10 @@ def _nesting(values: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
-    if isinstance(value, list | tuple) or np.shape(value) != shape:
-        raise _shape_error(tag, shape, np.shape(value))
     is_real = isinstance(value, bool | int | float)
+    found = () if is_real else np.shape(value)
+    if isinstance(value, list | tuple) or found != shape:
+        raise _shape_error(tag, shape, found)
     if is_array(value):
         is_real = getattr(value.dtype, "kind", "V") in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)
     if not is_real:
