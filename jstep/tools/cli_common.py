@@ -159,11 +159,14 @@ class Checkpoint:
             CheckpointError: The checkpoint cannot be read.
         """
         together: dict[str, Leaf] = {}
+        size = 0
         for name, leaf in self.named.items():
-            if together and sum(one.nbytes for one in together.values()) + leaf.nbytes > _AT_ONCE:
+            nbytes = leaf.nbytes
+            if together and size + nbytes > _AT_ONCE:
                 yield from self._read(together)
-                together = {}
+                together, size = {}, 0
             together[name] = leaf
+            size += nbytes
         yield from self._read(together)
 
     def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:

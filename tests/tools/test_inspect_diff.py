@@ -1,5 +1,6 @@
 """`inspect` shows the content of a checkpoint, and `diff` the step at which two runs diverge."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 
 import jstep
 from jstep.tools.cli import main
+from jstep.tools.cli_common import at
 from jstep.tools.cli_compare import difference
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -336,3 +338,20 @@ def test_left_out_leaves(tmp_path, capsys):
         assert "1 of 6 leaves differ" in out
         assert "params/w" in out
         assert "fingerprint" in out
+
+
+def test_each_size_is_read_once(save, monkeypatch):
+    """The leaves to read together are chosen in one pass over them, not in one for each."""
+    _, path = save("a", state(**{f"w{n}": jnp.ones(2) for n in range(20)}))
+    one, read = at(path), []
+
+    class Sized(type(one.manifest.leaves[0])):
+        def __getattribute__(self, key):
+            if key == "nbytes":
+                read.append(self)
+            return super().__getattribute__(key)
+
+    leaves = tuple(Sized(**vars(leaf)) for leaf in one.manifest.leaves)
+    one = dataclasses.replace(one, manifest=dataclasses.replace(one.manifest, leaves=leaves))
+    assert len(list(one.leaves())) == len(leaves)
+    assert len(read) <= 2 * len(leaves)
