@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import heapq
 import itertools
 import math
 import operator
@@ -379,11 +380,12 @@ class CountStage(NamedTuple):
             for offset, rate in zip(phase.offsets, phase.rates, strict=True)
         ]
         missing = rows - sum(found)  # fewer than there are sources
-        due = [self._due(source, count, number) for source, count in enumerate(found)] if missing else []
+        due = [(self._due(source, count, number), source) for source, count in enumerate(found)] if missing else []
+        heapq.heapify(due)
         for _ in range(missing):
-            source = min(range(len(due)), key=due.__getitem__)
+            source = due[0][1]  # of those that are due at the same time, the first
             found[source] += 1
-            due[source] = self._due(source, found[source], number)
+            heapq.heapreplace(due, (self._due(source, found[source], number), source))
         return tuple(found)
 
     def _due(self, source: int, count: int, number: int) -> Fraction | float:
@@ -457,6 +459,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
         TypeError: `given` is not a mapping of numbers.
         ValueError: A name is missing or unknown, a weight is negative or not finite, or all are 0.
     """
+    known = set(names)
 
     def check(value: Any, argument: str) -> Weights:
         if not isinstance(value, Mapping):
@@ -465,7 +468,7 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
                 f"{kind(value)}"
             )
         missing = [name for name in names if name not in value]
-        unknown = [name for name in value if name not in names]
+        unknown = [name for name in value if name not in known]
         if missing or unknown:
             found = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
             raise ValueError(
@@ -475,7 +478,8 @@ def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
             raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for at least one source, got none")
-        return tuple(weight / sum(exact) for weight in exact)
+        total = sum(exact)
+        return tuple(weight / total for weight in exact)
 
     if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
         return staircase(given, "weights", check)

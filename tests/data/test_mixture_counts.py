@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
 
+from jstep.data import rows as row_numbers
 from jstep.data.rows import Counts
 
 
@@ -121,3 +122,24 @@ def test_counts_are_exact_for_many_rows(rows):
 def test_integers_stay_small_with_many_stages():
     stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
     assert all(phase.unit.bit_length() < 1000 for stage in Counts(stages)._stages for phase in stage.phases)
+
+
+def test_comparisons_per_source(monkeypatch):
+    """Which rows are due next is found in a heap: a few comparisons for each source, not one for each other source."""
+    compared, due = [], row_numbers.CountStage._due
+
+    class Counted(Fraction):
+        def __lt__(self, other):
+            compared.append(other)
+            return Fraction.__lt__(self, other)
+
+        def __eq__(self, other):
+            return Fraction.__eq__(self, other)
+
+        __hash__ = Fraction.__hash__
+
+    monkeypatch.setattr(row_numbers.CountStage, "_due", lambda *args: Counted(due(*args)))
+    names = [f"source {n}" for n in range(300)]
+    weights = row_numbers.as_weights({name: n + 1 for n, name in enumerate(names)}, names).at(0)
+    assert sum(row_numbers.Counts([(0, weights)]).at(1000)) == 1000
+    assert 0 < len(compared) < 20 * len(names)
