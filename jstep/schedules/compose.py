@@ -90,7 +90,11 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     def schedule(step: Step, /) -> Any:
         step = steps(step)
-        table = jnp.stack([jnp.asarray(number, trees.default_float()) for number in numbers])
+        dtype = trees.default_float()
+        if all(isinstance(number, int | float) for number in numbers):  # one constant, not one for each
+            table = jnp.asarray(np.stack([np.asarray(number, dtype) for number in numbers]))
+        else:
+            table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
         if not edges:
             return jnp.broadcast_to(table[0], step.shape)
         last = np.iinfo(step.dtype).max

@@ -125,3 +125,11 @@ def test_a_decay_lasts_a_step_at_least(make, bad):
     with pytest.raises(TypeError, match=r"decay_steps=.*must be an integer, a number of steps.*the arguments are"):
         make(bad)
     assert callable(make(1.5))
+
+
+def test_plain_numbers_are_one_table():
+    def operations(count):
+        schedule = jstep.piecewise_constant([*range(count)], [0.5] * (count + 1))
+        return len(jax.make_jaxpr(schedule)(jnp.int32(3)).eqns)
+
+    assert operations(300) == operations(3)
