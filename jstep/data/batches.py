@@ -300,7 +300,8 @@ def mixture(
 
     where the ideal of s is the sum over these rows of (weight of s / sum of weights). Counts never
     decrease. Changing the weights or sizes from step M on leaves all batches before M bitwise unchanged.
-    The cost of a batch does not depend on N.
+    The cost of a batch does not depend on N. Creating a mixture whose weights change takes seconds from hundreds of
+    sources on.
 
     Each source has its own endless sequence of epochs and permutations. They depend only on the seed and
     the name of the source, so adding or removing other sources does not change them. The rows of a batch
