@@ -68,40 +68,39 @@ def _shrinks(norm: Array) -> Array:
     return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
 
 
-# Outside of a compiled step JAX would recompile the cond at each call.
+# Outside of a compiled step JAX would recompile the loop at each call.
 @functools.partial(jax.jit, static_argnums=2)
 def _norm_of(arrays: list[Array], limit: Array, axes: Any) -> Array:
-    plain = jnp.sqrt(_squares(arrays, axes))
+    one = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
     # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
     # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
     # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
-    down, least, up = (-100, -32, 90) if plain.dtype.itemsize == 4 else (-600, -400, 600)
-    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(plain.dtype)
-    lost = jnp.isinf(plain) | (plain < floor)
+    down, least, up = (-100, -32, 90) if one.dtype.itemsize == 4 else (-600, -400, 600)
+    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(one.dtype)
 
-    def again(arrays: Sequence[Array]) -> Array:
-        factor, back = (
-            jnp.where(jnp.isinf(plain), jnp.asarray(2.0**huge, plain.dtype), jnp.asarray(2.0**tiny, plain.dtype))
-            for huge, tiny in ((down, up), (-down, -up))
-        )
-        return jnp.where(lost, jnp.sqrt(_squares(arrays, axes, plain, factor)) * back, plain)
+    # One round or two of a loop, because the squares in a branch would be compiled a second time.
+    def is_unfinished(carry: tuple[int, Array, Array]) -> Array:
+        rounds, factor, _ = carry
+        return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
 
-    return jax.lax.cond(jnp.any(lost), again, lambda arrays: plain, arrays)
+    def squared(carry: tuple[int, Array, Array]) -> tuple[int, Array, Array]:
+        rounds, factor, _ = carry
+        norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
+        huge, tiny = jnp.isinf(norm), norm < floor
+        return rounds + 1, jnp.where(huge, one * 2.0**down, jnp.where(tiny, one * 2.0**up, one)), norm
+
+    return jax.lax.while_loop(is_unfinished, squared, (0, one, one))[-1]
 
 
-def _squares(arrays: Sequence[Array], axes: Any, norm: Array | None = None, factor: Any = None) -> Array:
-    """Compute Σ |x|², of x·factor if a norm ≥ 0 is given."""
+def _squares(arrays: Sequence[Array], axes: Any, factor: Any) -> Array:
+    """Compute Σ |x·factor|²."""
     total: Array | None = None
-    for i, x in enumerate(arrays):
+    # A factor of its own for each array: XLA would store one that arrays of the same shape share, in that shape.
+    for x, own in zip(arrays, jax.lax.optimization_barrier([factor] * len(arrays)), strict=True):
         parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
         for part in parts:
             part = part.astype(trees.compute_dtype(part.dtype))
-            if norm is not None:
-                # Always the factor, but hidden from XLA: it would rewrite (x·s)² with a constant s as x²·s², and store
-                # a factor shared by leaves of the same shape as an array.
-                known = jnp.any(norm > jnp.asarray(-i - 1, norm.dtype))
-                part = part * jnp.where(known, factor.astype(part.dtype), jnp.ones((), part.dtype))
-            square = jnp.sum(jnp.square(part), axis=axes, keepdims=axes is not None)
+            square = jnp.sum(jnp.square(part * own.astype(part.dtype)), axis=axes, keepdims=axes is not None)
             if total is None:
                 total = square
             else:

@@ -1,0 +1,71 @@
+"""The programs of clipping: what is compiled for each leaf, what moves between devices, and the bits they compute."""
+
+import json
+import re
+
+import golden_clips
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jstep
+
+OPTIMIZER = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))
+
+
+def update(state, grads):
+    return jstep.apply_gradients(state, grads, OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("names", "exponents"),
+    [(["global 1"], [-70, 64]), pytest.param(None, golden_clips.EXPONENTS, marks=pytest.mark.thorough)],
+    ids=["few", "all"],
+)
+def test_values_and_norms_have_the_recorded_bits(names, exponents):
+    known = json.loads(golden_clips.PATH.read_text())
+    found = golden_clips.recorded(names, exponents)
+    assert len(found) > 12
+    assert found == {case: known[case] for case in found}
+
+
+def test_each_leaf_is_squared_and_summed_once():
+    """The second pass, for norms that overflow or vanish, must not be compiled beside the first one."""
+    params = {f"{name}{i}": jnp.ones(shape) for name, shape in (("w", (8, 8)), ("b", (8,))) for i in range(10)}
+    state = jstep.TrainState.create(params, OPTIMIZER)
+    assert jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_leaves_are_not_gathered_and_their_sums_are_added_together(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+    def moved(count):
+        specs = {"w": PartitionSpec("data", "model"), "v": PartitionSpec("model"), "r": PartitionSpec()}
+        params = {
+            f"{name}{i}": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, spec))
+            for name, spec in specs.items()
+            for i in range(count)
+        }
+        state = jstep.TrainState.create(params, OPTIMIZER)
+        program = jax.jit(update).lower(state, params).compile().as_text()
+        return sorted(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program))
+
+    assert moved(1) == moved(3)
+    assert set(moved(3)) == {"all-reduce"}
+
+
+def test_norms_of_shards_in_shard_map():
+    """Each shard decides on its own whether its squares overflow."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jnp.arange(1.0, 17.0).reshape(8, 2) * 10.0 ** jnp.arange(-30, 31, 8.0)[:, None]
+    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    clip = jax.shard_map(
+        lambda x: jstep.clip_by_global_norm({"a": x, "b": x}, 1e-28)[0]["a"],
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+    )
+    alone = [jstep.clip_by_global_norm({"a": row, "b": row}, 1e-28)[0]["a"] for row in x]
+    assert (jax.jit(clip)(rows) == jnp.stack(alone)).all()
