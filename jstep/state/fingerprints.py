@@ -14,7 +14,7 @@ from jax import lax
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.meshes import internal_transfers
+from jstep.core.meshes import internal_transfers, mesh_of
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
 
@@ -314,20 +314,61 @@ def _keys(array: Any) -> Any:
     return key
 
 
-def fingerprints(leaves: list[Any], keys: Any) -> Any:
-    """Return the fingerprints of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
-    sums = [host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves]
-    return jnp.stack(sealed(jnp.stack(sums), keys), axis=-1)
+def _stacked_sums(leaves: Sequence[Any]) -> Any:
+    """Return the sums of leaves, uint32 `[n, 2]`; to be traced. Leaves in host memory become constants."""
+    return jnp.stack([host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves])
 
 
-def leaf_program(leaves: list[Any], keys: Any) -> list[Any]:
-    """Return the fingerprint of each leaf, n arrays uint32 `[2]`; to be traced."""
-    return list(fingerprints(leaves, keys))
+def _appended(rows: Any, leaf: Any) -> Any:
+    """Return rows with the sums of a leaf as the last one, in place of the first; to be compiled for each shape."""
+    return jnp.concatenate([rows[1:], device_sums(leaf)[None]])
 
 
-def sum_program(leaves: list[Any], keys: Any) -> Any:
-    """Return the sum of the fingerprints, uint32 `[2]`; to be traced."""
-    return fingerprints(leaves, keys).sum(axis=0, dtype=U)
+def _shifted(rows: Any) -> tuple[Any, Any]:
+    """Return the first row, and the rows with that one as the last; to be traced."""
+    return rows[0], jnp.roll(rows, -1, axis=0)
+
+
+def _split(rows: Any) -> list[Any]:
+    """Return the rows of an array on devices, by one program for all: n results of one program are slow to compile."""
+    found = []
+    for _ in range(len(rows)):
+        row, rows = compute_on(mesh_of(rows), _shifted, rows)
+        found.append(row)
+    return found
+
+
+def _each(sums: Any, keys: Any) -> Any:
+    """Return the fingerprints of leaves from their sums, uint32 `[n, 2]`."""
+    return jnp.stack(sealed(sums, keys), axis=-1)
+
+
+def _total(sums: Any, keys: Any) -> Any:
+    """Return the sum of the fingerprints of leaves from their sums, uint32 `[2]`."""
+    return _each(sums, keys).sum(axis=0, dtype=U)
+
+
+def _each_of(leaves: list[Any], keys: Any) -> Any:
+    return _each(_stacked_sums(leaves), keys)
+
+
+def _total_of(leaves: list[Any], keys: Any) -> Any:
+    return _total(_stacked_sums(leaves), keys)
+
+
+def _on_one_device(leaves: Sequence[Any], keys: Any, form: Callable[..., Any]) -> Any:
+    """Compute the fingerprints of leaves on one device.
+
+    Most of the time of a first fingerprint goes into compiling, so that a program is compiled for each shape and dtype,
+    not for each leaf: called once a leaf, it appends a row to an array, which one more program reads.
+    """
+    committed = next((leaf for leaf in leaves if leaf.committed), None)
+    rows: Any = np.zeros((len(leaves), 2), U)
+    if committed is not None:
+        rows = jax.device_put(rows, *committed.devices())
+    for leaf in leaves:
+        rows = compute_on(None, _appended, rows, leaf)
+    return compute_on(None, form, rows, keys)
 
 
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
@@ -369,14 +410,16 @@ def fingerprint(tree: Any, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = named_leaves(tree)
     if any(trees.is_traced(leaf) for leaf in leaves):
-        found = list(fingerprints(leaves, keys))
+        found = list(_each_of(leaves, keys))
         return dict(zip(paths, found, strict=True)) if per_leaf else sum(found[1:], found[0])
-    # Inside a traced function, concrete leaves are hashed without tracing.
-    with internal_transfers(), jax.ensure_compile_time_eval():
-        parts = _by_placement(leaves, keys, leaf_program if per_leaf else sum_program)
+    # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
+    # compute the keys of all positions and store them in the program.
+    with internal_transfers(), jax.core.eval_context():
+        parts = _by_placement(leaves, keys, _each if per_leaf else _total)
         if not per_leaf:
             return _sum_over_places([part for _, part in parts])
-        pairs = (pair for numbers, part in parts for pair in zip(numbers, part, strict=True))
+        rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
+        pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
         return {paths[number]: jnp.asarray(one) for number, one in sorted(pairs, key=operator.itemgetter(0))}
 
 
@@ -409,7 +452,7 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]
 def stacked(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing the fingerprints of leaves: indices of leaves, and their fingerprints as uint32 `[n, 2]`."""
     with internal_transfers():
-        return _by_placement(leaves, keys, fingerprints)
+        return _by_placement(leaves, keys, _each)
 
 
 def words_of(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
@@ -446,16 +489,20 @@ def _check(path: str, leaf: Any) -> None:
 def _by_placement(
     leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
 ) -> list[tuple[list[int], Any]]:
-    """Compute the fingerprints: by one call of `form` for leaves on the same devices, by NumPy for host memory."""
+    """Compute the fingerprints as `_each` or `_total` of a set of devices; those in host memory by NumPy."""
     placements = placements_of(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements.on_devices:
         some = [leaves[number] for number in numbers]
-        parts.append((numbers, compute_on(mesh, form, some, keys[np.array(numbers)])))
+        some_keys = keys[np.array(numbers)]
+        if mesh is None and all(len(leaf.sharding.device_set) == 1 for leaf in some):
+            parts.append((numbers, _on_one_device(some, some_keys, form)))
+        else:
+            parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
     if placements.on_host:
         sums = np.stack([host_sums(np.asarray(leaves[number])) for number in placements.on_host])
         of_host = np.stack(sealed(sums, keys[np.array(placements.on_host)]), axis=-1)
-        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is sum_program else of_host))
+        parts.append((placements.on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
     return parts
 
 
