@@ -90,7 +90,7 @@ def test_a_first_fingerprint_compiles_a_program_for_each_shape(compilations):
     assert seen == []
 
 
-def test_keys_of_positions_are_no_constants():
+def test_keys_of_positions_are_not_stored_as_constants():
     """They would be as large as the array, computed eagerly and kept in the program."""
     before = {id(one) for one in jax.live_arrays()}
     x = jnp.ones((1000, 37))
