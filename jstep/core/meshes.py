@@ -41,7 +41,8 @@ _SETTINGS = tuple(
 """Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
-_NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+"""What `internal_transfers` returns if the caller has set no guard."""
 
 
 class Thread(threading.Thread):
@@ -132,7 +133,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         or config.jax_transfer_guard_device_to_host  # type: ignore[attr-defined]
         or config.jax_transfer_guard_device_to_device  # type: ignore[attr-defined]
     ):
-        return _NO_GUARD
+        return NO_GUARD
     return _allowed([name for name in _GUARDS if str(_read(name)).startswith("disallow")])
 
 

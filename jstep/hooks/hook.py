@@ -17,7 +17,7 @@ from jstep.core.slot_roles import roles_in
 from jstep.core.tagged_arrays import UnsupportedError
 from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
-from jstep.state.train_state import TrainState, state_of
+from jstep.state.train_state import TrainState
 
 # The `Hook` protocol and the information about a run that stock hooks receive.
 
@@ -105,7 +105,7 @@ class RunInfo:
         last_step: The step at which the run ends; None if the batches or a hook end it.
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
-        carried: The state after the latest step, with the changes that hooks made, as the calls hand it on.
+        state: The state after the latest step, with the changes that hooks made.
         first: The step at which the run begins; 0 until it is known.
         step: The step of the state.
         metrics: The metrics of the last step; None before the first one.
@@ -140,7 +140,7 @@ class RunInfo:
     last_step: int | None
     sums: Any
     transfers: Any
-    carried: Any = None
+    state: Any = None
     first: int = 0
     step: int = 0
     metrics: Any = None
@@ -164,16 +164,6 @@ class RunInfo:
     nonfinite: Exception | None = None
     before_off_cadence: Callable[[], None] = lambda: None
     flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-
-    @property
-    def state(self) -> Any:
-        """The state after the latest step."""
-        return state_of(self.carried)
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state is not state_of(self.carried):
-            self.carried = state
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

@@ -22,7 +22,6 @@ from jstep.hooks.hook import NEVER
 from jstep.hooks.timeline import Stopwatch
 from jstep.loop.stopping import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
-from jstep.state.train_state import state_of
 
 # Whether a thread reads the batches ahead of the loop, decided all along by what either way costs the loop.
 #
@@ -563,7 +562,7 @@ class Loop(Protocol):
     """The current step and state: a `LoopState`, or the `Run` of `train`."""
 
     step: int
-    carried: Any
+    state: Any
     metrics: Any
     rows: int | None
     shapes: Any
@@ -575,22 +574,17 @@ class LoopState:
 
     Attributes:
         step: The step of the last complete state.
-        carried: That state, as the calls hand it on.
+        state: That state.
         metrics: The metrics of the last step; None before the first call.
         rows: The number of examples per step; None if not known.
         shapes: The shapes of its batch, as in `Call`.
     """
 
     step: int
-    carried: Any
+    state: Any
     metrics: Any = None
     rows: int | None = None
     shapes: Any = None
-
-    @property
-    def state(self) -> Any:
-        """The state after `step`."""
-        return state_of(self.carried)
 
 
 def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
@@ -601,10 +595,10 @@ def take_steps(loop: Loop, run_call: RunCall, call: Call) -> None:
         run_call: Runs the steps.
         call: The batches, from `jstep.loop.feeder.make_calls`.
     """
-    result = run_call(loop.carried, call)
+    result = run_call(loop.state, call)
     if call.shapes != loop.shapes or loop.metrics is None:
         loop.shapes, loop.rows = call.shapes, _rows(call)
-    loop.carried, loop.metrics = result
+    loop.state, loop.metrics = result
     loop.step = call.first + call.steps
 
 

@@ -7,13 +7,11 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.checks import shown
@@ -29,10 +27,12 @@ from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.feeder import AHEAD, Call, CopiedBatches, Plan, TrainSteps, make_calls, name_of_step
 from jstep.loop.stopping import StopWaiting
-from jstep.state.global_step import get_global_step
-from jstep.state.train_state import FlatState, TrainState, keep_roles, require_alive, require_state, state_of
+from jstep.state.global_step import get_global_step, require_alive
+from jstep.state.train_state import TrainState, keep_roles, require_state
+from jstep.training.explain import explain, explain_one_argument
 from jstep.training.looped import LoopedStep, looped_step
-from jstep.training.step import Constants, TrainStep, explain_one_argument, is_spent, refuse_a_loss
+from jstep.training.metrics import Constants
+from jstep.training.step import TrainStep, refuse_a_loss, run, trace_of
 
 # Checks of the arguments of `train`, before anything is opened.
 
@@ -71,7 +71,7 @@ def check_result(result: Any) -> tuple[TrainState, Any]:
     what = f"{expected}jstep.minimize(loss_fn, optimizer) makes such a step of a loss; it returned"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{what} {type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}")
-    state, metrics = state_of(result[0]), result[1]
+    state, metrics = result
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
         raise TypeError(f"{what} ({type(state).__name__}, {type(metrics).__name__})")
     odd = next((name for name in metrics if not isinstance(name, str)), None)
@@ -223,21 +223,16 @@ class Dispatched(NamedTuple):
     Attributes:
         stage: Its stage.
         call: The call.
-        carried: The state that it returned, as `run_call` returned it.
+        state: The state that it returned.
         args: The arguments of one step, or their shapes.
         constants: The metrics that it did not compute.
     """
 
     stage: Stage
     call: Call
-    carried: Any
+    state: Any
     args: tuple[Any, ...]
     constants: Constants
-
-    @property
-    def state(self) -> Any:
-        """The state that the call returned."""
-        return state_of(self.carried)
 
     def trace(self) -> Any:
         """The trace of the step that ran, or None."""
@@ -337,9 +332,6 @@ class Programs:
         self._shapes: Any = None  # those of the latest call
         self.may_leave_call: Callable[[], bool] = lambda: False
         self.may_be_left = False
-        # What calls of the stage run for the state that the last one returned; None if a `TrainStep` has more to do.
-        self._program: Callable[..., Any] | None = None
-        self._last: Callable[[], Any] = lambda: None
         self._constants = Constants({}, skip_metric_of(stages.values[0]))
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or self.on_device else processes.AgreedShapes()
@@ -415,7 +407,7 @@ class Programs:
             return trace_step(stage.single, state, args)
         count = jax.ShapeDtypeStruct((), np.int32)
         sums = shapes_of(self.sums.empty(looped.columns, state.global_step))
-        return looped.step.traced_call(state, count, sums, *args)
+        return trace_of(looped.step, state, (count, sums, *args))
 
     def _compile_most(self, most: int) -> None:
         """Compile the programs of up to `most` steps, for the shapes that calls of one step have had."""
@@ -431,7 +423,7 @@ class Programs:
 
     def release(self) -> None:
         """Drop references to the run."""
-        self.first_compiler = self.ahead_compiler = self._program = None
+        self.first_compiler = self.ahead_compiler = None
         self.after_call, self.after_first, self.compiling = [], [], contextlib.nullcontext
 
     @property
@@ -505,7 +497,6 @@ class Programs:
         if key in stage.known or not is_compiled(stage.single) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         stage.known.add(key)
-        state = state if stage.is_train_step else state_of(state)
         with self.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             self.may_be_left = True
             try:
@@ -522,51 +513,31 @@ class Programs:
                 compile_apart(lowered, self.may_leave_call)
             except Exception as error:
                 if stage.is_train_step:
-                    stage.single.explain(error, state, call.args)
+                    explain(error, state, call.args, donates=stage.single.donate)
                 raise
 
     def _run(self, stage: Stage, state: Any, call: Call) -> Any:
         step, looped, sums = stage.single, call.looped, self.sums
         try:
             if looped is not None:
-                before, carried = sums.begin(looped.columns, state.global_step), looped.step.carried(state)
-                new, (metrics, after), constants = looped.step.run(carried, np.int32(call.steps), before, *call.args)
-                sums.ran(call.first, call.steps, after, constants)
+                before = sums.begin(looped.columns, state.global_step)
+                new, metrics, after = run(looped.step, state, (np.int32(call.steps), before, *call.args))
+                sums.ran(call.first, call.steps, after, metrics.constants)
             elif stage.is_train_step:
-                program = self._program
-                if program is None or self._last() is not state or is_spent(state):
-                    new, metrics, constants = step.run(step.carried(state), *call.args)
-                    self._program = program = step.program_after(new)
-                else:  # a fifth of the time of a small step less
-                    current = state.current() if type(state) is FlatState and state.shown is not None else state
-                    try:
-                        new, metrics, constants = program(current, *call.args)
-                    except Exception as error:
-                        if is_spent(current):
-                            step.explain(error, current, call.args)
-                            raise
-                        # It raises the error in clearer words, or does what the transfer guard prevented.
-                        new, metrics, constants = step.run(current, *call.args)
-                if program is not None:
-                    self._last = weakref.ref(new)
-                    if type(new.global_step.sharding) is NamedSharding:  # the batch put the state on a mesh
-                        self._program = None
-                if sums.is_wanted and type(metrics) is dict:
-                    sums.add(call.first, metrics, constants.skipped, constants)
+                new, metrics = run(step, state, call.args)
+                if sums.is_wanted and type(metrics.computed) is dict:
+                    sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
             else:
                 return self._run_other(stage, state, call)
         except Exception as error:
             explain_one_argument(error, call.args)
             refuse_a_loss(stage.step, state, looped.args if looped is not None else call.args, error)
             raise
-        self._constants = constants
-        if constants.values and type(metrics) is dict:
-            metrics.update(constants.arrays)
-        return new, metrics
+        self._constants = metrics.constants
+        return new, metrics.whole()
 
     def _run_other(self, stage: Stage, state: Any, call: Call) -> Any:
         """Run a step that jstep did not make."""
-        state = state_of(state)
         if trees.is_donated(state):  # on a mesh, JAX would crash
             require_alive(state)
         result = stage.single(state, *call.args)
@@ -603,7 +574,8 @@ class Programs:
         def again(state: Any, *args: Any) -> Any:
             if looped is not None:
                 args = np.int32(call.steps), self.sums.empty(looped.columns, state.global_step), *args
-            return step.run(step.carried(state), *args)[:2]
+            new, metrics, *_ = run(step, state, args)
+            return new, metrics.whole()
 
         again.donate = step.donate  # type: ignore[attr-defined]
         return again
@@ -612,7 +584,6 @@ class Programs:
         """Switch to the stage that contains a step."""
         stop = self._firsts.edge_after(step)
         self._stage, self._until = self.stage_of(step), math.inf if stop is None else stop
-        self._program = None
 
     def _log_compilation(self, stage: Stage, call: Call) -> None:
         """Log why a program is compiled, unless the run has only one."""
@@ -645,7 +616,7 @@ def trace_step(step: Any, state: Any, args: tuple[Any, ...]) -> Any:
         A `jax.stages.Traced`; None for a step that is not compiled, which cannot be traced.
     """
     if isinstance(step, TrainStep):
-        return step.traced_call(state, *args)
+        return trace_of(step, state, args)
     if not hasattr(step, "trace"):
         return None
     with using_mesh(mesh_of((state, args))):

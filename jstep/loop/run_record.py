@@ -275,7 +275,7 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         last_step=options.end,
         sums=sums,
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
-        carried=trees.owned(state),
+        state=trees.owned(state),
         logdir=options.logdir,
         constant_metrics=lambda: programs.constant_metrics,
         stop_requested=signals.to_stop,

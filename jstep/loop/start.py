@@ -35,7 +35,8 @@ from jstep.loop.programs import Programs, is_compiled, trace_step
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.train_state import TrainState, state_of
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import TrainState
 from jstep.training.step import refuse_a_loss
 
 # Restore the newest checkpoint, or start from the given state.
@@ -122,18 +123,8 @@ def _begin_with_given(run: Run, why: str) -> None:
                 f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
                 "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
-    check_alive(run.state)
+    require_alive(run.state)
     run.begin_at(step_of(run.state))
-
-
-def check_alive(state: TrainState) -> None:
-    """Refuse a state that was donated to an earlier step."""
-    path = trees.donated_leaf(state)
-    if path is not None:
-        raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
-            "the step returned, or make a new one."
-        )
 
 
 def _step_if_known(state: TrainState) -> int | None:
@@ -364,7 +355,7 @@ def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> No
     """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = state_of(trace_step(step, state, args).out_info[0])
+        new = trace_step(step, state, args).out_info[0]
     except Exception as error:
         refuse_a_loss(step, state, args, error, name)
         which = ", its first one, with the state and the batch of that step"

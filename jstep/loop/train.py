@@ -221,7 +221,7 @@ def _take_steps(run: Run) -> None:
             if runner.precedes_calls:
                 runner.before()
             take_steps(run, run_call, call)
-            in_flight.add(run.step, run.carried, run.metrics)
+            in_flight.add(run.step, run.state, run.metrics)
             if runner.after(call.first) or run.step >= last_step:
                 break
     except StopWaiting:

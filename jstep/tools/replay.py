@@ -35,10 +35,9 @@ from jstep.hooks.hook import check_step
 from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
 from jstep.loop.programs import Programs, check
 from jstep.loop.run_record import as_steps_per_call, check_locations
-from jstep.loop.start import check_alive
 from jstep.loop.train import train
 from jstep.queues.queues import until_end
-from jstep.state.global_step import global_step
+from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 
 # Replaying a run up to a step.
@@ -296,7 +295,7 @@ def verify_resume(
         refuse_shapes(state, "make_state()")
         if not isinstance(state, TrainState):
             raise TypeError(f"make_state returned {kind(state)}; it must return a TrainState")
-        check_alive(state)
+        require_alive(state)
         return state
 
     def whole() -> TrainState:

@@ -49,9 +49,10 @@ from jstep.optimizers.updates import (
     using_transfers,
     with_small_ones_loaded,
 )
-from jstep.state.global_step import later_step
-from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
-from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
+from jstep.state.global_step import later_step, require_alive
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
+from jstep.training.metrics import Metrics, split
+from jstep.training.step import Body, PureStep, TrainStep
 
 # One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 #
@@ -577,9 +578,9 @@ def minimize(
     else:
         differentiate = of_one(loss_fn, var_list)
 
-    def parts(
+    def body(
         state: TrainState, args: tuple[Any, ...], batch_specs: Any, in_lanes: Lanes | None = None
-    ) -> tuple[TrainState, dict[str, Any], Constants]:
+    ) -> tuple[TrainState, Metrics]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
@@ -603,7 +604,7 @@ def minimize(
         part = at_radius(inputs)
         return alike(in_lanes, functools.partial(updated, inputs), state, part)
 
-    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, dict[str, Any], Constants]:
+    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
         """Return the results of the step, given those of the loss."""
         scale = guards.loss_scale_of(roles_of(optimizer, state.params), state.slots)
         context = EMPTY_CONTEXT
@@ -648,11 +649,10 @@ def minimize(
         def refusal(name: str, first: str, second: str) -> str:
             return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
-        return (new_state, *split_constants(trees.merged(named.items(), refusal), SKIPPED if skipped else None))
+        return new_state, split(trees.merged(named.items(), refusal), SKIPPED if skipped else None)
 
-    run = parts if lanes is None else _in_lanes(lanes, parts)
     pure_step = PureStep(
-        run,
+        body if lanes is None else _in_lanes(lanes, body),
         title=name_of(loss_fn),
         looks_at_rows=differentiate.looks_at_rows,
         lanes=lanes,
@@ -670,12 +670,12 @@ def _trained(differentiate: Differentiation | SeveralLosses, optimizer: Optimize
     return [i in chosen and label is not None for i, label in enumerate(labels)]
 
 
-def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
-    """Return the parts of a training step in lanes.
+def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
+    """Return the body of a training step in lanes.
 
     Args:
         number: L.
-        pure: `pure(state, args, None, lanes) -> (state, computed, constants)`.
+        pure: `pure(state, args, None, lanes) -> (state, Metrics)`.
     """
     has_warned = False
 
@@ -691,14 +691,14 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
             )
         return pure(state, args, None, lanes)
 
-    def parts(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
+    def body(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
         layouts = layouts_of(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
         places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, *others = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
-        return jax.tree.map(placement.back, new, state), *others
+        new, metrics = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
+        return jax.tree.map(placement.back, new, state), metrics
 
-    return parts
+    return body
 
 
 def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:
