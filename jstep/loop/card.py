@@ -30,10 +30,10 @@ from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
+from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import Options, Run
+from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
@@ -512,11 +512,11 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
         given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
         self._begin(lambda: self._write(**card(*given), programs=[]))
 
-    def _add_program(self, done: Dispatched) -> None:
+    def _add_program(self, call: Call, state: Any) -> None:
         """Record a program that was called for the first time."""
         with _logging_errors():
-            about, traced = {"stage": done.stage.first, "steps": done.call.most}, done.trace()
-            constants, args = done.constants.arrays, done.args
+            program, traced, args = call.program, call.trace(state), call.of_one
+            about, constants = {"stage": program.stage.first, "steps": program.most}, program.constants.arrays
             self._begin(lambda: self._record(about | program_card(traced, constants, args)))
 
     def past(self, step: int) -> dict[str, Any]:
