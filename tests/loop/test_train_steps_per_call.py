@@ -272,11 +272,11 @@ def test_programs_of_sums_are_not_logged_as_those_of_the_step(stages, caplog, no
     shape = (7,)  # of no other test, whose program would be known
 
     def step_of(k):
-        return jstep.minimize(lambda params, x: jnp.sum((params["w"] - k * x) ** 2), OPTIMIZER)
+        return jstep.minimize(lambda params, x: jnp.sum((params["w"][None] - k * x) ** 2), OPTIMIZER)
 
     state = jstep.TrainState.create({"w": jnp.zeros(shape)}, OPTIMIZER)
     hooks = [jstep.MetricsHook(lambda step, values: None, every_n_steps=30, mean=True)]
-    sizes = [np.ones(shape, np.float32)] * 60 + [np.ones((2, *shape), np.float32)] * 5
+    sizes = [np.ones((1, *shape), np.float32)] * 60 + [np.ones((2, *shape), np.float32)] * 5
     train(65, sizes, step={0: step_of(1), 40: step_of(2)} if stages else step_of(1), state=state, hooks=hooks)
     again = [text for text in caplog.messages if "again for" in text]
     assert len(again) == 1
