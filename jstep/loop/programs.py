@@ -31,7 +31,7 @@ from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain, explain_one_argument
-from jstep.training.looped import looped_step
+from jstep.training.looped import LoopedStep, TracedStep, looped_step
 from jstep.training.metrics import Constants
 from jstep.training.step import TrainStep, program_of, refuse_a_loss, run
 
@@ -97,26 +97,17 @@ class StepLoop:
 
     Args:
         stage: The stage.
-        most: The most steps of a call; None for calls of one step, in the same loop, whose arguments are not stacked.
-        state: The shapes of the state.
-        args: The shapes of the arguments of one step.
-        limits: As in `MetricSums`.
-
-    Attributes:
         step: The loop.
-        is_slow: Whether XLA runs the step much slower in a loop than by itself.
+        args: The shapes of the arguments of one step.
+        one: The trace of one step.
 
-    The others are those of `OneStep`.
+    The attributes are those of `OneStep`.
     """
 
-    def __init__(
-        self, stage: Stage, most: int | None, state: Any, args: tuple[Any, ...], limits: tuple[int, ...]
-    ) -> None:
-        accumulate = Accumulate(limits)
-        self.stage, self.args, self.most, self.is_stacked = stage, args, most or 1, most is not None
-        self.step = looped_step(stage.step, most, accumulate)
-        one = self.step.prepare(state, args)
-        self.is_slow, self._columns = one.is_slow_in_loops, accumulate(one)
+    def __init__(self, stage: Stage, step: LoopedStep, args: tuple[Any, ...], one: TracedStep) -> None:
+        self.stage, self.step, self.args = stage, step, args
+        self.most, self.is_stacked = step.most or 1, step.most is not None
+        self._columns = step.accumulate(one)
         self.rows: int | None = None
         self.constants = NONE
         self.is_called = False
@@ -259,26 +250,25 @@ class Programs:
         stage, (most, later, longer) = self.stage_of(step), self._most
         key = stage, most if step < later else longer, shapes
         found = self._programs.get(key)
-        if found is None:
-            with self.tracing:  # the first program is compiled in a thread of its own
-                found = self._programs.get(key) or self._made(*key[:2], args)
-                self._programs[key] = found
-        return found
-
-    def _made(self, stage: Stage, most: int | None, args: Callable[[], tuple[Any, ...]]) -> Program:
+        if found is not None:
+            return found
         if not self.is_looped:
-            return OneStep(stage)
-        try:
-            loop = StepLoop(stage, most, self.state_shapes, shapes_of(args()), self.sums.limits)
-        except Exception as error:  # the step that needs it raises, where the error is described
-            _logger.debug("%s cannot be looped: %s", stage.name, error)
-            return OneStep(stage)
-        if not loop.is_slow:
-            return loop
-        if stage not in self._slow:
+            return self._programs.setdefault(key, OneStep(stage))
+        with self.tracing:  # the first program is compiled in a thread of its own
+            try:
+                step, of_one = self._loop(*key[:2]), shapes_of(args())
+                one = step.prepare(self.state_shapes, of_one)
+                made: Program = OneStep(stage) if one.is_slow_in_loops else StepLoop(stage, step, of_one, one)
+            except Exception as error:  # the step that needs it raises, where the error is described
+                _logger.debug("%s cannot be looped: %s", stage.name, error)
+                return self._programs.setdefault(key, OneStep(stage))
+        if made.args is None and stage not in self._slow:
             self._slow.add(stage)
             _logger.info("%s runs one step a call: XLA runs convolutions on a CPU much slower in a loop", stage.name)
-        return OneStep(stage)
+        return self._programs.setdefault(key, made)
+
+    def _loop(self, stage: Stage, most: int | None) -> LoopedStep:
+        return looped_step(stage.step, most, Accumulate(self.sums.limits))
 
     # Compile programs before they are due.
 
@@ -304,7 +294,8 @@ class Programs:
         stage = None if self._latest is None else self._latest.stage
         for (of, _, shapes), one in list(self._programs.items()):
             if of is stage and isinstance(one, StepLoop):
-                longer = StepLoop(of, most, self.state_shapes, one.args, self.sums.limits)
+                step = self._loop(of, most)
+                longer = StepLoop(of, step, one.args, step.prepare(self.state_shapes, one.args))
                 self._compile(longer, one.args)
                 self._programs[of, most, shapes] = longer
 

@@ -12,11 +12,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
-from jstep.core.meshes import dims_of
+from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, is_slow_in_loops, scan
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, Metrics
-from jstep.training.step import PureStep, TrainStep, pure, trace_of
+from jstep.training.step import PureStep, TrainStep, program_of, pure
 
 
 def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll: Unroll = None) -> Callable[..., Any]:
@@ -140,6 +140,10 @@ class LoopedStep(TrainStep):
         accumulate: Returns what the program accumulates of the metrics of a step: an object with `row(metrics)`, the
             numbers of one step as a tree of arrays, and `add(sums, rows, count)`, the sums after the first `count`
             rows, which are stacked on a leading axis.
+
+    Attributes:
+        most: K.
+        accumulate: As in the argument.
     """
 
     def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
@@ -149,24 +153,25 @@ class LoopedStep(TrainStep):
         looped = PureStep(self._body, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows, lanes=one.lanes)
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(one, donate=False)
-        self._most, self._accumulate = most, accumulate
+        self.most, self.accumulate = most, accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Any, args: tuple[Any, ...]) -> TracedStep:
         """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
         args = jax.tree.map(one_shape, args)
-        traced = trace_of(self._one, state, args)
+        with using_mesh(mesh_of((state, args))):
+            traced = program_of(self._one, state, args).trace(state, *args)
         found = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return found
 
     def _body(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Metrics, Any]:
         n, sums, *stacked = args
-        if self._most is None:
+        if self.most is None:
             stacked = jax.tree.map(_with_another, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
         # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
         one = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
-        made, jaxpr, out = self._accumulate(one), one.jaxpr, one.out
+        made, jaxpr, out = self.accumulate(one), one.jaxpr, one.out
 
         def one_step(i: Any, carry: Any) -> Any:
             state, _, rows = carry
@@ -179,16 +184,14 @@ class LoopedStep(TrainStep):
             return state, computed, rows
 
         nothing = jax.tree.map(_zeros, one.computed)
-        rows = jax.tree.map(
-            lambda x: jnp.zeros((self._most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing)
-        )
+        rows = jax.tree.map(lambda x: jnp.zeros((self.most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing))
         state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
         return state, Metrics(computed, one.constants), made.add(sums, rows, n)
 
     def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
-        if specs is not None and self._most is not None:
+        if specs is not None and self.most is not None:
             specs = jax.tree.map(without_step_axis, specs)
         body = pure(self._one).body
         jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)

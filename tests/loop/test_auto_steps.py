@@ -92,13 +92,13 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
     """A thread makes a program while the longer calls are chosen."""
     step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
     programs = Programs(stages_of(step), "auto", state=make_state())
-    shape, made = jax.ShapeDtypeStruct((2,), np.float32), programs._made
+    shape, loop = jax.ShapeDtypeStruct((2,), np.float32), programs._loop
 
     def while_it_is_chosen(*args: Any) -> Any:
         programs._switch(32, 5)
-        return made(*args)
+        return loop(*args)
 
-    monkeypatch.setattr(programs, "_made", while_it_is_chosen)
+    monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
     assert programs.program_for(4, "shapes", lambda: (shape,)).most == 1
     assert [programs.program_for(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
