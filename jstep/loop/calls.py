@@ -114,7 +114,8 @@ def make_calls(
             if program.is_stacked:
                 batch, place = _stacked(some, program.most), several
             placed = batch if place is None else place(batch)
-            args = placed if type(placed) is tuple else arguments_of(placed)
+            # As `arguments_of`, without the calls.
+            args = placed if isinstance(placed, tuple) and not hasattr(placed, "_fields") else (placed,)
             yield Call(program, args, len(some), step, position)
             step += len(some)
 

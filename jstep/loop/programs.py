@@ -70,7 +70,8 @@ class OneStep:
             self.constants = metrics.constants
             if sums.is_wanted and type(metrics.computed) is dict:
                 sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
-            return new, metrics.whole()
+            constants = metrics.constants
+            return new, {**metrics.computed, **constants.arrays} if constants.values else metrics.computed
         # A step that jstep did not make.
         if trees.is_donated(state):  # on a mesh, JAX would crash
             require_alive(state)
@@ -185,7 +186,7 @@ class Programs:
         is_auto = steps_per_call == AUTO
         self.is_looped = steps_per_call != 1
         self.stages = made_stages(stages, compiled=self.is_looped)
-        self._firsts, self._at = stages, (self.stages[0], 0, 0.0)  # a stage, and the steps of it, as of `stage_of`
+        self._firsts, self._at = stages, (self.stages[0], 0, 0.0)  # a stage, its first step, and the one after its last
         # The most steps of a call, None for one that is not stacked; from a step on, those that "auto" chose. One
         # attribute, which a thread that makes calls reads.
         self._most: tuple[int | None, float, int | None] = (None if is_auto else int(steps_per_call), math.inf, None)
@@ -217,11 +218,8 @@ class Programs:
 
     def stage_of(self, step: int) -> Stage:
         """The stage that contains a step."""
-        stage, first, stop = self._at
-        if not first <= step < stop:
-            index, edge = self._firsts.index(step), self._firsts.edge_after(step)
-            stage = self.stages[index]
-            self._at = stage, stage.first, math.inf if edge is None else edge
+        stage, edge = self.stages[self._firsts.index(step)], self._firsts.edge_after(step)
+        self._at = stage, stage.first, math.inf if edge is None else edge
         return stage
 
     # From batches to calls.
@@ -247,7 +245,9 @@ class Programs:
             shapes: The shapes of a batch, from `shapes_in`.
             args: Returns the arguments of one step, or their shapes.
         """
-        stage, (most, later, longer) = self.stage_of(step), self._most
+        (stage, first, stop), (most, later, longer) = self._at, self._most
+        if not first <= step < stop:
+            stage = self.stage_of(step)
         key = stage, most if step < later else longer, shapes
         found = self._programs.get(key)
         if found is not None:

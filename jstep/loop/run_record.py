@@ -256,9 +256,9 @@ class Run(RunInfo):
 
     def may_leave_call(self) -> bool:
         """Whether the run is stopping, and need not run the call that was fetched: its batches will be made again."""
-        if not self.signals.interrupts:
-            return False
-        return self.feeder is None or not self.feeder.is_position_lost(self.step - self.first)
+        feeder = self.feeder
+        is_lost = feeder is not None and feeder.is_position_lost(self.step - self.first)
+        return self.signals.interrupts and not is_lost
 
     def on_signal(self) -> None:
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""

@@ -1,5 +1,6 @@
 """What a step must know of a state: where it is, which travels with a state that a step returned, and its memory."""
 
+import weakref
 from typing import Any
 
 import jax
@@ -12,30 +13,22 @@ from jstep.state.train_state import TrainState, keep_roles
 
 
 class Layout:
-    """Where the leaves of a state are: what its program is compiled for.
+    """Where the leaves of a state are: what its program is compiled for. There is one object of each layout.
 
     Args:
         shardings: The sharding of each leaf of a state on a mesh; None for one on a single device, or a traced one.
         mesh: The mesh, or None.
-        shares_nothing: Whether a step that donates returned the state, so that no two leaves share memory.
     """
 
-    def __init__(self, shardings: Any = None, mesh: Any = None, *, shares_nothing: bool = False) -> None:
-        self.shardings, self.mesh, self.shares_nothing = shardings, mesh, shares_nothing
-        self._key = trees.structure(shardings), tuple(jax.tree.leaves(shardings))
-        self._hash = hash(self._key)  # of many leaves
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    def __init__(self, shardings: Any = None, mesh: Any = None) -> None:
+        self.shardings, self.mesh = shardings, mesh
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies of a state, also in other processes, are inspected
 
 
 _ON_ONE_DEVICE = Layout()
+_LAYOUTS: "weakref.WeakValueDictionary[Any, Layout]" = weakref.WeakValueDictionary()
 
 
 def layout_of(state: Any) -> Layout:
@@ -45,27 +38,30 @@ def layout_of(state: Any) -> Layout:
         return _ON_ONE_DEVICE
     everywhere = NamedSharding(mesh, PartitionSpec())
     leaves, treedef = trees.flatten(state)
-    shardings = [getattr(leaf, "sharding", everywhere) for leaf in leaves]
-    return Layout(treedef.unflatten([one if isinstance(one, NamedSharding) else everywhere for one in shardings]), mesh)
+    found = (getattr(leaf, "sharding", everywhere) for leaf in leaves)
+    shardings = [one if isinstance(one, NamedSharding) else everywhere for one in found]
+    return _LAYOUTS.setdefault((treedef, tuple(shardings)), Layout(treedef.unflatten(shardings), mesh))
 
 
 def known_layout(state: Any) -> Layout | None:
-    """Where a state is that a step returned, whichever it was; None for any other state."""
+    """Where a state is that a step returned, whichever it was, so that its leaves are arrays; None for any other."""
     return getattr(state, "_layout", None)
 
 
 def handed_on(state: Any, new: Any, layout: Layout, *, donated: bool) -> Any:
     """Return the new state of a step, which knows where it is: where the old one was, unless the batch moved it.
 
-    It keeps the roles, too: the step may have been compiled for a state made by hand.
+    On a mesh, none of its leaves shares memory with another, or with the old state: else the state does not know. It
+    keeps the roles of the old one, as the step may have been compiled for a state made by hand.
     """
     if not isinstance(new, TrainState):
         return new
     if new.roles is not getattr(state, "roles", None):
         new = keep_roles(state, new)
-    if layout.mesh is not None or type(getattr(new.global_step, "sharding", None)) is not NamedSharding:
-        if layout.shares_nothing != donated:
-            layout = Layout(layout.shardings, layout.mesh, shares_nothing=donated)
+    step = new.global_step
+    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+        return new
+    if donated if layout.mesh is not None else type(step.sharding) is not NamedSharding:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
 
@@ -79,13 +75,13 @@ def is_spent(state: Any) -> bool:
     return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
 
 
-def refuse_what_crashes(state: Any, args: Any, *, shares_nothing: bool, donates: bool) -> None:
+def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool) -> None:
     """Refuse what JAX reports for a state on one device, but what ends the process for one on a mesh.
 
     Args:
         state: The state.
         args: The other arguments of the step.
-        shares_nothing: Whether the leaves of the state are known to share no buffers.
+        is_known: Whether a step returned the state, so that its leaves share no buffers.
         donates: Whether the step donates the state.
 
     Raises:
@@ -98,7 +94,7 @@ def refuse_what_crashes(state: Any, args: Any, *, shares_nothing: bool, donates:
     if not donates:
         return
     arrays = [*leaves, *(leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))]
-    if not shares_nothing or len(set(map(id, arrays))) < len(arrays):
+    if not is_known or len(set(map(id, arrays))) < len(arrays):
         refuse_shared_buffers(state, args)
 
 

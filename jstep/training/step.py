@@ -235,20 +235,23 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     Returns:
         `(state, Metrics)`, or `(state, Metrics, sums)`.
     """
-    layout = known_layout(state)
-    if is_new := layout is None:
+    layout = getattr(state, "_layout", None)  # `known_layout`
+    is_known = layout is not None
+    if not is_known:
         state = trees.owned(state)
         refuse_shapes((state, args), "state and batch")
         trees.refuse_wide(state, "state")  # of a state that was made by hand
         layout = layout_of(state)
-    if is_spent(state):
+    if state.global_step.is_deleted() if is_known else is_spent(state):
         require_alive(state)
-    donates, mesh, transfers = step.donate and not _debugs(), layout.mesh, internal_transfers()
+    flags, transfers, mesh = jax.config, internal_transfers(), layout.mesh
+    # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.
+    donates = step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)  # type: ignore[attr-defined]
     program = step._program(layout, args, donates=donates)
-    if is_new and mesh is None:
+    if mesh is None and not is_known:
         mesh = mesh_of(args)
     if mesh is not None:
-        refuse_what_crashes(state, args, shares_nothing=layout.shares_nothing, donates=donates)
+        refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
         if mesh is None and transfers is NO_GUARD:
             new, metrics, *others = program(state, *args)
@@ -273,13 +276,8 @@ def trace_of(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
 
 def program_of(step: TrainStep, state: Any, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
-    return step._program(known_layout(state) or layout_of(state), args, kind, donates=step.donate and not _debugs())
-
-
-def _debugs() -> bool:
-    """Whether JAX reruns a step that produced a NaN operation by operation, which requires its inputs undonated."""
-    flags: Any = jax.config  # the attributes are created at run time and unknown to type checkers
-    return bool(flags.jax_debug_nans or flags.jax_debug_infs)
+    donates = step.donate and not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
+    return step._program(known_layout(state) or layout_of(state), args, kind, donates=donates)
 
 
 # A loss that was given as a step.
