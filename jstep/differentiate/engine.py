@@ -452,7 +452,7 @@ class Differentiation:
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
     def _way(self, given: Inputs) -> Callable[[Inputs, list[int]], Part]:
-        """How to differentiate the batch, in lanes, at once or in parts; gradients are a list for some leaves."""
+        """Return what differentiates the batch, in lanes, at once or in parts; gradients are a list for some leaves."""
         if given.lanes is not None:
             return functools.partial(self._in_lanes, given.lanes)
         n = microbatches.number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)

@@ -99,7 +99,7 @@ class Hook:
 
 @dataclasses.dataclass
 class LoopState:
-    """Where a loop over calls is: in `train`, in `replay`, and in `verify_resume`.
+    """The place of a loop over calls: in `train`, in `replay`, and in `verify_resume`.
 
     Attributes:
         step: The step of the state.

@@ -1,4 +1,4 @@
-"""Calls: batches as the arguments of programs, each of which runs one step or several, and how many "auto" chooses."""
+"""Batches as the arguments of calls, each of one step or several, and how many steps of a call "auto" chooses."""
 
 import dataclasses
 import functools
@@ -6,30 +6,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.meshes import in_background
-from jstep.core.trees import arguments_of
+from jstep.core.trees import arguments_of, flatten
 from jstep.data.to_devices import as_shardings, placement
 from jstep.distributed import processes
-
-
-class Runs(Protocol):
-    """What runs the steps of a call, as far as a call must know it: `OneStep` or `StepLoop`.
-
-    Attributes:
-        most: The most steps of a call.
-        is_stacked: Whether the arguments of its steps are stacked.
-        args: The shapes of the arguments of one step; None if these are the arguments of the call.
-    """
-
-    most: int
-    is_stacked: bool
-    args: tuple[Any, ...] | None
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
@@ -37,7 +23,7 @@ class Call:
     """The batches of one call, and the program that runs its steps.
 
     Attributes:
-        program: The program.
+        program: The program, a `OneStep` or a `StepLoop`.
         args: The arguments of one step; if stacked, those of `program.most` steps, the last ones being padding.
         steps: The number of steps.
         first: The step at which the call begins.
@@ -69,7 +55,7 @@ class Call:
 
 CopiedBatches = Iterator[tuple[Any, Any]]
 """Batches that no other code writes to, each with the position after it."""
-ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Runs]
+ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
 """`program_for(step, shapes, args)`, as `Programs.program_for`."""
 
 
@@ -136,7 +122,7 @@ def shapes_in(batch: Any) -> Any:
 
 def _stacked(some: list[Any], most: int) -> Any:
     """Stack batches of the same shapes; the last one is repeated where there are fewer than `most`."""
-    flat = [jax.tree.flatten(one) for one in some]
+    flat = [flatten(one) for one in some]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return flat[0][1].unflatten([_stack([*column, *[column[-1]] * (most - len(some))]) for column in columns])
 

@@ -24,7 +24,7 @@ from jstep.distributed import processes
 from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, skip_metric_of
 from jstep.hooks.timeline import STARTING, Stopwatch
-from jstep.loop.calls import AUTO, AutoSteps, Call, CopiedBatches, make_calls, shapes_in
+from jstep.loop.calls import AUTO, AutoSteps, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.stages import Stage, TrainSteps, made_stages
 from jstep.loop.stopping import StopWaiting
@@ -84,7 +84,7 @@ class OneStep:
         return trees.owned(keep_roles(state, result[0])), result[1]
 
     def traceable(self, state: Any, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
-        """What can be traced of a call, and its arguments besides the state; for arrays or shapes."""
+        """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""
         return (program_of(self.step, state, args) if self._is_train_step else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ class StepLoop:
         return new, metrics.whole()
 
     def traceable(self, state: Any, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
-        """What can be traced of a call, and its arguments besides the state; for arrays or shapes."""
+        """The compiled function of a call, and its arguments besides the state; for arrays or shapes."""
         count = jax.ShapeDtypeStruct((), np.int32)
         args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
         return program_of(self.step, state, args), args
@@ -234,8 +234,11 @@ class Programs:
         one_step: bool = False,
     ) -> Iterator[Call]:
         """The batches from a step on, as calls, which end at the steps `ends`; of one step each if `one_step`."""
-        program_for = (lambda step, *_: OneStep(self.stage_of(step))) if one_step else self.program_for
+        program_for: ProgramFor = self._alone if one_step else self.program_for
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
+
+    def _alone(self, step: int, *_: Any) -> "Program":
+        return OneStep(self.stage_of(step))
 
     def program_for(self, step: int, shapes: Any, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of calls with batches of some shapes; trace the step when the shapes are new.
@@ -256,9 +259,9 @@ class Programs:
             return self._programs.setdefault(key, OneStep(stage))
         with self.tracing:  # the first program is compiled in a thread of its own
             try:
-                step, of_one = self._loop(*key[:2]), shapes_of(args())
-                one = step.prepare(self.state_shapes, of_one)
-                made: Program = OneStep(stage) if one.is_slow_in_loops else StepLoop(stage, step, of_one, one)
+                loop, of_one = self._loop(*key[:2]), shapes_of(args())
+                one = loop.prepare(self.state_shapes, of_one)
+                made: Program = OneStep(stage) if one.is_slow_in_loops else StepLoop(stage, loop, of_one, one)
             except Exception as error:  # the step that needs it raises, where the error is described
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
                 return self._programs.setdefault(key, OneStep(stage))
@@ -291,13 +294,12 @@ class Programs:
 
     def _compile_most(self, most: int) -> None:
         """Compile the programs of up to `most` steps, for the shapes that calls of one step have had."""
-        stage = None if self._latest is None else self._latest.stage
-        for (of, _, shapes), one in list(self._programs.items()):
-            if of is stage and isinstance(one, StepLoop):
-                step = self._loop(of, most)
-                longer = StepLoop(of, step, one.args, step.prepare(self.state_shapes, one.args))
+        for (stage, _, shapes), one in list(self._programs.items()):
+            if isinstance(one, StepLoop) and self._latest is not None and stage is self._latest.stage:
+                loop = self._loop(stage, most)
+                longer = StepLoop(stage, loop, one.args, loop.prepare(self.state_shapes, one.args))
                 self._compile(longer, one.args)
-                self._programs[of, most, shapes] = longer
+                self._programs[stage, most, shapes] = longer
 
     def _switch(self, most: int, first: int) -> None:
         """Make calls of up to `most` steps, from step `first` on."""

@@ -1,4 +1,4 @@
-"""What a step must know of a state: where it is, which travels with a state that a step returned, and its memory."""
+"""The layout of a state, which travels with a state that a step returned, and checks of its memory."""
 
 import weakref
 from typing import Any
@@ -13,7 +13,7 @@ from jstep.state.train_state import TrainState, keep_roles
 
 
 class Layout:
-    """Where the leaves of a state are: what its program is compiled for. There is one object of each layout.
+    """The places of the leaves of a state, for which its program is compiled. There is one object of each layout.
 
     Args:
         shardings: The sharding of each leaf of a state on a mesh; None for one on a single device, or a traced one.
@@ -44,7 +44,7 @@ def layout_of(state: Any) -> Layout:
 
 
 def known_layout(state: Any) -> Layout | None:
-    """Where a state is that a step returned, whichever it was, so that its leaves are arrays; None for any other."""
+    """The layout of a state that a step returned, so that its leaves are arrays; None for any other."""
     return getattr(state, "_layout", None)
 
 
@@ -56,7 +56,7 @@ def handed_on(state: Any, new: Any, layout: Layout, *, donated: bool) -> Any:
     """
     if not isinstance(new, TrainState):
         return new
-    if new.roles is not getattr(state, "roles", None):
+    if getattr(new, "roles", None) is not getattr(state, "roles", None):
         new = keep_roles(state, new)
     step = new.global_step
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):

@@ -235,14 +235,15 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
     Returns:
         `(state, Metrics)`, or `(state, Metrics, sums)`.
     """
-    layout = getattr(state, "_layout", None)  # `known_layout`
-    is_known = layout is not None
-    if not is_known:
+    layout: Layout | None = getattr(state, "_layout", None)  # `known_layout`
+    if is_known := layout is not None:
+        was_spent = state.global_step.is_deleted()
+    else:
         state = trees.owned(state)
         refuse_shapes((state, args), "state and batch")
         trees.refuse_wide(state, "state")  # of a state that was made by hand
-        layout = layout_of(state)
-    if state.global_step.is_deleted() if is_known else is_spent(state):
+        layout, was_spent = layout_of(state), is_spent(state)
+    if was_spent:  # a call that fails while it runs donates it, too
         require_alive(state)
     flags, transfers, mesh = jax.config, internal_transfers(), layout.mesh
     # JAX runs a step again that made a NaN, operation by operation, for which its inputs must be there.

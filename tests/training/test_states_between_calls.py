@@ -82,7 +82,7 @@ def test_a_state_that_a_step_returned_is_not_inspected_by_any_step(kind: str, mo
 
 @pytest.mark.parametrize("kind", ["one device", "a mesh"])
 def test_copies_of_a_state_are_inspected(kind: str) -> None:
-    """What a step knows of a state is no part of it: a copy may be elsewhere, or be read by another process."""
+    """A layout does not belong to the value of a state: a copy may be elsewhere, or in another process."""
     state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
     state, _ = jstep.minimize(loss, OPTIMIZER)(state, batch(0))
     assert known_layout(state) is not None
