@@ -119,7 +119,7 @@ def from_optax(
                 log_once()
             return slot
 
-        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if schedules else ()))
+        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if schedules else ())).ordered()
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /

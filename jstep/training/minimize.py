@@ -131,11 +131,10 @@ def applied(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with placement.collecting_in_place():
-            with using_transfers(transfers):
-                found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
-            shown = moves(state.params, found.updates)  # as added to the parameters
-            params, slots = apply_in_order(state.params, found.updates, found.slots)
+        with using_transfers(transfers):
+            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        shown = moves(state.params, found.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
         new = found.state.replace(params=params, slots={**state.slots, **slots})
         return found._replace(state=new, updates=shown, slots=slots)
 
