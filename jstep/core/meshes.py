@@ -41,7 +41,8 @@ _SETTINGS = tuple(
 """Settings: `jax.config.jax_<name>` is the value in this thread, `jax.<name>(value)` is its context manager."""
 
 _GUARDS = tuple(name for name in _SETTINGS if name.startswith("transfer_guard_"))
-_NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+"""What `internal_transfers` returns if the caller has set no guard."""
 
 
 class Thread(threading.Thread):
@@ -132,7 +133,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
         or config.jax_transfer_guard_device_to_host  # type: ignore[attr-defined]
         or config.jax_transfer_guard_device_to_device  # type: ignore[attr-defined]
     ):
-        return _NO_GUARD
+        return NO_GUARD
     return _allowed([name for name in _GUARDS if str(_read(name)).startswith("disallow")])
 
 
@@ -388,33 +389,30 @@ class Attempts:
             Exception: Both attempts failed: the error for the given axis types, with a note on what to do.
         """
         try:
-            return self._call(fn, args, place)
+            mesh = explicit_mesh(args)
+            if mesh is None:
+                return fn(*args)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(using_mesh(mesh_of(args)))
+                if jax.sharding.get_abstract_mesh() != mesh:
+                    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+                try:
+                    return atomic(fn, *args)
+                except Exception as error:
+                    refusal = error
+                try:
+                    result = without_explicit_axes(fn, *args, place=place)
+                except Exception as error:
+                    if _signature(error) != _signature(refusal):
+                        refusal.add_note(f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0])
+                        refusal.add_note(_WAYS_OUT)
+                    raise refusal from refusal.__cause__
+                finally:
+                    reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
+                    del refusal  # its traceback holds tracers
         except (NameError, TypeError) as error:
             explain_jax(error)
             raise
-
-    def _call(self, fn: Callable[..., _R], args: tuple[Any, ...], place: Callable[[Any], Any] | None) -> _R:
-        mesh = explicit_mesh(args)
-        if mesh is None:
-            return fn(*args)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(using_mesh(mesh_of(args)))
-            if jax.sharding.get_abstract_mesh() != mesh:
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            try:
-                return atomic(fn, *args)
-            except Exception as error:
-                refusal = error
-            try:
-                result = without_explicit_axes(fn, *args, place=place)
-            except Exception as error:
-                if _signature(error) != _signature(refusal):
-                    refusal.add_note(f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0])
-                    refusal.add_note(_WAYS_OUT)
-                raise refusal from refusal.__cause__
-            finally:
-                reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
-                del refusal  # its traceback holds tracers
         if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
             text = "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)"

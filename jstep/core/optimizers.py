@@ -80,7 +80,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             return Roles(complete=False)
         with standard_promotion():
             copies = copies_in(lambda given: _StateSlots(name, transformation.init(seen(given)), given).slots, params)
-        return of_slots(shapes, params, copies, lambda both: skeleton(both).slots)
+        return of_slots(shapes, params, copies, lambda both: skeleton(both).slots).ordered()
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = _EMPTY, /

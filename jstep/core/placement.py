@@ -5,19 +5,17 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_int, as_number, as_text, kind, setting, shown
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along
-from jstep.core.programs import all_equations, variables
+from jstep.core.programs import all_equations
 from jstep.core.trees import Array
 
 # Placement of arrays: shardings, devices, memory kinds, computation on their devices, and data read from storage.
@@ -451,7 +449,7 @@ def in_order(first: Array, *later: Array) -> list[Array]:
     adds no memory traffic. The barrier keeps XLA from computing `first` again in the kernel that is to wait for it.
 
     An order that nothing needs is not free: a kernel that other kernels wait for becomes two, and with 1000 leaves the
-    two slots of Adam take half as long to compile again. Slots that are in place (`is_in_place`) need none.
+    two slots of Adam take half as long to compile again.
     """
 
     def ordered(first: Array, *later: Array) -> list[Array]:
@@ -465,59 +463,6 @@ def in_order(first: Array, *later: Array) -> list[Array]:
     if not later or not _is_traced((first, later)):
         return list(later)
     return list(jax.lax.platform_dependent(first, *later, cpu=ordered, default=lambda first, *later: [*later]))
-
-
-_IN_PLACE: contextvars.ContextVar[dict[int, Array] | None] = contextvars.ContextVar("_IN_PLACE", default=None)
-"""The arrays of the update being traced that overwrite their old values in any order, by identity."""
-
-
-def collecting_in_place() -> AbstractContextManager[dict[int, Array] | None]:
-    """Context manager in which `mark_in_place` has an effect on `is_in_place`."""
-    return setting(_IN_PLACE, {})
-
-
-def mark_in_place(arrays: Iterable[Array]) -> None:
-    """Declare that nothing but the kernel of each array reads the old value that the array replaces."""
-    known = _IN_PLACE.get()
-    if known is not None:
-        known.update((id(x), x) for x in arrays)  # the reference keeps the identity from being used again
-
-
-def is_in_place(array: Array) -> bool:
-    """Whether this very array was marked by `mark_in_place`; an array that is computed from it was not."""
-    return id(array) in (_IN_PLACE.get() or ())
-
-
-def are_all_in_place(jaxpr: Any, replaced: Mapping[int, int]) -> bool:
-    """Whether each old value that a program replaces is read only by the kernel of the value that replaces it.
-
-    The new value of a slot may be used freely, as in Adam, whose parameter is computed from the new slots, if XLA keeps
-    it: it computes again what an operation on one array returns. Lion's parameter is computed from the old slot.
-
-    Args:
-        jaxpr: The program.
-        replaced: Index of an old value among the arguments → index of the new one among the results.
-    """
-    pairs = [(jaxpr.invars[old], jaxpr.outvars[new]) for old, new in replaced.items()]
-    if any(isinstance(new, Literal) for _, new in pairs):
-        return False
-
-    def is_only_result_of(old: Any, new: Any) -> bool:
-        """Whether no other result is computed from the old value, except by way of the new one."""
-        reached = {old} - {new}
-        for eqn in jaxpr.eqns:
-            if any(atom in reached for atom in variables(eqn.invars)):
-                reached |= set(eqn.outvars) - {new}
-        return not any(atom in reached for atom in variables(jaxpr.outvars))
-
-    def is_kept(value: Any) -> bool:
-        """Whether XLA computes a value once, even if several kernels use it."""
-        if not any(value in variables(eqn.invars) for eqn in jaxpr.eqns):
-            return True
-        made_by = [eqn for eqn in jaxpr.eqns if value in eqn.outvars]
-        return all(sum(atom.aval.shape == value.aval.shape for atom in variables(eqn.invars)) > 1 for eqn in made_by)
-
-    return all(is_only_result_of(old, new) and is_kept(new) for old, new in pairs)
 
 
 def _is_traced(tree: Any) -> bool:

@@ -101,6 +101,7 @@ class Roles(Mapping[str, Role | None]):
         details: Slot name → what else is known of it: one of the details above, or of a held hyperparameter the name of
             the argument that it was given for.
         counted: Hyperparameters that depend on counts in these slots.
+        in_order: The names of the slots whose leaves are updated in a fixed order, as `Slot(in_order=True)` declares.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -111,6 +112,7 @@ class Roles(Mapping[str, Role | None]):
     hidden: Set[str] = frozenset()
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counted: tuple[Counted, ...] = ()
+    in_order: Set[str] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -149,6 +151,7 @@ class Roles(Mapping[str, Role | None]):
             hidden={f"{prefix}/{name}" for name in self.hidden},
             details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
             counted=tuple(dataclasses.replace(one, prefix=f"{prefix}/{one.prefix}") for one in self.counted),
+            in_order={f"{prefix}/{name}" for name in self.in_order},
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -162,6 +165,7 @@ class Roles(Mapping[str, Role | None]):
             hidden=self.hidden | other.hidden,
             details={**self.details, **other.details},
             counted=self.counted + other.counted,
+            in_order=self.in_order | other.in_order,
         )
 
     def stored_by(self, format: str) -> "Roles":
@@ -171,6 +175,10 @@ class Roles(Mapping[str, Role | None]):
     def hiding(self, *roles: Role) -> "Roles":
         """The roles of an optimizer that does not see all gradients: those of `OUTERMOST` are then hidden."""
         return self.joined(Roles(hidden=set(self.of(*roles))))
+
+    def ordered(self) -> "Roles":
+        """The roles of an optimizer all of whose leaves are updated in a fixed order."""
+        return dataclasses.replace(self, in_order=set(self))
 
     def of_own_age(self) -> "Roles":
         """The roles of an optimizer that skips some steps itself: wrappers do not, so its age is not theirs."""

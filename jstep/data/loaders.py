@@ -481,7 +481,7 @@ def _by_step(batches: Any, start: int, last_step: int) -> Iterator[Any] | None:
         if first is not None:
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
     is_function = not hasattr(batches, "__iter__") and callable(batches)
-    return (_item(batches, batches, step) for step in range(start, last_step)) if is_function else None
+    return map(functools.partial(_item, batches, batches), range(start, last_step)) if is_function else None
 
 
 def _item(batches: Any, fetch: Callable[[int], Any], step: int) -> Any:

@@ -1,9 +1,10 @@
 """Gradients of a loss, with what it returns besides, reduced over devices once per step."""
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_bool, as_function, as_int, kind, setting, shown
+from jstep.core.checks import as_bool, as_function, as_int, kind, scoped, setting, shown
 from jstep.core.meshes import Attempts
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.programs import Operation, Subprogram, body_of, counts_of, evaluate
@@ -248,8 +249,9 @@ def same_kind(old: Any, new: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, old, new)
 
 
-Collect = Callable[[Callable[[], Any]], Callable[[], tuple[Any, Any]]]
-"""Maps a function to one that also returns the summaries created in it and not part of its result, or None."""
+Collect = Callable[[], contextlib.AbstractContextManager[Callable[[Any], Any]]]
+"""A context for a loss. It gives a function of the result, for after it: the summaries that the loss created and that
+are not part of the result, or None."""
 
 _collects: list[Collect] = []
 _merges: list[Callable[[Any, Any], Any]] = []
@@ -260,7 +262,7 @@ def register_summaries(collect: Collect, merge: Callable[[Any, Any], Any]) -> No
     """Register how to collect and merge summaries; `jstep.summary` calls this when it is loaded.
 
     Args:
-        collect: Wraps a function to also return the summaries created in it.
+        collect: Collects the summaries that a loss creates.
         merge: Merges two values to one summary; None if they are not summaries.
     """
     _collects[:] = [collect]
@@ -281,16 +283,24 @@ def merge_summaries(made: Iterable[Any]) -> Any:
     return functools.reduce(_merges[0], summaries) if summaries else None
 
 
-def collect_summaries(fn: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the result of fn, and the summaries created in it but not returned, or None."""
-    if not _collects:
-        lost: list[None] = []
-        with setting(_lost_summaries, lost):
-            result = fn()
-        if not lost:  # also if another thread has loaded jstep.summary meanwhile: fn is traced once, as usual
-            return result, None
-        # The loss itself loaded jstep.summary: its summaries have not been collected.
-    return _collects[0](fn)()
+_LOST: Any = object()
+
+
+def collected_summaries() -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+    """As `Collect`; what it gives returns `_LOST` if the loss itself loaded jstep.summary, and must be called again."""
+    return _collects[0]() if _collects else _without_summaries()
+
+
+def _nothing(result: Any) -> None:
+    return None
+
+
+@scoped
+def _without_summaries() -> Iterator[Callable[[Any], Any]]:
+    lost: list[None] = []
+    with setting(_lost_summaries, lost):
+        # None also if another thread has loaded jstep.summary meanwhile: the loss is traced once, as usual.
+        yield lambda result: _LOST if lost else None
 
 
 def note_lost_summary() -> None:
@@ -427,7 +437,7 @@ class Differentiation:
         params = given.params
         leaves, treedef = trees.flatten(params)
         indices = self.selected(params)
-        part = self._whole(given, indices)
+        part = self._way(given)(given, indices)
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(microbatches.perturbed, adaptive=self.adaptive)
@@ -435,18 +445,20 @@ class Differentiation:
             there = alike(given.lanes, on_auto_axes, some, part.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, there))
             calm = dataclasses.replace(self, gathers=False)
-            again = calm._whole(given._replace(params=moved), indices)
+            again = calm._way(given)(given._replace(params=moved), indices)
             part = part._replace(gradients=again.gradients, squares=again.squares)
         grads = gated(part.gradients, self.gate_gradients)
         return part._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
-    def _whole(self, given: Inputs, indices: list[int]) -> Part:
-        """Differentiate the batch, at once or in parts; gradients are a list for the leaves at `indices`."""
+    def _way(self, given: Inputs) -> Callable[[Inputs, list[int]], Part]:
+        """Return what differentiates the batch, in lanes, at once or in parts; gradients are a list for some leaves."""
         if given.lanes is not None:
-            return self._in_lanes(given.lanes, given, indices)
+            return functools.partial(self._in_lanes, given.lanes)
         n = microbatches.number_of_parts(given.args, given.batch_specs, self.num_microbatches, self.max_rows_per_device)
-        if n == 1:
-            return self._one(given, indices)
+        return self._one if n == 1 else functools.partial(self._in_parts, n)
+
+    def _in_parts(self, n: int, given: Inputs, indices: list[int]) -> Part:
+        """Differentiate the batch in n microbatches."""
         parts = microbatches.split(given.args, n, given.batch_specs)
 
         def run(params: Params, parts: tuple[Any, ...]) -> Part:
@@ -493,9 +505,8 @@ class Differentiation:
             here = filled(whole)
             args = of_rows.unflatten(rows)
             key = None if here.key is None else jax.random.fold_in(here.key, i)
-            found = alone._whole(
-                here._replace(args=args, key=key, batch_specs=microbatches.specs_of_rows(args)), indices
-            )
+            here = here._replace(args=args, key=key, batch_specs=microbatches.specs_of_rows(args))
+            found = alone._way(here)(here, indices)
             weight = microbatches.weight_of(self.weight_fn, args)
             dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in found.gradients]
             grads = [None if g is None else microbatches.weighed(g, weight) for g in dense]
@@ -540,7 +551,7 @@ class Differentiation:
             key = None if here.key is None else jax.random.fold_in(here.key, i)
             specs = microbatches.specs_of_rows(args)
             here = here._replace(args=args, key=key, model_state=of_state.unflatten(old), batch_specs=specs)
-            return jax.tree.leaves(alone._whole(here, []).model_state)
+            return jax.tree.leaves(alone._way(here)(here, []).model_state)
 
         return merges_of(lanes, new_state, given.model_state, others, [jnp.asarray(x) for x in rows], size)
 
@@ -556,11 +567,13 @@ class Differentiation:
             before = (given.model_state,) if self.has_model_state else ()
             rng = {} if given.key is None else {"rng": given.key}
 
-            def call() -> Any:
-                return self.loss_fn(whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
-
+            loss_fn = functools.partial(self.loss_fn, whole, *before, *given.args, **{**(given.kwargs or {}), **rng})
             with tables(some) as looked_up:
-                out, summaries = collect_summaries(call) if self.gathers else (call(), None)
+                summaries = _LOST
+                while summaries is _LOST:  # again, if the loss itself has loaded jstep.summary
+                    with collected_summaries() if self.gathers else contextlib.nullcontext(_nothing) as created:
+                        out = loss_fn()
+                    summaries = created(out)
             loss, model_state, aux = split_outputs(out, self.has_aux, self.has_model_state)
             loss = checked_loss(loss)
             others = same_kind(given.model_state, model_state), checked_aux(aux), summaries

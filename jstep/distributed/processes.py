@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -159,19 +159,25 @@ class AgreedShapes:
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
-    def check(self, state: Any, args: tuple[Any, ...]) -> None:
+    def check(self, state: Any, args: tuple[Any, ...], shapes: Hashable = None) -> None:
         """Compare the shapes of a batch with those of the other processes, if they are new and the arrays span them.
 
         All processes must call this before each call of a step.
 
+        Args:
+            state: The state.
+            args: The batch.
+            shapes: What stands for its shapes, if that is known.
+
         Raises:
             ValueError: The shapes differ; names two processes and what they have. It is raised on all processes.
         """
-        leaves, treedef = trees.flatten(args)
-        shapes = (treedef, *[(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
+        if shapes is None:
+            leaves, treedef = trees.flatten(args)
+            shapes = treedef, *((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
         if shapes in self._known:
             return
-        if not any(map(_spans_processes, (*leaves, getattr(state, "global_step", None)))):
+        if not any(map(_spans_processes, (*jax.tree.leaves(args), getattr(state, "global_step", None)))):
             return  # not known either: one process may run steps of its own
         each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
         other = next((i for i, one in enumerate(each) if one["whole"] != each[0]["whole"]), None)

@@ -29,8 +29,9 @@ from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback
 from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
-from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state
-from jstep.training.step import explain_one_argument
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.training.explain import explain_one_argument
 
 # Periodic evaluation with callbacks.
 

@@ -19,7 +19,7 @@ from jstep.hooks.base import RunHook, every
 from jstep.hooks.hook import Metrics
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
-from jstep.state.train_state import TrainState, state_of
+from jstep.state.train_state import TrainState
 from jstep.stores.files import LocalLines, ObjectLines, is_directory, open_lines
 from jstep.stores.objects import join, location
 
@@ -313,14 +313,14 @@ class AuditHook(RunHook):
             return run_call(state, call)
         step = step_of(call)
         with timed():
-            again, args = _preserved(step, state_of(state), call.args)
+            again, args = _preserved(step, state, call.args)
         result = run_call(state, call)
         del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
         with timed():
-            first = by_device(state_of(result[0]))
+            first = by_device(result[0])
             try:
-                second = by_device(state_of(step(again, *args)[0]))
+                second = by_device(step(again, *args)[0])
             except Exception as error:
                 note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
                 raise

@@ -17,7 +17,7 @@ from jstep.core.slot_roles import roles_in
 from jstep.core.tagged_arrays import UnsupportedError
 from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
-from jstep.state.train_state import TrainState, state_of
+from jstep.state.train_state import TrainState
 
 # The `Hook` protocol and the information about a run that stock hooks receive.
 
@@ -98,18 +98,41 @@ class Hook:
 
 
 @dataclasses.dataclass
-class RunInfo:
+class LoopState:
+    """The place of a loop over calls: in `train`, in `replay`, and in `verify_resume`.
+
+    Attributes:
+        step: The step of the state.
+        state: The state after the latest step, with the changes that hooks made.
+        metrics: The metrics of the last step; None before the first one.
+        rows: The number of rows of its batch; None if not known.
+    """
+
+    step: int = 0
+    state: Any = None
+    metrics: Any = None
+    rows: int | None = None
+
+    def take(self, run_call: Callable[[Any, Any], Any], call: Any) -> None:
+        """Run the steps of a call. It never waits for the device, and nothing changes if the call raises.
+
+        Args:
+            run_call: `run_call(state, call) -> (state, metrics)`, such as the `Programs` of a run.
+            call: The batches, and the program that runs their steps.
+        """
+        self.state, self.metrics = run_call(self.state, call)
+        self.step, self.rows = call.first + call.steps, call.program.rows
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunInfo(LoopState):
     """The information about a run of `train` that stock hooks receive, kept up to date by the loop.
 
     Attributes:
         last_step: The step at which the run ends; None if the batches or a hook end it.
         sums: The sums of metrics over intervals, a `MetricSums`.
         transfers: The queue of metrics to report, a `TransferQueue`.
-        carried: The state after the latest step, with the changes that hooks made, as the calls hand it on.
         first: The step at which the run begins; 0 until it is known.
-        step: The step of the state.
-        metrics: The metrics of the last step; None before the first one.
-        rows: The number of rows of its batch; None if not known.
         examples: The number of examples of the run so far, and that of the steps whose number of rows is not known.
         stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
         is_over: Whether the last step was taken.
@@ -140,11 +163,7 @@ class RunInfo:
     last_step: int | None
     sums: Any
     transfers: Any
-    carried: Any = None
     first: int = 0
-    step: int = 0
-    metrics: Any = None
-    rows: int | None = None
     examples: tuple[int, int] = (0, 0)
     stopped_by: str | None = None
     is_over: bool = False
@@ -164,16 +183,6 @@ class RunInfo:
     nonfinite: Exception | None = None
     before_off_cadence: Callable[[], None] = lambda: None
     flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-
-    @property
-    def state(self) -> Any:
-        """The state after the latest step."""
-        return state_of(self.carried)
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state is not state_of(self.carried):
-            self.carried = state
 
     def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""

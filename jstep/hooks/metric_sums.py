@@ -13,7 +13,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as device
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import Columns, Sums
-from jstep.training.step import Constants
+from jstep.training.metrics import Constants
 
 NONE = Constants({})
 _CALLS, _VALUES = 25, 128

@@ -19,8 +19,8 @@ from jstep.hooks import hook
 from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive, scalar
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith, step_of
 from jstep.hooks.timeline import SAVING, STEPPING
-from jstep.state.global_step import get_global_step
-from jstep.state.train_state import TrainState, require_alive
+from jstep.state.global_step import get_global_step, require_alive
+from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location
 
 # Steps per second, and the utilization that they are.

@@ -39,6 +39,7 @@ from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
 from jstep.hooks.timeline import START
+from jstep.loop.calls import Call
 from jstep.loop.card_differences import (
     BEFORE_AND_NOW,
     PLACES,
@@ -51,9 +52,8 @@ from jstep.loop.card_differences import (
 )
 from jstep.loop.card_differences import card_difference as card_difference  # where it was until now
 from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.feeder import TrainSteps, lanes_of, name_of_step
-from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import Options, Run
+from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
 from jstep.training.step import minimized
 
@@ -417,12 +417,12 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
         if self.run.write_line is not None:
             self.run.write_line("card", **fields)
 
-    def _add_program(self, done: Dispatched) -> None:
+    def _add_program(self, call: Call, state: Any) -> None:
         """Record a program that was called for the first time."""
         with _logging_errors():
-            about, traced = {"stage": done.stage.first, "steps": done.call.most}, done.trace()
-            pure = minimized(done.stage.step)
-            given = traced, done.constants.arrays, done.args, None if pure is None else pure.optimizer
+            program, traced, args = call.program, call.trace(state), call.of_one
+            about, pure = {"stage": program.stage.first, "steps": program.most}, minimized(program.stage.step)
+            given = traced, program.constants.arrays, args, None if pure is None else pure.optimizer
             self._begin(lambda: self._record(about | program_card(*given)))
 
     def past(self, step: int) -> dict[str, Any]:

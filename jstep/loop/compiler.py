@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import dims_of, in_background
-from jstep.loop.feeder import CopiedBatches
+from jstep.loop.calls import CopiedBatches
 from jstep.loop.stopping import StopWaiting
 from jstep.stores.files import make_folders, sync_files, sync_folder
 from jstep.stores.objects import is_url
@@ -194,6 +194,11 @@ class BackgroundCompiler:
                     job.first,
                     time.perf_counter() - then,
                 )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no program is left to compile or to wait for."""
+        return not self._jobs and not self._begun
 
     def close(self) -> None:
         """Begin no further compilations; log a line if the process has to wait for one."""

@@ -13,8 +13,8 @@ from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import body_of, depend_on_calls
 from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
+from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of
-from jstep.loop.programs import Dispatched
 from jstep.loop.run_record import LARGEST_STEP, Run
 from jstep.optimizers.averages import MOVED
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate, values_used
@@ -257,14 +257,15 @@ def _leaves_in(state: TrainState, slots: list[str]) -> list[bool]:
     )
 
 
-def _warn_of_averages_at_rest(done: Dispatched) -> None:
+def _warn_of_averages_at_rest(call: Call, state: Any) -> None:
     """Warn if averages that follow the step move in no update of a stage, after its first call."""
-    names, shapes = roles_in(done.state).with_detail(FOLLOWS_STEP), shapes_of((done.state, *done.args))
+    stage, names = call.program.stage, roles_in(state).with_detail(FOLLOWS_STEP)
+    shapes = shapes_of((state, *call.of_one))
     try:
         with using_mesh(mesh_of(shapes)):
-            traced, out = jax.make_jaxpr(pure(done.stage.step), return_shape=True)(*shapes)
+            traced, out = jax.make_jaxpr(pure(stage.step), return_shape=True)(*shapes)
     except Exception as error:  # a function that cannot be traced
-        _logger.debug("%s: whether averages move in it is not known: %s", done.stage.name, error)
+        _logger.debug("%s: whether averages move in it is not known: %s", stage.name, error)
         return
     found = depend_on_calls(body_of(traced), MOVED, [False] * len(traced.in_avals))
     new, _ = jax.tree.unflatten(jax.tree.structure(out), found)
@@ -275,7 +276,7 @@ def _warn_of_averages_at_rest(done: Dispatched) -> None:
             '%s: moving averages that follow the step (%s, follows="step") move in none of its updates: no update with '
             "increment_global_step=True is one of theirs. Let one of them advance the step, or average with "
             'follows="updates".',
-            done.stage.name,
+            stage.name,
             _named(rest),
         )
 

@@ -20,9 +20,9 @@ from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
-from jstep.loop.feeder import EndsAhead, StageBoundaries
 from jstep.loop.run_record import ENDING, Run
 from jstep.loop.saving import ENDED, STOPPED, RunSaverHook
+from jstep.loop.stages import EndsAhead, StageBoundaries
 from jstep.state.contents import in_words
 from jstep.state.train_state import TrainState
 
@@ -574,7 +574,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
         return False
     try:
         with internal_transfers():
-            latest, skip_metric = run.sums.latest(), run.programs.skip_metric
+            latest, skip_metric = run.sums.latest(), run.programs.constants.skipped
             if latest is not None and latest.bad is not None:
                 return True
             finite = np.isfinite(host(loss).astype(np.float64))

@@ -42,6 +42,7 @@ class InFlight:
 
     Attributes:
         finished: The step after the last call that is known to have finished; None before the first.
+        most: The most calls that may be unfinished before the next one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -50,18 +51,17 @@ class InFlight:
         self._clock = clock
         self._busy_since = 0.0  # when the device began its present call, as far as is known
         self._each: float | None = None  # the seconds that a call takes
+        self.most = _LEAST
         self._are_donated = False  # metrics, to later calls
-
-    @property
-    def most(self) -> int:
-        """The most calls that may be unfinished before the next one."""
-        return _LEAST if not self._each else max(_LEAST, math.ceil(_SECONDS / self._each))
 
     def add(self, step: int, state: Any, metrics: Any) -> None:
         """Add a call that was dispatched, with the step after it and its results."""
         if not self._calls:
             self._busy_since = self._clock()
-        self._calls.append(_Call(_result(state, None if self._are_donated else metrics), step))
+        result = metrics.get("loss") if type(metrics) is dict and not self._are_donated else None
+        if not isinstance(result, jax.Array):
+            result = _result(state, None if self._are_donated else metrics)
+        self._calls.append(_Call(result, step))
 
     def look(self) -> None:
         """Drop the calls that have finished; waits for none."""
@@ -80,6 +80,7 @@ class InFlight:
         now = self._clock()
         new = (now - self._busy_since) / done
         self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
+        self.most = _LEAST if not self._each else max(_LEAST, math.ceil(_SECONDS / self._each))
         self._busy_since = now
 
     def make_room(self) -> None:

@@ -13,6 +13,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, kind, shown
+from jstep.core.placement import refuse_compile_only
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
 from jstep.hooks.base import positive, positive_secs
@@ -20,14 +21,17 @@ from jstep.hooks.hook import RunInfo, list_of_hooks
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.stock import CheckpointSaverHook
+from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.hooks.timeline import STEPPING, Stopwatch, Timeline
+from jstep.loop.calls import AUTO
 from jstep.loop.compiler import StartTimes
-from jstep.loop.feeder import BatchFeeder, FetchCounter, TrainSteps
+from jstep.loop.feeder import BatchFeeder, FetchCounter
 from jstep.loop.in_flight import InFlight
-from jstep.loop.programs import AUTO, Programs
+from jstep.loop.programs import Programs
+from jstep.loop.stages import TrainSteps
 from jstep.loop.stopping import StopSignals, StopWaiting
-from jstep.state.train_state import TrainState
+from jstep.state.global_step import get_global_step
+from jstep.state.train_state import TrainState, require_state
 
 # The arguments of `train`, validated.
 
@@ -139,6 +143,34 @@ def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, ba
             raise type(error)(f"batch_{error}") from None
 
 
+def check(state: Any, last_step: int) -> None:
+    """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
+
+    Raises:
+        RuntimeError: The state has no global step.
+    """
+    refuse_compile_only(require_state(state), "state")
+    if np.ndim(state.global_step):
+        raise ValueError(
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
+            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, "
+            "jax.eval_shape(create, seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), "
+            "and in jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
+            "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
+        )
+    step = get_global_step(state)
+    if step is None:
+        # Raises the error of StepCounterHook, which every run has.
+        StepCounterHook().begin(state)
+        return
+    last = np.iinfo(step.dtype).max
+    if last_step > last:
+        raise ValueError(
+            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can hold; under "
+            "jax_enable_x64 steps are int64"
+        )
+
+
 # The record of one run of `train`, which all parts of the loop share.
 
 STARTING, RUNNING, ENDING = "starting", "running", "ending"
@@ -158,7 +190,6 @@ class Run(RunInfo):
         signals: Receives SIGTERM and SIGINT.
         phase: One of the phases above.
         start: The step at which the run begins; None until it is known.
-        shapes: The shapes of its batch, as in `Call`.
         latest: The newest checkpoint, known before it is restored, or None.
         given: The step of the given state; None if it is abstract or was donated.
         extra: The `extra` of the checkpoint that the run resumes from.
@@ -190,7 +221,6 @@ class Run(RunInfo):
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
-    shapes: Any = None
     latest: int | None = None
     given: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -277,9 +307,9 @@ def new_run(options: Options, stages: TrainSteps, state: TrainState, times: Star
         last_step=options.end,
         sums=sums,
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
-        carried=trees.owned(state),
+        state=trees.owned(state),
         logdir=options.logdir,
-        constant_metrics=lambda: programs.constant_metrics,
+        constant_metrics=lambda: programs.constants.values.keys(),
         stop_requested=signals.to_stop,
         watch=watch,
         options=options,

@@ -19,7 +19,7 @@ from jstep.hooks.hook import Metrics, get_states
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import SAVING, STEPPING
-from jstep.loop.programs import AUTO
+from jstep.loop.calls import AUTO
 from jstep.loop.run_record import Run
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url

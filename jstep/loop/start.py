@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,14 +29,16 @@ from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
-from jstep.loop.feeder import BatchFeeder, Segment, StageBoundaries, copied_batches
+from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner, reason_done
-from jstep.loop.programs import Programs, is_compiled, trace_step
+from jstep.loop.programs import Programs
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
+from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.train_state import TrainState, state_of
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import TrainState
 from jstep.training.step import refuse_a_loss
 
 # Restore the newest checkpoint, or start from the given state.
@@ -122,18 +125,8 @@ def _begin_with_given(run: Run, why: str) -> None:
                 f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
                 "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
             )
-    check_alive(run.state)
+    require_alive(run.state)
     run.begin_at(step_of(run.state))
-
-
-def check_alive(state: TrainState) -> None:
-    """Refuse a state that was donated to an earlier step."""
-    path = trees.donated_leaf(state)
-    if path is not None:
-        raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step or run and deleted. Use the state that train or "
-            "the step returned, or make a new one."
-        )
 
 
 def _step_if_known(state: TrainState) -> int | None:
@@ -283,7 +276,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
     jobs = []
     for segment in (first, *later):
         stage, args = programs.stages[segment.stage], None
-        if not is_compiled(stage.single):
+        if not stage.is_compiled:
             continue
         is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
         if isinstance(source.by_step, BatchSequence) or is_indexed:
@@ -295,7 +288,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
                 continue
             seen.add(key)
             if segment is not first:
-                _check(stage.single, shapes, args, segment)
+                _check(stage, shapes, args, segment)
         elif not segment.is_edge:
             continue
         if segment is not first:
@@ -314,7 +307,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
     """
     programs, start, batch_sharding = run.programs, run.first, run.options.batch_sharding
     stage = programs.stage_of(start)
-    if not is_compiled(stage.single):
+    if not stage.is_compiled:
         first.forget()
         return
 
@@ -360,13 +353,13 @@ def _shapes_as_args(batch: Any, batch_sharding: Any) -> tuple[Any, ...]:
     return shapes_of(trees.arguments_of(placed))
 
 
-def _check(step: Any, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
+def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) -> None:
     """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     name = f"train_step[{segment.first}]" if segment.is_edge else "train_step"
     try:
-        new = state_of(trace_step(step, state, args).out_info[0])
+        new = stage.trace(state, args).out_info[0]
     except Exception as error:
-        refuse_a_loss(step, state, args, error, name)
+        refuse_a_loss(stage.step, state, args, error, name)
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:
             which = f" with batch {segment.first}, whose shapes differ from those of the batch before"
@@ -474,7 +467,7 @@ def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch)
     boundaries = StageBoundaries(run.stages, source.next_change)
     compile_ahead(run, boundaries, source)
     ends = runner.ends(boundaries) if run.programs.is_looped else None
-    made = run.programs.calls(iter(items), run.first, ends, run.options.batch_sharding)
+    made = run.programs.calls(iter(items), run.first, ends or (math.inf,), run.options.batch_sharding)
     run.feeder = BatchFeeder(source, made, run.signals, run.watch)
     run.closing.callback(run.feeder.close)
     if run.feeder.live is not None:

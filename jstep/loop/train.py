@@ -21,12 +21,12 @@ from jstep.hooks.report import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
-from jstep.loop.feeder import fetched_by_all, stages_of, take_steps
+from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
-from jstep.loop.programs import check
 from jstep.loop.progress import shown
-from jstep.loop.run_record import ENDING, Options, Run, new_run
+from jstep.loop.run_record import ENDING, Options, Run, check, new_run
+from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
 from jstep.loop.stopping import StopWaiting
@@ -218,12 +218,12 @@ def _take_steps(run: Run) -> None:
     try:
         for call in fetched_by_all(run.feeder or ()):
             in_flight.make_room()
-            if run.may_leave_call():  # a signal arrived meanwhile
+            if run.signals.interrupts and run.may_leave_call():  # a signal arrived meanwhile
                 raise StopWaiting
             if runner.precedes_calls:
                 runner.before()
-            take_steps(run, run_call, call)
-            in_flight.add(run.step, run.carried, run.metrics)
+            run.take(run_call, call)
+            in_flight.add(run.step, run.state, run.metrics)
             if runner.after(call.first) or run.step >= last_step:
                 break
     except StopWaiting:

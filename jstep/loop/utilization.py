@@ -6,14 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jstep.core.devices import has_peaks, peak_of
 from jstep.core.placement import device_count, device_of
 from jstep.core.programs import Product, body_of, recomputes, work_of
-from jstep.loop.programs import Dispatched
+from jstep.loop.calls import Call
 from jstep.loop.run_record import Run
 from jstep.state.train_state import TrainState
 
@@ -58,27 +58,25 @@ class DispatchedSteps:
         self.work: dict[Hashable, StepWork] = {}
         self._steps: dict[Hashable, int] = {}
 
-    def add(self, done: Dispatched) -> None:
-        """Add the steps of a call."""
-        leaves = jax.tree.leaves(done.args)
-        shapes = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
-        key = (done.stage.first, *shapes)
+    def add(self, call: Call, state: Any) -> None:
+        """Add the steps of a call, which returned a state."""
+        program = call.program
         try:
-            self._steps[key] += done.call.steps
+            self._steps[program] += call.steps
         except KeyError:
-            self.work[key], self._steps[key] = self._of(done), done.call.steps
+            self.work[program], self._steps[program] = self._of(call, state), call.steps
 
     def steps(self) -> Steps:
         """The steps so far."""
         return dict(self._steps)
 
-    def _of(self, done: Dispatched) -> StepWork:
-        tree = (done.state, done.args)
+    def _of(self, call: Call, state: Any) -> StepWork:
+        tree = state, call.of_one
         known = StepWork(device_count(tree), device_of(tree).device_kind)
         if not self.is_traced:
             return known
         try:
-            traced = done.trace()
+            traced = call.trace(state)
             if traced is None:
                 return known
             body = body_of(traced.jaxpr)

@@ -13,7 +13,7 @@ from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import Masked, Result, Scalar, Values
 from jstep.optimizers.hyperparameters import bias_correction, deprecated_m_dtype
-from jstep.optimizers.leafwise import MEAN, SLOW, SQUARE, Slot
+from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Slot
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -397,7 +397,7 @@ def adabelief(
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"epsilon_root": epsilon_root}
-    slots = {"v": SQUARE, "m": MEAN}  # v is computed from the old m
+    slots = {"v": SQUARE, "m": MEAN_IN_ORDER}  # v is computed from the old m
     return elements.from_direction("adabelief", adabelief_direction, slots, hyper, prepare=corrections)
 
 
@@ -550,7 +550,7 @@ def adan(
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"beta3": beta3, "weight_decay": Masked(weight_decay, weight_decay_mask)}
-    slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": 0.0}
+    slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": Slot(in_order=True)}
     return elements.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
 
 
@@ -604,7 +604,9 @@ def adopt(
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"epsilon": elements.positive("epsilon", epsilon)}
-    return elements.from_direction("adopt", adopt_direction, M_V, hyper, prepare=adopt_weights)
+    return elements.from_direction(
+        "adopt", adopt_direction, {"m": MEAN_IN_ORDER, "v": SQUARE}, hyper, prepare=adopt_weights
+    )
 
 
 def adopt_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -575,7 +575,7 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
     hyper = {"slow_step_size": checked("slow_step_size", slow_step_size, low=0, high=1)}
     own = Own({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
-    return wrap_optimizer(optimizer, "lookahead", update, own)
+    return wrap_optimizer(optimizer, "lookahead", update, own, inner_roles=Roles.ordered)
 
 
 def _synchronised(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
@@ -674,7 +674,8 @@ def master_weights(optimizer: OptimizerLike, dtype: Any = jnp.float32) -> Optimi
         return treedef.unflatten(found), inner, {MASTER: treedef.unflatten(kept)}
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.changed({Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}).stored_by("master_weights")
+        copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
+        return roles.changed(copies).stored_by("master_weights").ordered()
 
     own = Own({MASTER: fresh}, {MASTER: Role.MASTER})
     init_on = functools.partial(jax.tree.map, widened)

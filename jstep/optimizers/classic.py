@@ -14,7 +14,7 @@ from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import BETA, RATE, Masked, Result, Rule, Values
 from jstep.optimizers.hyperparameters import checked
-from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE, Slot
+from jstep.optimizers.leafwise import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Slot
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 
@@ -155,6 +155,7 @@ def sgd(
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
     slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Masked(weight_decay, weight_decay_mask)
+    slots = {"momentum": MEAN_IN_ORDER} if use_nesterov else slots
     prepare = share_of_gradient if keeps and damped else None
     return elements.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
 
@@ -325,7 +326,7 @@ def adadelta(
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
     """
-    slots = {"accum_update": SQUARE, "accum": SQUARE}
+    slots = {"accum_update": Slot(holds="square", in_order=True), "accum": SQUARE}
     hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
     return elements.from_direction("adadelta", adadelta_direction, slots, hyper, by_rows=True)
 
@@ -386,7 +387,10 @@ def ftrl(
     `tf.train.FtrlOptimizer`.
     """
     # What the parameters are computed from at each step is a part of them, not a step size: its errors would be theirs.
-    slots = {"accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE), "linear": SLOW}
+    slots = {
+        "accum": checked("initial_accumulator_value", initial_accumulator_value, **RATE),
+        "linear": Slot(holds="slow", in_order=True),
+    }
     hyper = {
         "learning_rate": elements.positive("learning_rate", learning_rate),
         "learning_rate_power": learning_rate_power,

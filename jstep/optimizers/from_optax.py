@@ -102,7 +102,9 @@ def from_optax(
                 log_once()
             return slot
 
-        return found.joined(Roles(counted=(Counted(schedules, reported, count),))) if found.complete else found
+        if not found.complete:
+            return found
+        return found.joined(Roles(counted=(Counted(schedules, reported, count),) if schedules else ()))
 
     finished = isinstance(hyperparameters, Mapping) and LEARNING_RATE in hyperparameters
     known = roles if schedules else plain.roles

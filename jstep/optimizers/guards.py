@@ -72,7 +72,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, made, _left_out(last))}
 
     own = Own({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
-    return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=Roles.of_own_age)
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=_skipping)
 
 
 def _at_step(params: Params, step: Step) -> Array:
@@ -232,8 +232,13 @@ def dynamic_loss_scale(
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=_of_own_age)
 
 
+def _skipping(roles: Roles) -> Roles:
+    """The roles below a wrapper that skips updates: it selects between old and new slots."""
+    return roles.of_own_age().ordered()
+
+
 def _of_own_age(roles: Roles) -> Roles:
-    return _of_one_loss(roles.of_own_age())
+    return _of_one_loss(_skipping(roles))
 
 
 def loss_scale_of(roles: Roles, slots: Slots) -> Array | None:
@@ -464,7 +469,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
 
 def _at_some_steps(roles: Roles) -> Roles:
-    return _of_one_loss(roles.at_some_steps())
+    return _of_one_loss(roles.at_some_steps().ordered())
 
 
 def _scalar(path: str, leaf: Any) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Masked, Result, Values
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
-from jstep.optimizers.leafwise import MEAN, Slot, element, map_updates, with_init
+from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Slot, element, map_updates, with_init
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
 
@@ -64,7 +64,7 @@ def lion(
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
-    slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean")}
+    slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     return elements.from_direction("lion", lion_direction, slots, hyper)
@@ -90,7 +90,7 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
     """
-    return elements.from_update("scale_by_lion", lion_direction, {"m": MEAN}, {"beta1": beta1, "beta2": beta2})
+    return elements.from_update("scale_by_lion", lion_direction, {"m": MEAN_IN_ORDER}, {"beta1": beta1, "beta2": beta2})
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -13,7 +13,7 @@ from jstep.core import trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_function
 from jstep.core.matching import match_gradients, require_slots
-from jstep.core.placement import are_all_in_place, mark_in_place, on_devices
+from jstep.core.placement import on_devices
 from jstep.core.slot_roles import (
     KINDS,
     OUTERMOST,
@@ -458,6 +458,8 @@ class Slot:
             sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
             of values that are never negative, by which something is divided. `"weight"`: values like those of the
             parameter.
+        in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
+            copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
 
     Example:
         >>> import jstep
@@ -470,6 +472,7 @@ class Slot:
     dtype: Any = None
     keeps: Literal["rows", "columns"] | None = None
     holds: Literal["mean", "slow", "square", "weight"] | None = None
+    in_order: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check `keeps` and `holds`."""
@@ -483,6 +486,7 @@ _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
 MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
 COPY = Slot("copy", holds="weight")
+MEAN_IN_ORDER = Slot(holds="mean", in_order=True)
 """Slots, with what they hold: `Slot` explains it."""
 
 
@@ -562,9 +566,8 @@ def leafwise(
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
         return fresh | held_slots(hyper)
 
-    alone = measure is None
-    on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and alone, alone=alone)
-    measure_leaf = measure and _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False, alone=False)
+    on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
+    measure_leaf = measure and _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False)
 
     @loads_slots
     def update(updates: Updates, given: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
@@ -614,6 +617,7 @@ def leafwise(
             own | ({START_STEP: Role.AGE} if aged else {}),
             holds={name: str(spec.holds) for name, spec in declared.items()},
             formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
+            in_order={name for name, spec in specs.items() if spec.in_order},
         ).joined(hyperparameters.held_roles(hyper))
 
     made = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
@@ -650,7 +654,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
 
 
-def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool, alone: bool) -> Any:
+def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
 
     Inside a step the jit does not compile anything: it becomes one shared function that XLA inlines. Without it,
@@ -659,7 +663,6 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool, alon
     Args:
         rule: The rule of a leaf.
         sparse: Whether the rule is applied to the rows of a sparse gradient only.
-        alone: Whether no other function of the update reads the slots.
     """
 
     def on_leaf(gradient: Any, leaf: Array, slots: LeafSlots, arrays: Hyper, static: tuple[Any, ...]) -> Any:
@@ -693,35 +696,7 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool, alon
         return trees.within(dataclasses.replace(rows, values=update)), kept
 
     on_leaf.__name__ = getattr(rule, "__name__", "rule")
-    shared = jax.jit(on_leaf, static_argnums=4)
-    if not alone:
-        return shared
-    in_place: dict[Any, bool] = {}  # by shapes, dtypes and flags of a leaf
-
-    def marked(*args: Any) -> tuple[Any, LeafSlots]:
-        result, new = shared(*args)
-        if not any(map(trees.is_traced, jax.tree.leaves(new))):
-            return result, new  # outside of a program the order is fixed
-        arrays, treedef = jax.tree.flatten(args[:-1])
-        key = (treedef, args[-1], *((jnp.shape(x), jnp.result_type(x)) for x in arrays))
-        if key not in in_place:
-            in_place[key] = _writes_in_place(shared.trace(*args), args[:-1])
-        if in_place[key]:
-            mark_in_place(jax.tree.leaves(new))
-        return result, new
-
-    return marked
-
-
-def _writes_in_place(traced: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a traced rule of `(g, p, slots, arrays)` reads no old slot except for the new one."""
-    jaxpr = traced.jaxpr.jaxpr
-    if len(jaxpr.invars) != len(jax.tree.leaves(args)):
-        return False
-    indices = jax.tree.unflatten(jax.tree.structure(args), range(len(jaxpr.invars)))
-    _, new = jax.tree.unflatten(jax.tree.structure(traced.out_info), range(len(jaxpr.outvars)))
-    replaced = {indices[2][name]: index for name, index in new.items() if index is not None}
-    return are_all_in_place(jaxpr, replaced)
+    return jax.jit(on_leaf, static_argnums=4)
 
 
 def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:

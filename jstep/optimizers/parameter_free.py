@@ -17,7 +17,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers.elements import POSITIVE, Masked, Result, Scalar, Sums, Values, average, from_update, with_decay
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
-from jstep.optimizers.leafwise import COPY, MEAN, SLOW, SQUARE
+from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Slot
 from jstep.optimizers.updates import find_slot
 from jstep.state.train_state import masters_of, values_of
 
@@ -86,7 +86,7 @@ def prodigy(
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
         hyper["growth_rate"] = growth_rate
     corrected, guarded = as_bool(bias_correction, "bias_correction"), as_bool(safeguard_warmup, "safeguard_warmup")
-    slots = {"m": MEAN, "v": SQUARE, "s": SLOW, "p0": COPY}
+    slots = {"m": MEAN_IN_ORDER, "v": SQUARE, "s": SLOW, "p0": COPY}
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
     sums = Sums(progress, estimate)
     prepare = functools.partial(decayed_sizes, corrected=corrected, guarded=guarded)
@@ -216,7 +216,7 @@ def schedule_free_adamw(
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Masked(weight_decay, weight_decay_mask)}
-    slots = {"z": COPY, "v": SQUARE} | _scalars(beta1)
+    slots = {"z": Slot("copy", holds="weight", in_order=True), "v": SQUARE} | _scalars(beta1)
     return from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
 
 

@@ -18,7 +18,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers.elements import Masked, Result, Values, decays, from_update
 from jstep.optimizers.hyperparameters import age_of, bias_correction
-from jstep.optimizers.leafwise import MEAN, SQUARE, Slot
+from jstep.optimizers.leafwise import MEAN_IN_ORDER, SQUARE, Slot
 from jstep.optimizers.updates import loads_slots, with_slots_loaded
 from jstep.state.train_state import START_STEP
 
@@ -292,7 +292,9 @@ def soap(
         # At least two axes, so that the names do not depend on whether there is a matrix.
         axes = range(max([2, *(np.ndim(leaf) for leaf in jax.tree.leaves(params) if trees.is_trainable(leaf))]))
         squares = [(axis, Slot(shape=partial(square, axis=axis))) for axis in axes]
-        return {"m": MEAN, "v": SQUARE} | {f"{name}_{axis}": slot for axis, slot in squares for name in ("gg", "q")}
+        return {"m": MEAN_IN_ORDER, "v": SQUARE} | {
+            f"{name}_{axis}": slot for axis, slot in squares for name in ("gg", "q")
+        }
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Masked(weight_decay, weight_decay_mask)}

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from jstep.core import trees
 from jstep.core.checks import kind, setting
 from jstep.core.matching import require_slots
 from jstep.core.meshes import on_any_mesh, parts_along
-from jstep.core.placement import in_order, is_in_place, is_on_host, layout_of, on_devices, shardings_of, to_host
+from jstep.core.placement import in_order, is_on_host, layout_of, on_devices, shardings_of, to_host
 from jstep.core.programs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, RowsInOrder, Slots, Updates
 from jstep.optimizers.hyperparameters import is_projected, is_update, own_leaves
@@ -330,33 +330,33 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
 
 
-def apply_in_order(params: Params, updates: Updates, slots: Slots) -> tuple[Params, Slots]:
+def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
     """Add updates to parameters, and fix the order in which XLA overwrites the parameter and the slots of a leaf.
 
     A slot that other arrays are computed from must not be overwritten before them, and XLA's CPU backend copies it
     unless a data dependency fixes the order: the parameter first, then the slots in the order of the dict. So rules
-    need no order of their own: an optimizer declares a slot after those that are computed from its old value. Leaves
-    whose slots are all overwritten in place need no order.
+    need no order of their own: an optimizer declares a slot after those that are computed from its old value, and that
+    more than its new value is (`Slot(in_order=True)`). Other leaves need no order.
 
     Args:
         params: The parameters.
         updates: A tree of the same structure, as for `apply_updates`.
         slots: The new slots. Only leaves with the shape of their parameter are ordered.
+        names: The slots that need an order, and with them all others of their leaves.
     """
     leaves, treedef = trees.flatten(params)
-    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
-        return apply_updates(params, updates), slots
     found = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
+        return apply_updates(params, updates), slots
     new = list(leaves)
     for i, (leaf, update) in enumerate(zip(leaves, found, strict=True)):
-        if not trees.is_none(update):
-            own = [] if is_update(update) else [tree for tree in ordered.values() if _is_alike(tree[i], leaf)]
-            if all(is_in_place(tree[i]) for tree in own):
-                new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
-                continue
-            new[i], moved = _add_in_order(leaf, update, [tree[i] for tree in own])
-            for tree, value in zip(own, moved, strict=True):
+        if trees.is_none(update):
+            continue
+        new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
+        own = {} if is_update(update) else {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
+        if any(name in names for name in own):
+            for tree, value in zip(own.values(), in_order(new[i], *(tree[i] for tree in own.values())), strict=True):
                 tree[i] = value
     return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
 
@@ -374,12 +374,6 @@ def _is_sum(leaf: Any, update: Any) -> bool:
     of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
     same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
     return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
-
-
-@jax.jit  # one trace for all leaves of a shape, as in leafwise
-def _add_in_order(leaf: Array, update: Any, slots: list[Array]) -> tuple[Array, list[Array]]:
-    new = add(leaf, update)
-    return new, in_order(new, *slots)
 
 
 @jax.jit

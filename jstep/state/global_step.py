@@ -129,17 +129,31 @@ def global_step(state: Any) -> int:
         0
     """
     step = _scalar_step(state)
-    if isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted():
-        raise RuntimeError(
-            "the state's global_step was donated to an earlier step and deleted. Use the state that the step returned, "
-            "or keep old states alive with minimize(..., donate=False)."
-        )
+    require_alive({"global_step": step})
     refuse_shapes(step, "state")
     try:
         return int(step)
     except jax.errors.ConcretizationTypeError as error:
         note(error, "jstep.global_step is a number on the host; inside a compiled step use state.global_step")
         raise
+
+
+def require_alive(state: Any, cause: BaseException | None = None) -> None:
+    """Reject a state that was donated to a compiled step.
+
+    Args:
+        state: Any tree of arrays.
+        cause: JAX's own exception, if there is one.
+
+    Raises:
+        RuntimeError: A leaf was donated; names its path.
+    """
+    path = trees.donated_leaf(state)
+    if path is not None:
+        raise RuntimeError(
+            f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
+            "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
+        ) from cause
 
 
 def _scalar_step(state: Any) -> Array:

@@ -305,96 +305,6 @@ def keep_roles(old: Any, new: Any) -> Any:
     return TrainState(new.params, new.slots, new.global_step, roles=roles_in(old)) if same else new
 
 
-# A state between two calls of its step, without names.
-
-
-class _Structure:
-    """The structure of a state. In a run it is usually one object, so that JAX need not compare names at every call."""
-
-    __slots__ = ("treedef",)
-
-    def __init__(self, treedef: Any) -> None:
-        self.treedef = treedef
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Structure) and bool(self.treedef == other.treedef))
-
-    def __hash__(self) -> int:
-        return hash(self.treedef)
-
-
-class FlatState:
-    """A state as the tuple of its leaves: what a run hands from one call of a compiled step to the next.
-
-    A step that is called with a `FlatState` returns one. Its program is that of the state with names, but the calls of
-    a small step take a fifth less: for JAX it is one node, of which nothing but the leaves changes.
-
-    Attributes:
-        leaves: The leaves, in JAX's order.
-        shown: The state with names, once it was needed; None before.
-    """
-
-    __slots__ = ("__weakref__", "_structure", "leaves", "shown")
-
-    def __init__(self, structure: _Structure, leaves: tuple[Any, ...]) -> None:
-        self.leaves, self._structure = leaves, structure
-        self.shown: Any = None
-
-    @classmethod
-    def of(cls, state: Any) -> "FlatState":
-        """Flatten a state."""
-        leaves, treedef = trees.flatten(state)
-        return cls(_Structure(treedef), tuple(leaves))
-
-    @property
-    def state(self) -> Any:
-        """The state, always the same object."""
-        if self.shown is None:
-            self.shown = self.named()
-        return self.shown
-
-    @property
-    def global_step(self) -> Any:
-        """The global step of the state, the last field of a `TrainState` with leaves."""
-        return self.leaves[-1]
-
-    def named(self) -> Any:
-        """Return a new object of the state."""
-        return self._structure.treedef.unflatten(self.leaves)
-
-    def current(self) -> "FlatState":
-        """Return this state as it is now: whoever had its `state` may have changed a dict in it."""
-        return self if self.shown is None else FlatState.of(self.shown)
-
-    def followed_by(self, new: Any) -> "FlatState":
-        """Return a new state, for a trace: in this structure object if it has this structure with these roles."""
-        flat = FlatState.of(new)
-        same = flat._structure == self._structure and roles_in(new) is roles_in(self.named())
-        return FlatState(self._structure, flat.leaves) if same else flat
-
-    def _children(self) -> tuple[tuple[Any, ...], _Structure]:
-        return self.leaves, self._structure
-
-    def _children_with_keys(self) -> tuple[list[tuple[Any, Any]], _Structure]:
-        # JAX shows the whole path in one key as it shows the keys of the state's own nodes: `.params['w']`.
-        paths = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(self.named())]
-        keys = [jax.tree_util.GetAttrKey(path.removeprefix(".")) for path in paths]
-        return list(zip(keys, self.leaves, strict=True)), self._structure
-
-
-jax.tree_util.register_pytree_with_keys(
-    FlatState,
-    FlatState._children_with_keys,
-    FlatState,  # type: ignore[arg-type]  # JAX passes a tuple; a function around the class would cost 1 µs a step
-    FlatState._children,
-)
-
-
-def state_of(carried: Any) -> Any:
-    """Return the state that a run carries, with its names."""
-    return carried.state if type(carried) is FlatState else carried
-
-
 def _fresh(
     cls: type[TrainState], params: Any, optimizer: Optimizer, step: Array, model_state: Any, *, copy: bool
 ) -> TrainState:
@@ -531,24 +441,6 @@ def step_of(state: TrainState) -> Array:
     if state.global_step is None:
         raise ValueError(NO_STEP)
     return state.global_step
-
-
-def require_alive(state: Any, cause: BaseException | None = None) -> None:
-    """Reject a state that was donated to a compiled step.
-
-    Args:
-        state: Any tree of arrays.
-        cause: JAX's own exception, if there is one.
-
-    Raises:
-        RuntimeError: A leaf was donated; names its path.
-    """
-    path = trees.donated_leaf(state)
-    if path is not None:
-        raise RuntimeError(
-            f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
-            "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
-        ) from cause
 
 
 # Access to slots (optimizer state) by name and by parameter.

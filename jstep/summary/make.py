@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
-from jstep.core.checks import as_function, as_int, as_text, kind, setting, shown
+from jstep.core.checks import as_function, as_int, as_text, kind, scoped, setting, shown
 from jstep.core.meshes import internal_transfers, without_explicit_axes
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import Array, is_array, is_traced
@@ -360,26 +360,26 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
     return collected
 
 
-def collect_unreturned(fn: Callable[[], R]) -> Callable[[], tuple[R, Summary | None]]:
-    """Variant of `collect` for the loss of a training step: summaries that the function returns are left out."""
+@scoped
+def collected_unreturned() -> Iterator[Callable[[Any], Summary | None]]:
+    """Variant of `collect` for the loss of a training step: summaries that the loss returns are left out."""
+    collector = _Collector(SUMMARIES)
 
-    def collected() -> tuple[R, Summary | None]:
-        collector = _Collector(SUMMARIES)
-        with setting(_active, (*_active.get(), collector)):
-            result = fn()
+    def unreturned(result: Any) -> Summary | None:
         back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
         _refuse_lost(collector, back, _LOST_IN_A_LOSS)
         parts = [part for part in collector.parts if not back.issuperset(part.tags)]
-        return result, merge_parts(parts) if parts else None
+        return merge_parts(parts) if parts else None
 
-    return collected
+    with setting(_active, (*_active.get(), collector)):
+        yield unreturned
 
 
 def _merged(returned: Any, made: Any) -> Summary | None:
     return merge_parts((*returned.parts, *made.parts)) if isinstance(returned, Summary) else None
 
 
-engine.register_summaries(collect_unreturned, _merged)
+engine.register_summaries(collected_unreturned, _merged)
 
 
 def _returned(result: Any, collector: _Collector) -> list[Part]:

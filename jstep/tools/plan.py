@@ -25,8 +25,8 @@ from jstep.data.sequence import BatchSequence
 from jstep.hooks.base import RunHook, cadence_of
 from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.stock import StopAtStepHook
-from jstep.loop.feeder import name_of_step, stages_of
 from jstep.loop.foresight import rates_of, scheduled_rates
+from jstep.loop.stages import name_of_step, stages_of
 
 # The steps at which hooks are due, derived from their cadence.
 

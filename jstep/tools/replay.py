@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,14 +32,14 @@ from jstep.data.loaders import (
     with_files,
 )
 from jstep.data.to_devices import over_axes
-from jstep.hooks.hook import check_step
-from jstep.loop.feeder import Call, LoopState, StageBoundaries, copied_batches, make_calls, run_steps, stages_of
-from jstep.loop.programs import Programs, check
-from jstep.loop.run_record import as_steps_per_call, check_locations
-from jstep.loop.start import check_alive
+from jstep.hooks.hook import LoopState, check_step
+from jstep.loop.feeder import copied_batches
+from jstep.loop.programs import Programs
+from jstep.loop.run_record import as_steps_per_call, check, check_locations
+from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.loop.train import train
 from jstep.queues.queues import until_end
-from jstep.state.global_step import global_step
+from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 
 # Replaying a run up to a step.
@@ -141,10 +141,10 @@ def replay(
         )
     items = copied_batches(source._replace(position=None))  # which is not saved again
     programs = Programs(stages, steps_per_call, state=state)
-    if step > start:
-        ends = StageBoundaries(stages, source.next_change).ends(start, step)
-        run_steps(loop, programs, _up_to(step - start, programs.calls(items, start, ends, batch_sharding)), step)
-    last = next(make_calls(items, step, batch_sharding, on_device=programs.on_device), None)
+    ends = StageBoundaries(stages, source.next_change).ends(start, step)
+    for call in programs.calls(items, start, ends, batch_sharding):
+        loop.take(programs, call)
+    last = next(programs.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
     if loop.step < step or last is None:
         raise ValueError(
             f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs (the last is batch "
@@ -186,15 +186,6 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
 
 def _log(origin: str, start: int, step: int) -> None:
     _logger.info("replay: from %s (step %d), %d steps to step %d", origin, start, step - start, step)
-
-
-def _up_to(steps: int, made: Iterator[Call]) -> Iterator[Call]:
-    """Iterate over the calls of so many steps, without reading batches of later ones."""
-    for call in made:
-        yield call
-        steps -= call.steps
-        if steps <= 0:
-            return
 
 
 # Verification that a run resumes bit for bit from a checkpoint.
@@ -286,9 +277,10 @@ def verify_resume(
             first = global_step(state)
         at = LoopState(first, state)
         source = source_of(batches, first, first + count, position, state=lambda: at.state)
-        # Read exactly as many batches as there are steps, since the position is saved.
-        made = itertools.islice(make_calls(copied_batches(source), first), count)
-        run_steps(at, Programs(stages, state=state), made, first + count)
+        programs = Programs(stages, state=state)
+        # Exactly as many batches are read as there are steps, since the position is saved.
+        for call in programs.calls(copied_batches(source), first, [first + count]):
+            at.take(programs, call)
         if at.step < first + count:
             raise ValueError(f"batches ended after {at.step} steps; steps={steps} of them are needed")
         check_step(at.step, at.state, first)
@@ -299,7 +291,7 @@ def verify_resume(
         refuse_shapes(state, "make_state()")
         if not isinstance(state, TrainState):
             raise TypeError(f"make_state returned {kind(state)}; it must return a TrainState")
-        check_alive(state)
+        require_alive(state)
         return state
 
     def whole() -> TrainState:

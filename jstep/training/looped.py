@@ -12,10 +12,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
-from jstep.core.meshes import dims_of
+from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, is_slow_in_loops, scan
-from jstep.state.train_state import TrainState, state_of
-from jstep.training.step import Constants, PureStep, TrainStep, pure
+from jstep.state.train_state import TrainState
+from jstep.training.metrics import Constants, Metrics
+from jstep.training.step import PureStep, TrainStep, program_of, pure
 
 
 def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll: Unroll = None) -> Callable[..., Any]:
@@ -50,19 +51,18 @@ def scan_steps(train_step: Callable[..., Any], length: int | None = None, unroll
     unroll = as_unroll(unroll)
     step = pure(train_step)
 
-    def parts(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Any, Constants]:
+    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Any) -> tuple[TrainState, Metrics]:
         k = _leading_size(stacked, length)
         batch_specs = None if batch_specs is None else jax.tree.map(without_step_axis, batch_specs)
 
-        def body(state: TrainState, args: Any) -> tuple[TrainState, Any]:
-            state, computed, constants = step.parts(state, args, batch_specs)
-            return state, (computed, constants)
+        def one(state: TrainState, args: Any) -> tuple[TrainState, Metrics]:
+            return step.body(state, args, batch_specs)
 
-        state, (computed, constants) = scan(body, state, stacked, k, unroll)
-        return state, computed, constants.repeated(k)
+        state, (computed, constants) = scan(one, state, stacked, k, unroll)
+        return state, Metrics(computed, constants.repeated(k))
 
     scanned = dataclasses.replace(
-        step, parts=parts, name=f"{step.__name__}s", title="", leading_axes=step.leading_axes + 1
+        step, body=body, name=f"{step.__name__}s", title="", leading_axes=step.leading_axes + 1
     )
     return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
 
@@ -125,7 +125,7 @@ class TracedStep(NamedTuple):
 
 
 class LoopedStep(TrainStep):
-    """A compiled program of 1 to K steps: `state, (metrics, sums), constants = looped.run(state, n, sums, *stacked)`.
+    """A compiled program of 1 to K steps: `state, metrics, sums = run(looped, state, (n, sums, *stacked))`.
 
     It runs the first n of the K steps whose arguments are stacked on a leading axis, in a loop whose length is an
     argument. The bits of the result therefore do not depend on how steps are divided into calls. The metrics are those
@@ -140,66 +140,66 @@ class LoopedStep(TrainStep):
         accumulate: Returns what the program accumulates of the metrics of a step: an object with `row(metrics)`, the
             numbers of one step as a tree of arrays, and `add(sums, rows, count)`, the sums after the first `count`
             rows, which are stacked on a leading axis.
+
+    Attributes:
+        most: K.
+        accumulate: As in the argument.
     """
 
     def __init__(self, step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> None:
         one = pure(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
-        looped = PureStep(self._parts, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows, lanes=one.lanes)
+        looped = PureStep(self._body, name=f"{one.__name__}s", looks_at_rows=one.looks_at_rows, lanes=one.lanes)
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(one, donate=False)
-        self._most, self._accumulate = most, accumulate
+        self.most, self.accumulate = most, accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Any, args: tuple[Any, ...]) -> TracedStep:
         """Trace one step, for arrays or shapes of its state and of the arguments of one step."""
         args = jax.tree.map(one_shape, args)
-        traced = self._one.traced_call(state, *args)
+        with using_mesh(mesh_of((state, args))):
+            traced = program_of(self._one, state, args).trace(state, *args)
         found = self._traced[_key(state, args)] = _traced_step(traced.jaxpr, traced.out_tree)
         return found
 
-    def _parts(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Any, Constants]:
+    def _body(self, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tuple[Any, Metrics, Any]:
         n, sums, *stacked = args
-        if self._most is None:
+        if self.most is None:
             stacked = jax.tree.map(_with_another, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
         # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
         one = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
-        made, jaxpr, out = self._accumulate(one), one.jaxpr, one.out
+        made, jaxpr, out = self.accumulate(one), one.jaxpr, one.out
 
-        def body(i: Any, carry: Any) -> Any:
+        def one_step(i: Any, carry: Any) -> Any:
             state, _, rows = carry
             args = jax.tree.map(lambda x: _at(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
-            new, computed, _ = jax.tree.unflatten(out, values)
-            state = state_of(new)
+            state, (computed, _) = jax.tree.unflatten(out, values)
             # Reading the numbers must not change how XLA compiles the step.
             row = made.row(jax.lax.optimization_barrier(computed))
             rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
             return state, computed, rows
 
         nothing = jax.tree.map(_zeros, one.computed)
-        rows = jax.tree.map(
-            lambda x: jnp.zeros((self._most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing)
-        )
-        state, computed, rows = jax.lax.fori_loop(np.int32(0), n, body, (state, nothing, rows))
-        return state, (computed, made.add(sums, rows, n)), one.constants
+        rows = jax.tree.map(lambda x: jnp.zeros((self.most or 1, *x.shape), x.dtype), jax.eval_shape(made.row, nothing))
+        state, computed, rows = jax.lax.fori_loop(np.int32(0), n, one_step, (state, nothing, rows))
+        return state, Metrics(computed, one.constants), made.add(sums, rows, n)
 
     def _trace(self, state: Any, row: tuple[Any, ...], batch_specs: Any) -> TracedStep:
         """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
-        if specs is not None and self._most is not None:
+        if specs is not None and self.most is not None:
             specs = jax.tree.map(without_step_axis, specs)
-        parts = pure(self._one).parts
-        jaxpr, shapes = jax.make_jaxpr(lambda state, args: parts(state, args, specs), return_shape=True)(state, row)
+        body = pure(self._one).body
+        jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
 
-    def _other_shardings(self, shardings: Any) -> tuple[Any, Any]:
-        if shardings is None:
-            return None, None
+    def _other_shardings(self, shardings: Any) -> tuple[Any, ...]:
         mesh = jax.tree.leaves(shardings)[0].mesh
-        return (None, NamedSharding(mesh, PartitionSpec())), None  # of the sums, which the next call continues
+        return (NamedSharding(mesh, PartitionSpec()),)  # of the sums, which the next call continues
 
 
 def looped_step(step: Callable[..., Any], most: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
@@ -232,7 +232,7 @@ def one_shape(leaf: Any) -> Any:
 
 
 def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
-    _, computed, constants = jax.tree.unflatten(out, jaxpr.out_avals)
+    _, (computed, constants) = jax.tree.unflatten(out, jaxpr.out_avals)
     return TracedStep(jaxpr, out, computed, constants)
 
 

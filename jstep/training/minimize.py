@@ -43,10 +43,11 @@ from jstep.optimizers.hyperparameters import (
 )
 from jstep.optimizers.leafwise import EMPTY_CONTEXT, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import Transfers, apply_in_order, using_transfers, with_small_ones_loaded
-from jstep.state.global_step import later_step
-from jstep.state.train_state import MODEL_STATE, TrainState, require_alive, require_state, step_of
+from jstep.state.global_step import later_step, require_alive
+from jstep.state.train_state import MODEL_STATE, TrainState, require_state, step_of
+from jstep.training.metrics import Metrics, split
 from jstep.training.requested import MetricFn, requested
-from jstep.training.step import Constants, Parts, PureStep, TrainStep, split_constants
+from jstep.training.step import Body, PureStep, TrainStep
 
 # One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 #
@@ -126,11 +127,10 @@ def applied(state: TrainState, grads: Updates, optimizer: OptimizerLike, increme
     def run(state: TrainState, grads: Updates, known: Context) -> Applied:
         # Always 1, which XLA cannot know.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_of(state) >= 0, 1, 0))
-        with placement.collecting_in_place():
-            with using_transfers(transfers):
-                found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
-            shown = moves(state.params, found.updates)  # as added to the parameters
-            params, slots = apply_in_order(state.params, found.updates, found.slots)
+        with using_transfers(transfers):
+            found = _updated(state, grads, optimizer, increment, known._replace(value_and_grad=evaluate))
+        shown = moves(state.params, found.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, found.updates, found.slots, found.roles.in_order)
         new = found.state.replace(params=params, slots={**state.slots, **slots})
         return found._replace(state=new, updates=shown, slots=slots)
 
@@ -578,9 +578,9 @@ def minimize(
     else:
         differentiate = of_one(loss_fn, var_list)
 
-    def parts(
+    def body(
         state: TrainState, args: tuple[Any, ...], batch_specs: Any, in_lanes: Lanes | None = None
-    ) -> tuple[TrainState, dict[str, Any], Constants]:
+    ) -> tuple[TrainState, Metrics]:
         step = step_of(require_state(state))
         if has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
@@ -604,7 +604,7 @@ def minimize(
         part = at_radius(inputs)
         return alike(in_lanes, functools.partial(updated, inputs), state, part)
 
-    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, dict[str, Any], Constants]:
+    def updated(inputs: Inputs, state: TrainState, part: Part) -> tuple[TrainState, Metrics]:
         """Return the results of the step, given those of the loss."""
         scale = guards.loss_scale_of(roles_of(optimizer, state.params), state.slots)
         context = EMPTY_CONTEXT
@@ -641,11 +641,10 @@ def minimize(
         def refusal(name: str, first: str, second: str) -> str:
             return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
-        return (new_state, *split_constants(trees.merged(named.items(), refusal), SKIPPED if skipped else None))
+        return new_state, split(trees.merged(named.items(), refusal), SKIPPED if skipped else None)
 
-    run = parts if lanes is None else _in_lanes(lanes, parts)
     pure_step = PureStep(
-        run,
+        body if lanes is None else _in_lanes(lanes, body),
         title=name_of(loss_fn),
         looks_at_rows=differentiate.looks_at_rows,
         lanes=lanes,
@@ -663,12 +662,12 @@ def _trained(differentiate: Differentiation | SeveralLosses, optimizer: Optimize
     return [i in chosen and label is not None for i, label in enumerate(labels)]
 
 
-def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
-    """Return the parts of a training step in lanes.
+def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
+    """Return the body of a training step in lanes.
 
     Args:
         number: L.
-        pure: `pure(state, args, None, lanes) -> (state, computed, constants)`.
+        pure: `pure(state, args, None, lanes) -> (state, Metrics)`.
     """
     has_warned = False
 
@@ -684,14 +683,14 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Parts:
             )
         return pure(state, args, None, lanes)
 
-    def parts(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
+    def body(state: TrainState, args: tuple[Any, ...], batch_specs: Any) -> Any:
         layouts = layouts_of(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
         places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, *others = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
-        return jax.tree.map(placement.back, new, state), *others
+        new, metrics = on_lanes(number, run, state, args, batch_specs, places, sharded_like((state,)))
+        return jax.tree.map(placement.back, new, state), metrics
 
-    return parts
+    return body
 
 
 def _with_named_aux(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:

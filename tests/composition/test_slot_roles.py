@@ -158,7 +158,7 @@ def test_steps_are_skipped_only_if_no_nan_passed_the_guards(name: str, counted: 
         assert [float(one["skipped"]) for one in history][2:] == [0, 0]
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     assert int(state.global_step) == 4 * counted
-    constants = jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2]
+    constants = jstep.minimize(loss_fn, optimizer, jit=False).body(state, (jnp.float32(1.0),), None)[1].constants
     assert constants.skipped == constants.repeated(3).skipped == "skipped"
 
 
@@ -166,7 +166,8 @@ def test_skipped_is_not_reported_without_a_guard() -> None:
     optimizer = jstep.scope("a", counting(ODD, "floats"))
     state, history = run(optimizer)
     assert sorted(history[0]) == ["loss"]
-    assert jstep.minimize(loss_fn, optimizer, jit=False).parts(state, (jnp.float32(1.0),), None)[2].skipped is None
+    metrics = jstep.minimize(loss_fn, optimizer, jit=False).body(state, (jnp.float32(1.0),), None)[1]
+    assert metrics.constants.skipped is None
 
 
 def test_labels_without_gradients_are_not_reported_as_skipped() -> None:

@@ -10,7 +10,8 @@ import pytest
 import jstep
 from jstep.core import checks
 from jstep.core.placement import as_scalar
-from jstep.state.train_state import require_alive, require_state, step_of
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import require_state, step_of
 
 
 def test_bools() -> None:

@@ -12,7 +12,7 @@ import jstep
 from jstep.hooks import metric_sums_program
 from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import columns_of
-from jstep.training.step import Constants
+from jstep.training.metrics import Constants
 
 
 @functools.cache

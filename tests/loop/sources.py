@@ -1,19 +1,29 @@
 """Sources of batches, for tests."""
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from jstep.data.loaders import source_of
-from jstep.loop.feeder import Plan, copied_batches, make_calls
+from jstep.loop.calls import make_calls
+from jstep.loop.feeder import copied_batches
+
+
+class Program(NamedTuple):
+    """What a call must know of a program."""
+
+    most: int = 1
+    is_stacked: bool = False
 
 
 def in_loops(most):
     """Make calls of up to `most` steps."""
-    return lambda step, shapes, args: Plan(most, "a program", is_stacked=True)
+    return lambda step, shapes, args: Program(most, is_stacked=most > 1)
 
 
-def handed_out(source, ends=(), most=None, **kwargs):
-    plan = None if most is None else in_loops(most)
-    return list(make_calls(copied_batches(source), 0, plan=plan, ends=ends, **kwargs))
+def handed_out(source, ends=(math.inf,), most=1, **kwargs):
+    return list(make_calls(copied_batches(source), 0, in_loops(most), ends=ends, **kwargs))
 
 
 def numbers(batches, start=0, last_step=100, position=None):

@@ -11,8 +11,9 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop.feeder import AHEAD, stages_of
-from jstep.loop.programs import AutoSteps, Programs, most_steps
+from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
+from jstep.loop.programs import Programs
+from jstep.loop.stages import stages_of
 
 
 @pytest.mark.parametrize(
@@ -30,11 +31,14 @@ def timed(*seconds: float) -> list[Any]:
         lambda most, first: done.append(("switch", most, first)),
         lambda: now[0],
     )
-    for step, one in enumerate(seconds):
+
+    def run(state: Any, call: Call) -> Any:
+        now[0] += seconds[call.first]
+        return None, None
+
+    for step in range(len(seconds)):
         assert not auto.is_over
-        began = auto.before(None)
-        now[0] += one
-        auto.after(began, None, step)
+        auto.timed(run, None, Call(None, (), 1, step))
     assert auto.is_over
     return done
 
@@ -84,19 +88,19 @@ def test_the_choice_changes_no_bit_and_calls_become_longer(monkeypatch: pytest.M
     assert jstep.global_step(make_state()) == 0
 
 
-def test_a_plan_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread plans a call while the longer calls are chosen."""
+def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread makes a program while the longer calls are chosen."""
     step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
     programs = Programs(stages_of(step), "auto", state=make_state())
-    shape, plan = jax.ShapeDtypeStruct((2,), np.float32), programs._looped_plan
+    shape, loop = jax.ShapeDtypeStruct((2,), np.float32), programs._loop
 
     def while_it_is_chosen(*args: Any) -> Any:
         programs._switch(32, 5)
-        return plan(*args)
+        return loop(*args)
 
-    monkeypatch.setattr(programs, "_looped_plan", while_it_is_chosen)
-    assert programs.plan(4, "shapes", lambda: (shape,)).most == 1
-    assert [programs.plan(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
+    monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
+    assert programs.program_for(4, "shapes", lambda: (shape,)).most == 1
+    assert [programs.program_for(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
 
 @pytest.mark.parametrize("value", ["fast", 0, 2.5, True])

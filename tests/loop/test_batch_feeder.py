@@ -1,6 +1,7 @@
 """`BatchFeeder`: from batches to the arguments of calls, whoever reads them."""
 
 import itertools
+import math
 import threading
 import weakref
 
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sources import Positioned, handed_out, in_loops
+from sources import Positioned, Program, handed_out, in_loops
 from waiting import wait_until
 
 import jstep
 from jstep.data.loaders import Source, source_of
-from jstep.hooks.timeline import Stopwatch
-from jstep.loop.feeder import BatchFeeder, Plan, copied_batches, make_calls
+from jstep.loop import feeder as feeder_module
+from jstep.loop.calls import AHEAD, make_calls
+from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.stopping import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
@@ -72,12 +74,12 @@ def test_batches_of_other_shapes_begin_another_call(batches):
     assert all(np.shape(leaf)[0] == 4 for call in calls for leaf in jax.tree.leaves(call.args))
 
 
-def test_a_plan_may_be_single_steps_for_some_shapes():
-    def plan(step, shapes, args):
-        return Plan() if args()[0].shape == (3,) else Plan(2, "a program", is_stacked=True)
+def test_a_program_may_take_single_steps_for_some_shapes():
+    def program_for(step, shapes, args):
+        return Program() if args()[0].shape == (3,) else Program(2, is_stacked=True)
 
     batches = [np.zeros(2), np.zeros(2), np.zeros(3), np.zeros(3), np.zeros(2)]
-    made = make_calls(copied_batches(source_of(batches, 0, 9, None)), 0, plan=plan, ends=[9])
+    made = make_calls(copied_batches(source_of(batches, 0, 9, None)), 0, program_for, ends=[9])
     assert [(call.steps, np.shape(call.args[0])) for call in made] == [(2, (2, 2)), (1, (3,)), (1, (3,)), (1, (2, 2))]
 
 
@@ -95,30 +97,30 @@ def test_the_step_axis_is_not_sharded():
 # Read by the loop, or ahead of it by a thread
 
 
-class Scripted:
-    """Decides how batches are read, without a clock."""
-
-    def __init__(self, ways):
-        self.ways = iter(ways)
-
-    def after_call(self, waited, rest, steps):
-        return next(self.ways)
-
-
-WAYS = {
-    "direct": lambda: itertools.repeat(False),
-    "ahead": lambda: itertools.repeat(True),
-    "changing": lambda: itertools.cycle([True, False, False, False]),
-    "changing back at once": lambda: itertools.cycle([False, True]),
-}
+WAYS = ("direct", "ahead", "later")
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def make_feeder(batches, way, ends=None, **kwargs):
+@pytest.fixture(autouse=True)
+def no_time(monkeypatch):
+    """The thread starts after as many calls as a test says, whatever they take."""
+    monkeypatch.setattr(BatchFeeder, "_look", look)
+    monkeypatch.setattr(feeder_module, "_SECOND", -math.inf)
+
+
+def look(feeder):
+    feeder.looks = getattr(feeder, "looks", 0) + 1
+    if feeder.looks == feeder.starts_after:
+        feeder._has_thread = True
+        feeder._reader.request(AHEAD)
+
+
+def make_feeder(batches, way, ends=(math.inf,), **kwargs):
     source = source_of(batches, 0, 100, None)
-    ways = WAYS[way]() if isinstance(way, str) else way
-    made = make_calls(copied_batches(source), 0, plan=ends and in_loops(9), ends=ends or ())
-    return BatchFeeder(source, made, read_ahead=Scripted(ways), **kwargs)
+    made = make_calls(copied_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    feeder = BatchFeeder(source, made, **kwargs)
+    feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
+    return feeder
 
 
 def threads():
@@ -126,7 +128,7 @@ def threads():
 
 
 @each_way
-@pytest.mark.parametrize("ends", [None, [3, 4, 8, 9, 14, 23]])
+@pytest.mark.parametrize("ends", [(math.inf,), [3, 4, 8, 9, 14, 23]], ids=["singly", "together"])
 @pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
 def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
     feeder = make_feeder(Positioned(end), way, ends)
@@ -141,30 +143,28 @@ def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
     feeder.close()
 
 
-@pytest.mark.parametrize("ways", list(itertools.product([False, True], repeat=6)), ids=str)
-def test_no_change_loses_repeats_or_reorders_a_batch(ways):
+@pytest.mark.parametrize("starts_after", range(1, 13))
+def test_the_start_loses_repeats_and_reorders_no_batch(starts_after):
     """A generator raises if two threads run it at once."""
-    feeder = make_feeder((n for n in range(12)), itertools.chain(ways, itertools.repeat(False)))
+    feeder = make_feeder((n for n in range(12)), starts_after)
     assert [(call.first, call.args[0]) for call in feeder] == [(n, n) for n in range(12)]
     feeder.close()
     assert not threads()
 
 
-def test_a_thread_reads_two_batches_ahead_and_none_after_a_change():
+def test_a_thread_reads_two_batches_ahead():
     read = []
 
     def batches(step):
         read.append((step, threading.current_thread().name == "jstep-prefetch"))
         return step
 
-    feeder = make_feeder(batches, [False, True, True, True, False, False, False, False])
+    feeder = make_feeder(batches, 2)
     for ahead in (0, 2, 2, 2):
         call = next(feeder)
         wait_until(lambda call=call, ahead=ahead: len(read) == call.first + 1 + ahead)
-    for _ in range(4):
-        next(feeder)
-    assert read == [(step, 2 <= step < 6) for step in range(8)]
-    assert threads()  # idle, for the next change
+    assert read == [(step, step >= 2) for step in range(6)]
+    assert threads()
     feeder.close()
     assert not threads()
 
@@ -184,8 +184,8 @@ def test_errors_of_the_source_are_raised_at_their_step(way):
     feeder.close()
 
 
-def test_an_idle_thread_keeps_no_batch_alive():
-    feeder, references = make_feeder((jnp.full(2, n) for n in range(6)), [True, *[False] * 6]), []
+def test_a_thread_keeps_no_batch_alive_that_was_handed_out():
+    feeder, references = make_feeder((jnp.full(2, n) for n in range(6)), "ahead"), []
     for call in feeder:
         references.append(weakref.ref(call.args[0]))
         del call
@@ -198,24 +198,6 @@ def test_a_run_that_never_needs_the_thread_starts_none():
     next(feeder)
     assert not threads()
     feeder.close()
-
-
-def test_the_times_of_the_stopwatch_decide():
-    """The clock advances when a batch is read and when a step runs."""
-    for read, step, ahead in ((0.0, 1.0, False), (1.0, 1000.0, False), (1.0, 1.0, True)):
-        clock = [0.0]
-
-        def batches(n, read=read, clock=clock):
-            clock[0] += read
-            return n
-
-        source = source_of(batches, 0, 100, None)
-        made = make_calls(copied_batches(source), 0)
-        feeder = BatchFeeder(source, made, watch=Stopwatch(clock=lambda clock=clock: clock[0]))
-        for _ in itertools.islice(feeder, 8):
-            clock[0] += step
-        assert bool(threads()) == ahead
-        feeder.close()
 
 
 @each_way
@@ -274,7 +256,7 @@ def test_an_interrupted_wait_loses_no_batch(way):
 
 def test_batches_are_handed_over_as_they_are():
     """The step gets the same types from the thread: NumPy arrays are not put on a device."""
-    feeder = make_feeder(iter([np.ones(2)] * 6), "changing")
+    feeder = make_feeder(iter([np.ones(2)] * 6), "later")
     assert {type(call.args[0]) for call in feeder} == {np.ndarray}
     feeder.close()
 

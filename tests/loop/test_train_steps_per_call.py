@@ -11,6 +11,7 @@ import pytest
 from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, loss_fn, make_state, train
 
 import jstep
+from jstep.loop import feeder
 
 # Several steps per call
 
@@ -181,7 +182,8 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
         pytest.fail(f"the loop waited for the device: {busy}")
 
 
-def test_hooks_are_called_in_the_thread_of_the_loop():
+def test_hooks_are_called_in_the_thread_of_the_loop(monkeypatch):
+    monkeypatch.setattr(feeder, "_SECOND", 0.01)  # a thread starts soon
     threads, makers = set(), set()
 
     class Hook:
@@ -261,3 +263,21 @@ def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_pa
         train(100, hooks=[Raises(), jstep.every(6, lambda *_: None)], steps_per_call=steps_per_call)
     assert jstep.global_step(caught.value.state) == 12
     assert "Raises.next_due(12), which says where calls end" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_programs_of_sums_are_not_logged_as_those_of_the_step(stages, caplog, no_cached_programs):
+    """Means over intervals are added by a program of their own, which is compiled after 25 steps."""
+    caplog.set_level(logging.INFO)
+    shape = (7,)  # of no other test, whose program would be known
+
+    def step_of(k):
+        return jstep.minimize(lambda params, x: jnp.sum((params["w"][None] - k * x) ** 2), OPTIMIZER)
+
+    state = jstep.TrainState.create({"w": jnp.zeros(shape)}, OPTIMIZER)
+    hooks = [jstep.MetricsHook(lambda step, values: None, every_n_steps=30, mean=True)]
+    sizes = [np.ones((1, *shape), np.float32)] * 60 + [np.ones((2, *shape), np.float32)] * 5
+    train(65, sizes, step={0: step_of(1), 40: step_of(2)} if stages else step_of(1), state=state, hooks=hooks)
+    again = [text for text in caplog.messages if "again for" in text]
+    assert len(again) == 1
+    assert "(float32[2, 7])" in again[0]

@@ -9,7 +9,7 @@ import pytest
 from optimizer_table import REPRESENTATIVES, TABLE
 
 import jstep
-from jstep.core.placement import are_all_in_place, compute_first, in_order
+from jstep.core.placement import compute_first, in_order
 
 IN_ORDER = ("lion", "sgd_nesterov", "schedule_free_adamw", "adan", "adadelta", "ftrl")
 IN_PLACE = ("adam", "adamw_amsgrad", "momentum", "rmsprop_centered", "held", "decay_weights")
@@ -21,6 +21,10 @@ def barriers(name, platform):
     state = jax.eval_shape(lambda: jstep.TrainState.create({"a": jnp.ones((4, 3))}, optimizer))
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     text = step.trace(state, state.params).lower(lowering_platforms=(platform,)).as_text()
+    return barriers_in(text)
+
+
+def barriers_in(text):
     found = re.findall(r"stablehlo\.optimization_barrier .* : (.*)", text)
     return [shape for line in found for shape in re.findall(r"tensor<\d+x[^>]*>", line)]
 
@@ -38,7 +42,7 @@ def test_barriers_on_cpus(name):
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_no_barriers_where_each_slot_is_read_by_its_own_kernel_only(name):
+def test_no_barriers_where_no_slot_needs_an_order(name):
     assert not barriers(name, "cpu")
 
 
@@ -48,36 +52,23 @@ def test_barriers_where_old_slots_are_read_again(name):
     assert barriers(name, "cpu")
 
 
-def new_slot_used(g, m):
-    m = 0.9 * m + g
-    return m * 2, m
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_custom_rule_says_that_it_needs_an_order(in_order, wrapped):
+    """In scopes and labels, too; no rule is looked at."""
 
+    def rule(g, p, slots, h):
+        return -h["rate"] * slots["m"], {"m": 0.9 * slots["m"] + g}
 
-def recomputed_by_xla(g, m):
-    m = jnp.abs(m)
-    return m * 2, m
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        (new_slot_used, True),
-        (recomputed_by_xla, False),
-        (lambda g, m: (-g, 0.9 * m + g), True),
-        (lambda g, m: (-g, m), True),
-        (lambda g, m: (m * 2, 0.9 * m + g), False),
-        (lambda g, m: (-g, 1.0), False),
-    ],
-)
-def test_a_slot_is_in_place_if_only_its_new_value_is_read(rule, expected):
-    assert are_all_in_place(jax.make_jaxpr(rule)(jnp.ones(3), jnp.ones(3)).jaxpr, {1: 1}) is expected
-
-
-def test_slots_of_one_leaf_are_not_in_place_if_one_reads_another():
-    def rule(g, m, v):
-        return -g, 0.9 * m + g, v + m
-
-    assert not are_all_in_place(jax.make_jaxpr(rule)(*[jnp.ones(3)] * 3).jaxpr, {1: 1, 2: 2})
+    slots = {"m": jstep.Slot(in_order=in_order)}
+    optimizer = jstep.leafwise(rule, hyper={"rate": 0.1}, slots=slots, finished=True)
+    if wrapped:
+        optimizer = jstep.partition({"x": jstep.scope("inner", optimizer)}, lambda path, leaf: "x")
+    state = jax.eval_shape(lambda: jstep.TrainState.create({"a": jnp.ones((4, 3))}, optimizer))
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    for platform, expected in (("cpu", in_order), ("tpu", False)):
+        text = step.trace(state, state.params).lower(lowering_platforms=(platform,)).as_text()
+        assert ("tensor<4x3xf32>" in barriers_in(text)) is expected
 
 
 def test_a_rule_runs_once_for_all_leaves_of_a_shape():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 import jstep
 from jstep.training.looped import looped_step
+from jstep.training.step import run
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 X = np.ones(4, np.float32)
@@ -101,11 +102,11 @@ def test_a_program_of_several_steps(kind: str) -> None:
     state = make_state(kind)
     columns = Accumulate()(looped.prepare(state, (X,)))
     args = np.int32(2), sums.empty(columns, state.global_step), np.stack([X, X])
-    latest, *_ = looped.run(state, *args)
-    latest, *_ = looped.run(latest, *args)
+    latest, *_ = run(looped, state, args)
+    latest, *_ = run(looped, latest, args)
     make_step()(latest, X)
     with pytest.raises(RuntimeError, match=MESSAGE):
-        looped.run(latest, *args)
+        run(looped, latest, args)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -215,8 +215,9 @@ def test_debug_nans_with_donating_steps() -> None:
     state, _ = step(before, ones)
     assert before.params["w"].is_deleted()
     with jax.debug_nans(True):
-        with pytest.raises(FloatingPointError, match=r"is donated. Set jax_debug_nans .* jstep.find_nonfinite"):
+        with pytest.raises(FloatingPointError, match="encountered in log"):
             step(state, -ones)
+        assert not state.params["w"].is_deleted()
         with pytest.raises(RuntimeError, match="was donated to an earlier step"):
             step(before, ones)
         state, _ = step(jstep.TrainState.create({"w": ones}, optimizer), ones)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from regression import X, Y, close, fresh, loss_fn
 
 import jstep
@@ -116,34 +115,6 @@ def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message
     with pytest.raises(TypeError, match=message):
         jstep.TrainStep(result)(state)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def test_the_program_alone_is_the_step_for_its_own_results() -> None:
-    optimizer = jstep.momentum(0.1, 0.9)
-    states = [jstep.TrainState.create({"w": jnp.ones(3)}, optimizer) for _ in range(2)]
-    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x) ** 2, optimizer)
-    assert step.program_after(states[0]) is None, "no call has returned it"
-    direct, _ = step(states[0], jnp.ones(3))
-    program = step.program_after(direct)
-    assert program is not None
-    expected, _ = step(states[1], jnp.ones(3))
-    for n in range(3):
-        direct, computed, constants = program(direct, jnp.full(3, n))
-        expected, metrics = step(expected, jnp.full(3, n))
-        assert {**computed, **constants.arrays} == metrics
-        assert all(map(np.array_equal, jax.tree.leaves(direct), jax.tree.leaves(expected)))
-    assert step.program_after(direct) is None, "the step does not know it"
-
-
-def test_calls_with_more_to_do_have_no_program_alone() -> None:
-    optimizer = jstep.gradient_descent(0.1)
-    state = jstep.TrainState.create({"w": jnp.ones(8)}, optimizer)
-    kept = jstep.minimize(lambda params: jnp.sum(params["w"]), optimizer, donate=False)
-    assert kept.program_after(kept(state)[0]) is None, "an error could be raised twice"
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
-    on_mesh = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-    step = jstep.minimize(lambda params: jnp.sum(params["w"]), optimizer)
-    assert step.program_after(step(on_mesh)[0]) is None, "shared buffers are refused, and the mesh is set"
 
 
 @pytest.mark.parametrize("donate", [True, False])

@@ -1,6 +1,8 @@
-"""The form of the state that a run hands from one call of a compiled step to the next: leaves without names."""
+"""A state between two calls of a step: what travels with it, by hand, in runs, and from one step to another."""
 
 import dataclasses
+import pickle
+from copy import deepcopy
 from typing import Any
 
 import jax
@@ -12,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
 from jstep.core.slot_roles import roles_in
-from jstep.state.train_state import FlatState, state_of
 from jstep.training import step as step_module
+from jstep.training.layout import known_layout
+from jstep.training.step import trace_of
 
 OPTIMIZER = jstep.adam(0.1)
 
@@ -41,37 +44,15 @@ def batch(step: int) -> Any:
     return np.full(3, step, np.float32)
 
 
-def test_it_has_the_leaves_of_its_state_and_gives_the_state_back() -> None:
-    state = fresh()
-    flat = FlatState.of(state)
-    assert all(one is other for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(state), strict=True))
-    assert flat.global_step is state.global_step
-    assert flat.state is flat.state
-    assert flat.state == state
-    assert roles_in(flat.state) is roles_in(state)
-    assert jax.tree.structure(flat) == jax.tree.structure(FlatState.of(fresh()))
-    assert jax.tree.structure(flat) != jax.tree.structure(FlatState.of(fresh(model_state={"seen": 0})))
-    assert state_of(flat) == state_of(state) == state
-
-
-def test_its_program_and_its_errors_show_the_names_of_the_leaves() -> None:
+def test_the_program_of_a_call_shows_the_names_of_the_leaves() -> None:
     state, step = fresh(), jstep.minimize(loss, OPTIMIZER)
-    program = step._for(state, (batch(0),))
-    flat = program.trace(FlatState.of(state), batch(0)).lower().as_text(debug_info=True)
-    named = program.trace(state, batch(0)).lower().as_text(debug_info=True)
-    names = [name for name in ("params['dense']['kernel']", "slots['m']['bias']", "global_step") if name in named]
-    assert len(names) >= 2
-    assert all(name in flat for name in names)
-    texts = [program.trace(one, batch(0)).lower().as_text() for one in (FlatState.of(state), state)]
-    assert texts[0] == texts[1]
+    text = trace_of(step, state, (batch(0),)).lower().as_text(debug_info=True)
+    for name in ("params['dense']['kernel']", "slots['m']['bias']", "global_step"):
+        assert f"state.{name}" in text
 
 
-@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("order", ["hand, run", "run, hand", "run, run, hand, run", "hand, run, hand"])
-def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_large_step_is_compiled_once(
-    order: str, small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_module, "_SMALL", 1_000 if small else 5)
+def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order: str) -> None:
     expected = by_hand(jstep.minimize(loss, OPTIMIZER), fresh(), 3 * len(order.split(", ")))
     step, state, done = jstep.minimize(loss, OPTIMIZER), fresh(), 0
     for how in order.split(", "):
@@ -83,7 +64,65 @@ def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_large_step_is_compiled_
         done += 3
         assert type(state) is jstep.TrainState
     assert state == expected
-    assert step._cache_size() == (2 if small else 1)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", ["one device", "a mesh"])
+def test_a_state_that_a_step_returned_is_not_inspected_by_any_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspected, first, second = [], jstep.minimize(loss, OPTIMIZER), jstep.minimize(loss, OPTIMIZER)
+    inspect = step_module.layout_of
+    monkeypatch.setattr(step_module, "layout_of", lambda state: inspected.append(state) or inspect(state))
+    state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
+    for step in (first, second, first, first):
+        state, _ = step(state, batch(0))
+    assert len(inspected) == 1
+    first(jax.tree.map(jnp.copy, state), batch(0))
+    assert len(inspected) == 2
+
+
+@pytest.mark.parametrize("kind", ["one device", "a mesh"])
+def test_copies_of_a_state_are_inspected(kind: str) -> None:
+    """A layout does not belong to the value of a state: a copy may be elsewhere, or in another process."""
+    state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
+    state, _ = jstep.minimize(loss, OPTIMIZER)(state, batch(0))
+    assert known_layout(state) is not None
+    step = jstep.minimize(loss, OPTIMIZER, donate=False)
+    for copy in (pickle.loads(pickle.dumps(state)), deepcopy(state), state.replace(), jax.tree.map(jnp.copy, state)):
+        assert known_layout(copy) is None
+        assert step(copy, batch(1))[0] == step(state, batch(1))[0]
+
+
+def test_a_leaf_that_was_put_in_twice_is_refused() -> None:
+    """On a mesh, XLA would end the process."""
+    state, step = fresh(mesh=jax.make_mesh((2,), ("data",))), jstep.minimize(loss, OPTIMIZER)
+    state, _ = step(state, batch(0))
+    state.slots["m"]["bias"] = state.params["bias"]
+    with pytest.raises(ValueError, match="'params/bias' and 'slots/m/bias' share one buffer"):
+        step(state, batch(1))
+
+
+def test_a_state_on_a_mesh_of_a_step_that_does_not_donate_is_inspected() -> None:
+    """It may share memory with the state before, or two of its leaves may."""
+    kept = jstep.TrainStep(lambda state, x: (state.replace(global_step=state.global_step + 1), {}), donate=False)
+    after, _ = kept(fresh(mesh=jax.make_mesh((2,), ("data",))), batch(0))
+    assert known_layout(after) is None
+    assert known_layout(jstep.minimize(loss, OPTIMIZER)(after, batch(0))[0]) is not None
+
+
+@pytest.mark.parametrize("kind", ["one device", "a mesh"])
+def test_a_traced_state_knows_nothing(kind: str) -> None:
+    step, seen = jstep.minimize(loss, OPTIMIZER), []
+
+    @jax.jit
+    def twice(state: Any) -> Any:
+        for n in range(2):
+            state, _ = step(state, batch(n))
+            seen.append(known_layout(state))
+        return state
+
+    state = fresh(mesh=jax.make_mesh((2,), ("data",))) if kind == "a mesh" else fresh()
+    assert jstep.global_step(twice(state)) == 2
+    assert seen == [None, None]
 
 
 def test_a_change_that_a_hook_makes_to_a_dict_of_the_state_counts() -> None:
@@ -174,10 +213,7 @@ def test_a_step_of_symbolic_shapes_can_be_exported() -> None:
     assert made.call([jnp.ones(5), jnp.int32(0)], jnp.ones(3))[1] == 1
 
 
-def test_a_large_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(step_module, "_SMALL", 5)
+def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage() -> None:
     first, later = jstep.minimize(loss, OPTIMIZER), jstep.minimize(loss, OPTIMIZER)
     later(fresh(), batch(0))
     run({0: first, 3: later}, fresh(), 6)

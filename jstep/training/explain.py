@@ -1,0 +1,129 @@
+"""Errors of calls of a training step, explained by its arguments."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jstep.core import trees
+from jstep.core.checks import explain_jax, kind, note
+from jstep.state.global_step import require_alive
+from jstep.state.train_state import TrainState
+from jstep.training.layout import is_spent, refuse_shared_buffers
+
+_ON_ONE_MESH = (
+    "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
+    " all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+)
+
+_CAPTURED = (
+    "The state and the batch are on the same devices, so the loss probably closes over an array that is on others, "
+    "such as one sharded over a mesh, or uses another mesh. Pass the array to the step as an argument, or keep it in "
+    "the state (TrainState.create(..., model_state=...), has_model_state=True), and place both on one mesh: "
+    "jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+)
+_OF_DEVICES = re.compile(r"incompatible devices|device assignment|mesh.*should match")
+"""What JAX's errors about devices and meshes have in common."""
+
+_A_LIST = (
+    "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
+    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
+)
+
+
+_A_CONTAINER = (
+    "jstep: the batch is {0}, which is one argument; a tuple is several. Let the function take the batch as one and "
+    "read {1} from it, or give tuples: ({2})"
+)
+
+
+def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
+    """Add a note to an error of a function of the batch if the batch is one argument and was meant as several.
+
+    It is a list, such as torch's loader gives, or a dict, a NamedTuple or another container.
+
+    Args:
+        error: The error that the call raised.
+        args: The arguments that the batch stands for.
+    """
+    if len(args) != 1 or not isinstance(error, TypeError | AttributeError):
+        return
+    batch = args[0]
+    if isinstance(batch, list):
+        note(error, _A_LIST)
+    elif not jax.tree_util.all_leaves([batch]) and _wants_more_arguments(error):
+        if isinstance(batch, Mapping):
+            parts = [f"batch[{key!r}]" for key in batch]
+        else:
+            parts = [f"batch.{key}" for key in getattr(batch, "_fields", ())] or ["its parts"]
+        note(error, _A_CONTAINER.format(kind(batch), " and ".join(parts[:3]), ", ".join(parts[:3])))
+
+
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
+
+
+def _missing_arguments(error: BaseException) -> list[str]:
+    """The names of the arguments that a function was called without, if that is the error."""
+    found = _MISSING_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    return [] if found is None else re.findall(r"'(\w+)'", found[1])
+
+
+def _wants_more_arguments(error: BaseException) -> bool:
+    """Whether a function was called without arguments that a batch has, or not by their names."""
+    return bool(set(_missing_arguments(error)) - set(_PASSED_WITH)) or bool(_TOO_MANY.search(str(error)))
+
+
+_TOO_MANY = re.compile(r"takes \d+ positional arguments? but \d+ (?:was|were) given")  # others are keyword-only
+_PASSED_WITH = {
+    "rng": "rng=key",
+    "averages": "use_averages=True",
+    "model_state": "has_model_state=True",
+}
+"""Arguments of a loss → what `minimize` passes them with."""
+
+
+def explain(error: BaseException, state: Any, args: Any, *, donates: bool) -> None:
+    """Raise a clearer error if the arguments reveal the cause, or add a note to `error`.
+
+    Args:
+        error: The error that JAX or the loss raised.
+        state: The state passed to the step, which was not donated before; a call that fails while it runs donates it.
+        args: The batch.
+        donates: Whether the step donates its state.
+
+    Raises:
+        RuntimeError: A leaf was donated to an earlier step.
+        TypeError: A leaf of the parameters is not an array.
+        ValueError: Two leaves of the state, or a leaf and an argument, share one buffer.
+    """
+    arrays = [x for x in jax.tree.leaves((state, args)) if isinstance(x, jax.Array) and not trees.is_traced(x)]
+    if not isinstance(error, RuntimeError | ValueError):
+        if type(error).__name__ == "ShardingTypeError" and all(len(x.sharding.device_set) == 1 for x in arrays):
+            note(error, _CAPTURED)
+        lacking = _missing_arguments(error)
+        missing = [name for name in _PASSED_WITH if name in lacking]
+        if lacking and not missing and isinstance(state, TrainState) and state.model_state is not None:
+            missing = ["model_state"]
+        for name in missing:
+            note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")
+        if isinstance(error, TypeError):  # of JAX, about a whole module in place of its arrays
+            argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
+            known = jax.tree.map(lambda leaf: None if hasattr(leaf, "dtype") else leaf, tree)
+            trees.require_arrays(known, argument, trees.keep_arrays(argument))
+        explain_jax(error)
+        return
+    if not is_spent(state):
+        require_alive(state, error)
+        if donates:
+            refuse_shared_buffers(state, args, error)
+    where = {
+        leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
+        for leaf in arrays
+        if leaf.committed
+    }
+    if len(where) > 1:
+        note(error, _ON_ONE_MESH)
+    elif _OF_DEVICES.search(str(error)):
+        note(error, _CAPTURED)
