@@ -17,7 +17,7 @@ from jstep.core.trees import Array, Step
 NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
 
 
-@on_any_mesh
+@on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the updates applied.
 
@@ -154,7 +154,7 @@ def _scalar_step(state: Any) -> Array:
     return step
 
 
-@on_any_mesh
+@on_any_mesh("state")
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 
