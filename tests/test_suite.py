@@ -1,5 +1,6 @@
 """The tools of the test suite: which tests are thorough, what they cost, and which ones a change needs."""
 
+import ast
 import json
 import random
 import types
@@ -88,6 +89,25 @@ def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
     wanted = changed.tests_of("tests/optimizer_entries/classic.py")
     assert {"tests/optimizers/test_contract_steps.py", "tests/sharding/test_sharded_training.py"} <= wanted
     assert "tests/queues/test_queues.py" not in wanted
+
+
+def test_any_two_paths_of_tests_can_be_collected_together() -> None:
+    """pytest finds modules in the folder of a test and in those above it that have a conftest.py.
+
+    One of another folder is found only if tests of that folder are collected, too; and `conftest` is any of several.
+    """
+    root = Path(__file__).parent
+    files = [path for path in root.rglob("*.py") if "benchmarks" not in path.parts]
+    helpers = [path for path in files if not path.name.startswith(("test_", "conftest"))]
+    folder_of = {path.stem: path.parent for path in helpers}
+    assert len(folder_of) == len(helpers)
+    for file in files:
+        found = {file.parent, *(folder for folder in file.parents if (folder / "conftest.py").exists())}
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        modules = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        elsewhere = {name for name in modules if folder_of.get(name.split(".")[0], root) not in found}
+        assert not elsewhere | modules & {"conftest"}, file
 
 
 def test_files_inside_of_folders_are_not_listed() -> None:

@@ -525,7 +525,7 @@ def _specs(state: TrainState, made: TrainState) -> TrainState:
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), made.slots, shardings
     )
-    return sharded_like(made.replace(slots=like), state)(made)  # type: ignore[no-any-return]
+    return sharded_like(made.replace(slots=like), state)(made)
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
