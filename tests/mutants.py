@@ -270,7 +270,10 @@ class CoverageMap:
         subprocess.run(command, cwd=self._before, env=os.environ | known, check=False)
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Return the tests that reach a line; for one that runs when the module is imported, those of the file."""
+        """Return the tests that reach a line, those of its room first, and then those that take the least time.
+
+        For a line that runs when the module is imported, these are the tests of the file.
+        """
         lines = self._lines.contexts_by_lineno(str(self._before / path))
         line = self._line_before(path, line)
         reached = set(lines.get(line, ())) - {""}
@@ -369,13 +372,13 @@ class Draw:
 
     def check(self, changes: list[tuple[str, Mutant]]) -> None:
         """Refuse tests that fail without a change: those of the first change that has some."""
-        chosen = next(filter(None, (self.tests(path, change) for path, change in changes)), [])
+        chosen = self._chosen(next(filter(None, (self._known.tests(path, one.line) for path, one in changes)), []))
         if chosen and (by := noticed(self._context, self._tree, chosen, self._limit)):
             sys.exit(f"{by} fails without a change: repair it, or remove .pytest_cache/mutants to make a new map")
 
-    def tests(self, path: str, change: Mutant) -> list[str]:
-        """Return the tests that are run for a change: those of its room first, and the cheap ones first."""
-        known = self._known.tests(path, change.line)[:LIMIT]
+    def _chosen(self, tests: list[str]) -> list[str]:
+        """Return those of some tests that are run: the first ones, as time allows."""
+        known = tests[:LIMIT]
         spent = itertools.accumulate(self._known.seconds[test] for test in known)
         return [
             test for i, (test, total) in enumerate(zip(known, spent, strict=True)) if not i or total < self._seconds
@@ -383,7 +386,8 @@ class Draw:
 
     def run(self, path: str, change: Mutant) -> tuple[str, str]:
         """Return who notices a change, one of `WHO`, and the test that fails or what was run."""
-        chosen = self.tests(path, change)
+        tests = self._known.tests(path, change.line)
+        chosen = self._chosen(tests)
         if not chosen:
             return NOBODY, "no quick test reaches it"
         file = self._tree / path
@@ -397,7 +401,7 @@ class Draw:
                 return NIGHT, by
         finally:
             file.write_text(source, encoding="utf-8")
-        return NOBODY, f"{len(chosen)} quick tests reach it"
+        return NOBODY, f"{len(chosen)} of {len(tests)} quick tests that reach it pass"
 
 
 def diff(path: str, source: str, change: Mutant) -> str:
