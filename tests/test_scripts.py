@@ -17,7 +17,9 @@ from waiting import wait_until
 HERE = Path(__file__).parent
 
 
-STEPS = ("benchmarks", "newest", "lowest", "optimized", "soak", "accelerator", "compilers", "launchers", "slurm")
+STEPS = (
+    "benchmarks", "newest", "lowest", "optimized", "soak", "accelerator", "compilers", "peers", "launchers", "slurm",
+)  # fmt: skip
 
 
 def test_scripts_parse() -> None:
@@ -33,6 +35,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/versions.sh": f'[ "$1" != "{failing}" ]',
         "tests/accelerator.sh": f'[ accelerator != "{failing}" ]',
         "tests/compilers.sh": f'[ compilers != "{failing}" ]',
+        "tests/peers.sh": f'[ peers != "{failing}" ]',
         "tests/launchers.sh": f'[ launchers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
@@ -61,6 +64,29 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     assert summary == {name: "FAILED" if name == failing else "passed" for name in STEPS}
     assert done.returncode == bool(failing)
     assert "flags=. " in (tmp_path / ".nightly/optimized.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("SKIPPED [1] tests/a/test_a.py:3: could not import 'torch': No module named 'torch'", 1),
+        ("SKIPPED [2] tests/a/test_a.py:3: needs keras", 1),
+        ("SKIPPED [1] tests/a/test_a.py:3: libtpu is not installed: pip install 'jstep[tpu]'", 0),
+        ("7 passed in 1.00s", 0),
+    ],
+)
+def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, line: str, code: int) -> None:
+    (tmp_path / "tests").mkdir()
+    shutil.copy(HERE / "peers.sh", tmp_path / "tests")
+    (tmp_path / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
+    (tmp_path / "tests/test_b.py").write_text("")
+    (tmp_path / ".peers/bin").mkdir(parents=True)
+    for name, command in {"pip": "", "python": f'echo "$@"\necho "{line}"'}.items():
+        (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / ".peers/bin" / name).chmod(0o755)
+    done = subprocess.run([tmp_path / "tests/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "-m  -rs tests/test_a.py -x\n" in done.stdout
 
 
 def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
