@@ -162,7 +162,8 @@ def mutants(source: str) -> dict[ast.stmt, list[Mutant]]:
             ways.append(mutant("condition", statement.test, f"not ({ast.unparse(statement.test)})"))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             ways.append(mutant("call", statement, "pass"))
-        if id(statement) in inside and isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr | ast.Return):
+        simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
+        if id(statement) in inside and simple and getattr(statement, "value", None) is not None:  # not a bare return
             ways.append(mutant("return", statement, "return None"))
         for node in _expressions(statement):
             ways += [mutant(kind, node, f"({ast.unparse(new)})") for kind, new in _changed(node)]

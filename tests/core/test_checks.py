@@ -136,6 +136,10 @@ def test_the_range_of_an_array_as_text(array: np.ndarray, text: str) -> None:
     assert str(checks.range_of(array)) == text
 
 
+def test_numbers_as_text() -> None:
+    assert [checks.count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
+
+
 def test_scalars_on_a_mesh_become_python_numbers() -> None:
     mesh = jax.make_mesh((1,), ("data",))
     on_mesh = jax.device_put(jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
