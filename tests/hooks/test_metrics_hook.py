@@ -304,7 +304,7 @@ def test_metrics_that_are_arrays_are_not_kept_for_the_means(hook):
 
 
 def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
-    """Not at each report: names that come later, with another stage, are added, and a second run begins anew."""
+    """Not at each report: names that come later, with another stage, are added, and a second run names both again."""
     optimizer = jstep.gradient_descent(0.1)
 
     def step_with(**arrays):
