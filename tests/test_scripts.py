@@ -18,8 +18,17 @@ HERE = Path(__file__).parent
 
 
 STEPS = (
-    "benchmarks", "newest", "lowest", "optimized", "soak", "accelerator", "compilers", "peers", "launchers", "slurm",
-)  # fmt: skip
+    "benchmarks",
+    "newest",
+    "lowest",
+    "optimized",
+    "soak",
+    "accelerator",
+    "compilers",
+    "peers",
+    "launchers",
+    "slurm",
+)
 
 
 def test_scripts_parse() -> None:
