@@ -208,8 +208,10 @@ def test_flax_computes_the_same_with_the_same_weights(bench, tmp_path):
         bench.whole_run_tasks.write(name, tmp_path / "task.npz", share=0.1)
         task = bench.whole_run_tasks.read(tmp_path / "task.npz")
         x = task.valid[0][:2]
-        theirs = MODULES[name]().apply({"params": for_flax(task)}, x)
-        np.testing.assert_allclose(predict(tree_of(task.weights), x), theirs, rtol=1e-4, atol=1e-4)
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            theirs = MODULES[name]().apply({"params": for_flax(task)}, x)
+            ours = predict(jax.tree.map(jax.numpy.asarray, tree_of(task.weights)), x)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("programs")
