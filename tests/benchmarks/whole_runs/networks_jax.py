@@ -59,10 +59,15 @@ def transformer(params, x):
     x = params["embed"][x] + params["position"]
     for block in (params["block1"], params["block2"]):
         q, k, v = jnp.split(dense(block["qkv"], normalize(block["norm1"], x)).reshape(*x.shape[:2], 12, 32), 3, 2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + dense(block["out"], attended.reshape(x.shape))
+        x = x + dense(block["out"], attend(q, k, v).reshape(x.shape))
         x = x + dense(block["down"], jax.nn.relu(dense(block["up"], normalize(block["norm2"], x))))
     return dense(params["head"], normalize(params["norm"], x))
+
+
+def attend(q, k, v):  # a few percent less of the step than jax.nn.dot_product_attention, on a CPU
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q / q.shape[-1] ** 0.5, k)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
 def init_mlp(key):
