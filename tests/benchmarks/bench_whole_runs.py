@@ -1,6 +1,7 @@
 """Whole runs, beside what users would pick instead: the same three networks in five toolkits, with everything on.
 In each task all start from the same weights, take the same batches in the same order without dropout, with the same
-AdamW, clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch;
+AdamW, clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch
+(Keras adds epsilon elsewhere: it has a smaller one);
 all save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and resume. Each run is a
 separate process, one after the other and interleaved; a figure is the median of the rounds. Seconds count from the
 start of the process. A step is the mean over the second half of the steps, including evaluations and checkpoints

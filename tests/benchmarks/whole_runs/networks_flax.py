@@ -6,17 +6,17 @@ from flax import linen as nn
 class Digits(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Conv(32, (3, 3), name="conv1")(x))
-        x = nn.relu(nn.Conv(64, (3, 3), name="conv2")(x))
+        x = nn.silu(nn.Conv(32, (3, 3), name="conv1")(x))
+        x = nn.silu(nn.Conv(64, (3, 3), name="conv2")(x))
         x = nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
-        return nn.Dense(10, name="dense2")(nn.relu(nn.Dense(128, name="dense1")(x)))
+        return nn.Dense(10, name="dense2")(nn.silu(nn.Dense(128, name="dense1")(x)))
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         x = x + nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(1e-5, name="norm1")(x), mask=mask)
-        h = nn.relu(nn.Dense(512, name="up")(nn.LayerNorm(1e-5, name="norm2")(x)))
+        h = nn.silu(nn.Dense(512, name="up")(nn.LayerNorm(1e-5, name="norm2")(x)))
         return x + nn.Dense(128, name="down")(h)
 
 
@@ -32,7 +32,7 @@ class Transformer(nn.Module):
 class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(10, name="dense2")(nn.relu(nn.Dense(64, name="dense1")(x)))
+        return nn.Dense(10, name="dense2")(nn.silu(nn.Dense(64, name="dense1")(x)))
 
 
 NETWORKS = {"digits": Digits, "transformer": Transformer, "mlp": Mlp}

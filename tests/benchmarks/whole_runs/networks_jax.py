@@ -15,9 +15,9 @@ def init_layer(key, *shape):
 
 
 def digits(params, x):
-    x = jax.nn.relu(convolve(params["conv2"], jax.nn.relu(convolve(params["conv1"], x))))
+    x = jax.nn.silu(convolve(params["conv2"], jax.nn.silu(convolve(params["conv1"], x))))
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").reshape(len(x), -1)
-    return dense(params["dense2"], jax.nn.relu(dense(params["dense1"], x)))
+    return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
 def convolve(layer, x):
@@ -60,7 +60,7 @@ def transformer(params, x):
     for block in (params["block1"], params["block2"]):
         q, k, v = jnp.split(dense(block["qkv"], normalize(block["norm1"], x)).reshape(*x.shape[:2], 12, 32), 3, 2)
         x = x + dense(block["out"], attend(q, k, v).reshape(x.shape))
-        x = x + dense(block["down"], jax.nn.relu(dense(block["up"], normalize(block["norm2"], x))))
+        x = x + dense(block["down"], jax.nn.silu(dense(block["up"], normalize(block["norm2"], x))))
     return dense(params["head"], normalize(params["norm"], x))
 
 
@@ -76,7 +76,7 @@ def init_mlp(key):
 
 
 def mlp(params, x):
-    return dense(params["dense2"], jax.nn.relu(dense(params["dense1"], x)))
+    return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
 NETWORKS = {"digits": (init_digits, digits), "transformer": (init_transformer, transformer), "mlp": (init_mlp, mlp)}

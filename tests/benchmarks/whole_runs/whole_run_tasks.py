@@ -50,10 +50,12 @@ class Task:
         return self.steps * 7 // 10 // self.every * self.every + self.every // 2
 
 
+# All activations are SiLU. With ReLU, losses of the same network would differ by 5e-4 after 120 steps, because which
+# side of a kink an activation is on depends on rounding; with SiLU they differ by less than 1e-6 after 320.
 TASKS = {
     task.name: task
     for task in (
-        Task("digits", 400, 40, 20, 64, 50, 1e-3, 100),
+        Task("digits", 400, 40, 20, 64, 50, 5e-4, 100),
         Task("transformer", 80, 20, 10, 32, 64, 5e-4, 40),
         Task("mlp", 2000, 200, 100, 32, 50, 1e-3, 500),
     )
