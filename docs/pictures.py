@@ -424,6 +424,50 @@ def early_stopping(path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def layer_norms(path: pathlib.Path) -> None:
+    """The norms of each layer's gradient and update: Adam's updates are alike where gradients differ by far."""
+    images, labels = _digits()
+    sizes, optimizer, last_step = [64, 128, 128, 128, 10], jstep.adamw(3e-4), 120
+    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    params = {
+        f"dense_{i}": {"w": jax.random.normal(key, (n, m)) / (4 * n**0.5), "b": jnp.zeros(m)}
+        for i, (key, n, m) in enumerate(zip(keys, sizes, sizes[1:], strict=False), 1)
+    }
+
+    def loss_fn(params, x, y):
+        *hidden, last = params.values()
+        for layer in hidden:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        log_p = jax.nn.log_softmax(x @ last["w"] + last["b"])
+        return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
+
+    def norms_of_layers(gradients, updates, params):
+        named = {"grad_norm": gradients, "update_norm": updates}
+        return {f"{name}/{k}": v for name, tree in named.items() for k, v in jstep.layer_norms(tree).items()}
+
+    found: list[dict[str, float]] = []
+    jstep.train(
+        jstep.minimize(loss_fn, optimizer, metrics=norms_of_layers),
+        jstep.TrainState.create(params, optimizer),
+        jstep.batches((images, labels), batch_size=512, seed=0),
+        last_step,
+        hooks=[jstep.every(1, lambda step, _, metrics: found.append({k: float(v) for k, v in metrics.items()}))],
+        progress=False,
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3))
+    for axis, name in zip(axes, ("grad_norm", "update_norm"), strict=True):
+        for layer, color in zip(params, (RED, "#e67e22", "#16a085", BLUE), strict=True):
+            values = [one[f"{name}/{layer}"] for one in found]
+            axis.plot(np.arange(1, last_step + 1), values, color=color, linewidth=1.3, label=layer)
+        axis.set_yscale("log")
+        axis.set_xlim(0, last_step)
+        axis.set_xlabel("global_step")
+        axis.set_title(f"{name}/*", fontsize=10)
+    axes[1].legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def goodput(path: pathlib.Path) -> None:
     """The time of a run that is killed twice, by its parts."""
     with tempfile.TemporaryDirectory() as folder:
@@ -607,6 +651,7 @@ MAKERS = {
     "schedules.png": schedules,
     "width_transfer.png": width_transfer,
     "goodput.png": goodput,
+    "layer_norms.png": layer_norms,
     "clock.svg": clock,
     "commit.svg": commit,
     "saves.svg": saves,

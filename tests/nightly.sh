@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs everything, quick and thorough: with the newest and the lowest versions, much of it with XLA's default
 # optimization level, 20 000 steps with all features, the scripts for accelerators on CPUs, XLA's compilers for TPUs and
-# GPUs, Ray, and SLURM if it is installed.
+# GPUs, torch, Keras and the others that tests compare with, Ray, and SLURM if it is installed.
 #
 #   tests/nightly.sh [pytest arguments]
 #   STEPS="lowest soak" tests/nightly.sh      only these of: benchmarks newest lowest optimized soak accelerator
-#                                             compilers launchers slurm
+#                                             compilers peers launchers slurm
 #
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
 # It ends with a summary of results and times; the exit code is 1 if a step failed.
@@ -73,6 +73,7 @@ step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" tests/soak.py
 step accelerator env PYTHON="$python" tests/accelerator.sh --quick --out "$logs/accelerator"
 step compilers tests/compilers.sh "$@"
+step peers env PYTHON="$python" tests/peers.sh "$@"
 step launchers env PYTHON="$python" tests/launchers.sh "$@"
 if [ -x tests/slurm.sh ] && command -v sbatch > /dev/null; then
     step slurm env PYTHON="$python" tests/slurm.sh

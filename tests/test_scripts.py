@@ -1,17 +1,34 @@
 """The shell scripts of the tests: they parse, and the nightly script reports failures."""
 
+import fcntl
+import importlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from waiting import wait_until
 
 HERE = Path(__file__).parent
 
 
-STEPS = ("benchmarks", "newest", "lowest", "optimized", "soak", "accelerator", "compilers", "launchers", "slurm")
+STEPS = (
+    "benchmarks",
+    "newest",
+    "lowest",
+    "optimized",
+    "soak",
+    "accelerator",
+    "compilers",
+    "peers",
+    "launchers",
+    "slurm",
+)
 
 
 def test_scripts_parse() -> None:
@@ -27,6 +44,7 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "tests/versions.sh": f'[ "$1" != "{failing}" ]',
         "tests/accelerator.sh": f'[ accelerator != "{failing}" ]',
         "tests/compilers.sh": f'[ compilers != "{failing}" ]',
+        "tests/peers.sh": f'[ peers != "{failing}" ]',
         "tests/launchers.sh": f'[ launchers != "{failing}" ]',
         "tests/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
@@ -55,6 +73,29 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     assert summary == {name: "FAILED" if name == failing else "passed" for name in STEPS}
     assert done.returncode == bool(failing)
     assert "flags=. " in (tmp_path / ".nightly/optimized.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("SKIPPED [1] tests/a/test_a.py:3: could not import 'torch': No module named 'torch'", 1),
+        ("SKIPPED [2] tests/a/test_a.py:3: needs keras", 1),
+        ("SKIPPED [1] tests/a/test_a.py:3: libtpu is not installed: pip install 'jstep[tpu]'", 0),
+        ("7 passed in 1.00s", 0),
+    ],
+)
+def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, line: str, code: int) -> None:
+    (tmp_path / "tests").mkdir()
+    shutil.copy(HERE / "peers.sh", tmp_path / "tests")
+    (tmp_path / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
+    (tmp_path / "tests/test_b.py").write_text("")
+    (tmp_path / ".peers/bin").mkdir(parents=True)
+    for name, command in {"pip": "", "python": f'echo "$@"\necho "{line}"'}.items():
+        (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / ".peers/bin" / name).chmod(0o755)
+    done = subprocess.run([tmp_path / "tests/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "-m  -rs tests/test_a.py -x\n" in done.stdout
 
 
 def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
@@ -128,3 +169,105 @@ def test_the_first_step_and_leaf_that_differ_are_named(monkeypatch: pytest.Monke
     )
     assert first_difference(a, {"10": {"params/v": "0", "params/w": "2"}}) == "step 10: params/w"
     assert first_difference({"3": {}}, a) is None
+
+
+# The parts of tests/accelerator.sh.
+
+KEEPS_A_LOCK = """
+import fcntl, subprocess, sys, time
+file = open({path!r}, "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+child = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])  # with the lock and this output
+print(child.pid, flush=True)
+file.write(str(child.pid))
+file.flush()
+{end}
+"""
+"""A part that leaves a process behind, which holds a lock."""
+
+
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module run_parts, with a device that nobody has."""
+    monkeypatch.syspath_prepend(HERE / "accelerator")
+    device = {"backend": "gpu", "kind": "None", "count": 1, "jax": "0", "driver": "none"}
+    monkeypatch.setenv("ACCELERATOR_OUT", str(tmp_path))
+    monkeypatch.setenv("ACCELERATOR_DEVICE", json.dumps(device))
+    import run_parts
+
+    monkeypatch.setattr(run_parts, "probe", lambda variables: device)
+    return run_parts
+
+
+@pytest.mark.thorough(except_for=["exit"])
+@pytest.mark.parametrize(
+    ("end", "limit", "code"), [("sys.exit(3)", 60, 3), ("time.sleep(60)", 5, None)], ids=["exit", "limit"]
+)
+def test_what_a_part_started_ends_with_it(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str, limit: int, code: int | None
+) -> None:
+    lock = tmp_path / "lock"
+    (tmp_path / "part.py").write_text(KEEPS_A_LOCK.format(path=str(lock), end=end))
+    monkeypatch.setattr(parts, "PARTS", {"part": str(tmp_path / "part.py")})
+    monkeypatch.setattr(parts, "LIMIT", limit)
+    assert parts.run_part("part", dict(os.environ)) == code
+    wait_until(lambda: not is_locked(lock))
+    assert not list(tmp_path.glob("scratch-*"))
+
+
+@pytest.mark.thorough
+def test_a_child_at_its_limit_is_not_waited_for_with_what_it_started(parts: Any, tmp_path: Path) -> None:
+    from part_report import run_child
+
+    lock = tmp_path / "lock"
+    script = KEEPS_A_LOCK.format(path=str(lock), end="time.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_child([sys.executable, "-c", script], dict(os.environ), 5)
+    assert is_locked(lock)
+    os.kill(int(lock.read_text()), signal.SIGKILL)
+
+
+def test_a_part_that_fails_does_not_end_the_others(parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for codes, want in (((1, 0), 1), ((None, 0), 1), ((0, 2), 2), ((0, 0), 0), ((-9, 0), 1)):
+        left = list(codes)
+        monkeypatch.setattr(parts, "run_part", lambda part, variables, left=left: left.pop(0))
+        monkeypatch.setattr(sys, "argv", ["run_parts", "bits", "speed:loop", "--out", str(tmp_path / "out")])
+        assert (parts.main(), left) == (want, [])
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["run_parts", "bits", "--out", str(tmp_path / "file" / "out")])
+    assert parts.main() == 2
+    assert capsys.readouterr().err.startswith(f"accelerator: --out {tmp_path / 'file' / 'out'}: must be a folder")
+
+
+@pytest.mark.parametrize("part", ["bits", "memory"])
+def test_an_unknown_row_of_a_part_is_an_argument_that_is_wrong(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    module = importlib.import_module(f"{part}_on_device")
+    monkeypatch.setattr(sys, "argv", [part, "nope"])
+    assert module.main() == 2
+
+
+def test_rows_are_in_the_file_after_each_and_those_of_an_earlier_run_are_not(parts: Any, tmp_path: Path) -> None:
+    from part_report import PartReport
+
+    (tmp_path / "part.json").write_text('{"rows": [1]}')
+    report = PartReport("part")
+    for count in range(3):
+        found = json.loads((tmp_path / "part.json").read_text())
+        assert (len(found["rows"]), found["device"]["backend"]) == (count, "gpu")
+        report.row(f"row {count}", ms=1.0)

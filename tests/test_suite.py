@@ -1,13 +1,17 @@
-"""The tools of the test suite: which tests are thorough, what they cost, and which ones a change needs."""
+"""The tools of the test suite: which tests are thorough, what they cost, which a change needs, and what none sees."""
 
+import ast
 import json
 import random
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import changed
 import costs
+import mutants
 import pytest
 import thorough
 from hypothesis import register_random
@@ -90,6 +94,25 @@ def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
     assert "tests/queues/test_queues.py" not in wanted
 
 
+def test_any_two_paths_of_tests_can_be_collected_together() -> None:
+    """pytest finds modules in the folder of a test and in those above it that have a conftest.py.
+
+    One of another folder is found only if tests of that folder are collected, too; and `conftest` is any of several.
+    """
+    root = Path(__file__).parent
+    files = [path for path in root.rglob("*.py") if "benchmarks" not in path.parts]
+    helpers = [path for path in files if not path.name.startswith(("test_", "conftest"))]
+    folder_of = {path.stem: path.parent for path in helpers}
+    assert len(folder_of) == len(helpers)
+    for file in files:
+        found = {file.parent, *(folder for folder in file.parents if (folder / "conftest.py").exists())}
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        modules = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        elsewhere = {name for name in modules if folder_of.get(name.split(".")[0], root) not in found}
+        assert not elsewhere | modules & {"conftest"}, file
+
+
 def test_files_inside_of_folders_are_not_listed() -> None:
     files = [
         "jstep/tools/cli_compare.py",
@@ -123,3 +146,97 @@ def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.Capture
     del measured["tests/a/test_x.py::test_two"]
     path.write_text(json.dumps(measured))
     assert costs.main(str(path)) == 0
+
+
+# Mutation testing: which changes it makes, and who notices them.
+
+SOURCE = '''
+"""A module: its docstring stays."""
+from typing import Any
+
+TABLE: Any = {"é": (1, True)}
+
+
+def work(x: int, y: int = 3) -> int | None:
+    """A docstring stays, too."""
+    if x < 10 and not y:
+        log(x, y, level=2)
+        x += 1
+    z = [-one for one in range(x) if one % 2] if y else f(y, x)
+    for one in z:
+        raise ValueError(f"x={x + 1}: must be 2")
+    return x * y
+'''
+
+PROJECT = {
+    "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "-m \'not thorough\'"\nmarkers = ["thorough: by night"]\n',
+    "jstep/__init__.py": "",
+    "jstep/room/__init__.py": "",
+    "jstep/room/work.py": "def seen(x):\n    return x + 1\n\n\ndef at_night(x):\n    return x + 1\n\n\n"
+    "def reached(x):\n    return x + 1\n\n\ndef unreached(x):\n    return x + 1\n",
+    "tests/room/test_work.py": "import pytest\nfrom jstep.room import work\n\n\n"
+    "def test_seen():\n    assert work.seen(1) == 2\n\n\n"
+    "def test_reached():\n    assert work.at_night(1) != work.reached\n    work.reached(1)\n\n\n"
+    "@pytest.mark.thorough\ndef test_at_night():\n    assert work.at_night(1) == 2\n",
+}
+
+
+def test_changes_of_each_kind() -> None:
+    lines = {statement.lineno: ways for statement, ways in mutants.mutants(SOURCE).items()}
+    assert sorted(lines) == [5, 10, 11, 12, 13, 16]  # neither docstrings nor messages of errors
+    texts = {(one.kind, one.text) for ways in lines.values() for one in ways}
+    assert texts >= {
+        ("value", "(2)"),
+        ("value", "(False)"),
+        ("condition", "not (x < 10 and (not y))"),
+        ("operator", "(x < 10 or not y)"),
+        ("comparison", "(x <= 10)"),
+        ("value", "(11)"),
+        ("operator", "(y)"),
+        ("call", "pass"),
+        ("return", "return None"),
+        ("argument", "(log(x, y))"),
+        ("argument", "(log(x, level=2))"),
+        ("neighbor", "(log(y, x, level=2))"),
+        ("condition", "(f(y, x) if y else [-one for one in range(x) if one % 2])"),
+        ("condition", "([-one for one in range(x) if not one % 2])"),
+        ("operator", "(x / y)"),
+    }
+    for ways in lines.values():
+        for one in ways:
+            after = one.applied(SOURCE)
+            ast.parse(after)
+            begin, end = len(SOURCE.encode()[: one.begin].decode()), len(SOURCE.encode()[one.end :].decode())
+            assert after.startswith(SOURCE[:begin])
+            assert after.endswith(SOURCE[len(SOURCE) - end :])
+
+
+def test_a_seed_draws_the_same_changes_of_different_statements() -> None:
+    first, again, other = (list(mutants.drawn({"a": SOURCE, "b": SOURCE}, 9, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({(path, one.line) for path, one in first}) == len(first) == 9
+
+
+@pytest.mark.thorough
+def test_who_notices_a_change(tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    for name, text in PROJECT.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    code = "import pathlib, sys, mutants; sys.exit(mutants.main(sys.argv[2:], pathlib.Path(sys.argv[1]), ['pytest']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), "4", "--seed", "3", "--night", "jstep/room"],
+        cwd=Path(mutants.__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("jstep/room/work.py:")]
+    by = {row[0].rpartition(":")[2]: row[2] for row in rows if row[1] in ("operator", "value", "return")}
+    assert by == {"2": "day", "6": "night", "10": "nobody", "14": "nobody"}
+    assert "no quick test reaches it" in done.stdout
+    assert "-    return x + 1\n" in done.stdout
+    assert done.stdout.splitlines()[-1] == "noticed by day: 1, noticed by night: 1, noticed by nobody: 2"
+    assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in PROJECT} == PROJECT

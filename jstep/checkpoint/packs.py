@@ -90,7 +90,7 @@ def file_blocks(files: Mapping[str, LargeBytes], most: int) -> Iterator[Block]:
 
 
 def boxes(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
-    """Yield boxes of a shape in C order, each a run of at most `most` bytes (or one element)."""
+    """Yield boxes of a shape in C order, each a run of at most `most` bytes, which must be enough for one element."""
     whole = tuple(slice(0, size) for size in shape)
     if math.prod(shape) * itemsize <= most:
         yield whole

@@ -3,10 +3,12 @@
 import contextlib
 import contextvars
 import functools
+import inspect
 import logging
 import math
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
@@ -265,15 +267,19 @@ def reduced(total: Any) -> Any:
 
 
 def sharded_like(*trees: Any) -> Callable[[Any], Any]:
-    """Return a function from a result to its specs: those of leaves of equal path and shape in `trees`, else P()."""
+    """Return a function from a result to its specs: those of leaves of equal path and shape in `trees`, else P().
+
+    Of several trees the last one decides that has the leaf on a mesh. Shapes may have shardings, too.
+    """
 
     def specs(result: Any) -> Any:
         known = {}
         for tree in trees:
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                if isinstance(leaf, jax.Array):
-                    sharding = None if is_traced(leaf) else leaf.sharding
-                    known[path, leaf.shape] = sharding.spec if isinstance(sharding, NamedSharding) else spec_of(leaf)
+                if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                    sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
+                    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+                        known[path, leaf.shape] = sharding.spec
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: known.get((path, getattr(leaf, "shape", ())), PartitionSpec()), result
         )
@@ -350,23 +356,35 @@ def _of_types(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(part, dims_of(spec)))
 
 
-def on_any_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator of jstep functions: supports arrays on any mesh, and exempts internal transfers from transfer guards.
 
-    Leaves of the result, or of the first of several results, are sharded like the leaf of the first argument with the
-    same path and shape; all others are replicated.
+    Args:
+        *like: The arguments that the result is like, or attributes of arguments, such as `"state.params"`. A leaf of
+            the result is sharded like the leaf of the same path and shape in the first of them that has one on a mesh;
+            all others are replicated.
     """
 
-    @functools.wraps(fn)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with internal_transfers():
-            if explicit_mesh((args, kwargs)) is None:
-                return fn(*args, **kwargs)
-            first = args[0] if args else next(iter(kwargs.values()))
-            place = sharded_like(first, (first,))
-            return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
+    def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(fn)
 
-    return run
+        @functools.wraps(fn)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with internal_transfers():
+                if explicit_mesh((args, kwargs)) is None:
+                    return fn(*args, **kwargs)
+                given = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
+                place = sharded_like(*(_found(given, name) for name in reversed(like)))
+                return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
+
+        return run
+
+    return decorated
+
+
+def _found(given: Any, name: str) -> Any:
+    """Return an argument or its attribute; None if it has none, as the function itself will say."""
+    return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), given)
 
 
 class Attempts:

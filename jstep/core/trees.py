@@ -315,7 +315,9 @@ def is_array(x: Any) -> bool:
 
 def is_array_or_number(x: Any) -> bool:
     """Whether x is an array, traced or not, or a Python number, so that it can be a leaf of a compiled program."""
-    return is_array(x) or isinstance(x, bool | int | float | complex)
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind in "biufcV"  # no strings, dates or objects
+    return isinstance(x, jax.Array | bool | int | float | complex)
 
 
 def not_an_array(leaf: Any, path: str, what: str, remedy: str = "") -> TypeError:
@@ -476,7 +478,7 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str = "params") -> Ar
         TypeError: The leaf is neither an array nor a number, or is complex; names the path and what to do.
         OverflowError: The leaf has an integer that its dtype on a device cannot hold; names the path and the integer.
     """
-    if not is_array_or_number(leaf) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "biufcV"):
+    if not is_array_or_number(leaf):
         raise not_an_array(leaf, path, argument, keep_arrays(argument))
     _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import as_int
-from jstep.core.meshes import on_any_mesh
+from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import as_scalar, compute_first
 from jstep.core.trees import Array, IndexedSlices, Number, combined, is_slices, within
 
@@ -163,7 +163,7 @@ def factors(norm: Array, clip_norm: Any) -> tuple[Array, Array, Array]:
 # Gradient clipping by value, norm, average norm and global norm.
 
 
-@on_any_mesh
+@on_any_mesh("t")
 def clip_by_value(t: Any, min: Number | Array, max: Number | Array) -> Any:
     """Clip each element to [min, max]: min(max(t, min), max).
 
@@ -225,7 +225,7 @@ def _bound(name: str, value: Any) -> Any:
     return number
 
 
-@on_any_mesh
+@on_any_mesh("t")
 def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
@@ -267,7 +267,7 @@ def clip_by_norm(t: Any, clip_norm: Number, axes: int | tuple[int, ...] | None =
     return map_leaves(clip, t, "clip_by_norm")
 
 
-@on_any_mesh
+@on_any_mesh("t")
 def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
@@ -298,7 +298,6 @@ def clip_by_average_norm(t: Any, clip_norm: Number) -> Any:
     return map_leaves(clip, t, "clip_by_average_norm")
 
 
-@on_any_mesh
 def global_norm(tree: Any) -> Array:
     """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
 
@@ -322,6 +321,7 @@ def global_norm(tree: Any) -> Array:
     return _global_norm(tree, "global_norm")
 
 
+@on_any_mesh()
 def _global_norm(tree: Any, name: str) -> Array:
     return norm_of([array for _, array in _numbers(tree, name)])
 
@@ -390,7 +390,6 @@ def layer_norms(tree: Any, depth: int = 1) -> dict[str, Array]:
     return norms
 
 
-@on_any_mesh
 def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
     """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
 
@@ -416,10 +415,16 @@ def clip_by_global_norm(tree: Any, clip_norm: Number, use_norm: Array | None = N
     Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
     `tf.clip_by_global_norm`.
     """
-    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
-    norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
+    with internal_transfers():
+        as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+        norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
+    return _with_norm(tree, norm, clip_norm), norm
+
+
+@on_any_mesh("tree")
+def _with_norm(tree: Any, norm: Array, clip_norm: Number) -> Any:
     by = factors(norm, clip_norm)  # once for all leaves
-    return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm"), norm
+    return map_leaves(lambda x, *_: clipped(x, norm, *by), tree, "clip_by_global_norm")
 
 
 def _known_norm(norm: Any) -> Array:

@@ -209,7 +209,7 @@ class Times(Sequence[dict[str, Any]]):
         self._time.append(line["time"])
         self._first.append(first)
         self._now.append(now)
-        self._checkpoint.append(checkpoint if _is_step(checkpoint) else -1)
+        self._checkpoint.append(checkpoint if isinstance(checkpoint, int) and _is_step(checkpoint) else -1)
         for part, seconds in self._seconds.items():
             seconds.append(line["seconds"].get(part, 0.0))
 

@@ -37,10 +37,7 @@ from jstep.core.trees import Held
 from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
-from jstep.hooks.hook import key_of
-from jstep.hooks.timeline import START
-from jstep.loop.calls import Call
-from jstep.loop.card_differences import (
+from jstep.hooks.card_differences import (
     BEFORE_AND_NOW,
     PLACES,
     VERSION,
@@ -50,7 +47,10 @@ from jstep.loop.card_differences import (
     is_whole,
     starts_of,
 )
-from jstep.loop.card_differences import card_difference as card_difference  # where it was until now
+from jstep.hooks.card_differences import card_difference as card_difference  # where it was until now
+from jstep.hooks.hook import key_of
+from jstep.hooks.timeline import START
+from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.run_record import Options, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step

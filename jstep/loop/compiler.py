@@ -292,9 +292,19 @@ _SETTINGS = {
 path of the directory in the key of each program: after the directory is moved, nothing would be found.
 """
 
+
+@dataclasses.dataclass
+class _Cache:
+    """JAX's cache, of which a process has one: its directory, JAX's settings before, and how many runs use it."""
+
+    directory: str
+    before: dict[str, Any]
+    runs: int = 0
+
+
 _lock = threading.Lock()
-_users: list[str] = []
-"""The directories of the current runs. JAX has one cache per process, which the first run sets up."""
+_cache: _Cache | None = None
+"""The cache of the current runs: the first one sets it up, and the last one to leave restores JAX's settings."""
 
 
 def cache_directory(given: Any, checkpoint_dir: Any) -> str | None:
@@ -330,31 +340,37 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
 
     The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
-    and the directory of another run is not used. Entries that a power cut left incomplete are removed at the start, and
-    those of this run are on the disk when it ends.
+    and the directory of another run is not used. Of runs that overlap, the last one to leave restores the settings,
+    whichever began first. Entries that a power cut left incomplete are removed at the start, and those of this run are
+    on the disk when it ends.
     """
     if directory is None or not _is_writable(directory):
         yield
         return
+    global _cache
     with _lock:
-        is_first = not _users
-        _users.append(directory)
-        if is_first:
-            before = {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
+        if _cache is None:
+            _remove_incomplete(_entries(directory))
+            _cache = _Cache(
+                directory, {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
+            )
             _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
-        elif directory != _users[0]:
-            _logger.warning("compile_cache=%s: another run of this process uses %s; both use it", directory, _users[0])
-    there = _entries(directory) if is_first else set()
-    _remove_incomplete(there)
+        elif directory != _cache.directory:
+            _logger.warning(
+                "compile_cache=%s: another run of this process uses %s; both use it", directory, _cache.directory
+            )
+        cache = _cache
+        cache.runs += 1
+    there = _entries(cache.directory)
     try:
         yield
     finally:
         with _lock:
-            _users.remove(directory)
-            if is_first:
-                _set(before)
-        if is_first:
-            _sync(directory, _entries(directory) - there)
+            cache.runs -= 1
+            if not cache.runs:
+                _set(cache.before)
+                _cache = None
+        _sync(cache.directory, _entries(cache.directory) - there)
 
 
 def _set(settings: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class ExponentialMovingAverage:
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
-    @on_any_mesh
+    @on_any_mesh("params")
     def init(self, params: Params) -> Any:
         """The initial averages: copies of the parameters, or zeros with zero_debias and start_step=0.
 
@@ -135,7 +135,7 @@ class ExponentialMovingAverage:
 
         return jax.tree.map(leaf, params)
 
-    @on_any_mesh
+    @on_any_mesh("averages", "params")
     def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
         """Update the averages with new values of the parameters.
 

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jstep.core import slot_roles, trees
 from jstep.core.calls import makes_optimizer
 from jstep.core.checks import as_int, shown
 from jstep.core.matching import require_slots
-from jstep.core.meshes import on_any_mesh
+from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, sharded_like, without_explicit_axes
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import is_shape, may_run_on, on_devices
+from jstep.core.placement import is_shape, may_run_on, on_devices, sharding_on_mesh
 from jstep.core.programs import Subprogram, on_slices, without_calls
 from jstep.core.selection import VarList
 from jstep.core.slot_roles import HALVES, KINDS, SMALLEST_BLOCK, Blocks, Role, Roles, Turn
@@ -26,6 +27,7 @@ from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
 from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import add
+from jstep.state.sharding import state_shardings
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
 
 # An update of what `compact` stores: opened, updated by the optimizer inside, and closed again.
@@ -466,7 +468,6 @@ def _is_stored(x: Any, p: Any) -> bool:
 # States between formats: float32 slots, `compact` and `master_weights`.
 
 
-@on_any_mesh
 def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: OptimizerLike) -> TrainState:
     """Convert a state between the formats of an optimizer: float32 slots, `compact`, `master_weights`.
 
@@ -496,6 +497,39 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
     new_optimizer = require_optimizer("new_optimizer", new_optimizer)
     if any(map(is_shape, jax.tree.leaves(require_state(state)))):
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
+    with internal_transfers():
+        return without_explicit_axes(
+            functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer),
+            state,
+            place=functools.partial(_specs, state),
+        )
+
+
+def _specs(state: TrainState, made: TrainState) -> TrainState:
+    """The specs of a converted state: those that its leaves had; those of new slots follow parameters and old slots."""
+    treedef = trees.structure(state.params)
+    slots = [
+        treedef.flatten_up_to(tree)
+        for name, tree in state.slots.items()
+        if name != MODEL_STATE and trees.is_like(state.params, tree)
+    ]
+
+    def spec(*leaves: Any) -> PartitionSpec:
+        """That of the parameter, or of a slot of its shape if only slots are split."""
+        placed = [sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
+        return next((one.spec for one in placed if one is not None and any(dims_of(one.spec))), PartitionSpec())
+
+    specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
+    mesh: Any = explicit_mesh(state)
+    _, shardings, _ = state_shardings(state.params, made.slots, mesh, specs, None, slot_roles.roles_in(made))
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), made.slots, shardings
+    )
+    return sharded_like(made.replace(slots=like), state)(made)
+
+
+def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
+    """The converted state."""
     others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))

@@ -311,7 +311,7 @@ def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:
     return with_decay(g / (jnp.sqrt(h.unbias2 * v) + h.epsilon), p, h)
 
 
-@on_any_mesh
+@on_any_mesh("state.params")
 def schedule_free_params(state: Any, name: str | None = None) -> Any:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free run, for evaluation; the state's parameters are y.
 

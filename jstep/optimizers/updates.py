@@ -308,7 +308,7 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
 # Adding updates to parameters.
 
 
-@on_any_mesh
+@on_any_mesh("params")
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Add updates to parameters, leaf by leaf.
 

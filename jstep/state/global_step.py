@@ -17,7 +17,7 @@ from jstep.core.trees import Array, Step
 NO_STEP = "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
 
 
-@on_any_mesh
+@on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the updates applied.
 
@@ -64,7 +64,7 @@ def get_global_step(state: Any) -> Array | None:
         >>> print(jstep.get_global_step(jstep.TrainState.create({"w": 1.0}, jstep.adam())))
         0
     """
-    step = _found_step(state)
+    step = found_step(state)
     if step is not None and step.ndim:
         # In a population, all leaves are stacked like the step, as by `jax.vmap`.
         stacked = (np.shape(leaf)[: step.ndim] == step.shape for leaf in jax.tree.leaves(state))
@@ -73,8 +73,8 @@ def get_global_step(state: Any) -> Array | None:
     return step
 
 
-def _found_step(state: Any) -> Array | None:
-    """The global step of a state, of any shape, or None."""
+def found_step(state: Any) -> Array | None:
+    """Return the global step of a state, of any shape, or None; one that is a number becomes an array."""
     if isinstance(state, bool | np.bool_) or not (_is_step(state) or _has_step(state)):
         raise TypeError(f"state: must be a state with a global_step, or a step (an integer scalar), got {kind(state)}")
     found = state if not _has_step(state) else state["global_step"] if isinstance(state, Mapping) else state.global_step
@@ -157,7 +157,7 @@ def require_alive(state: Any, cause: BaseException | None = None) -> None:
 
 
 def _scalar_step(state: Any) -> Array:
-    step = _found_step(state)
+    step = found_step(state)
     if step is None:
         raise ValueError(NO_STEP)
     if np.ndim(step):
@@ -168,7 +168,7 @@ def _scalar_step(state: Any) -> Array:
     return step
 
 
-@on_any_mesh
+@on_any_mesh("state")
 def increment_global_step(state: Any, amount: Step = 1) -> Any:
     """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
 

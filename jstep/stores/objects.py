@@ -124,7 +124,8 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
     Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then
     the role of the container or instance. The endpoint is `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` or the profile's
-    `endpoint_url`; the region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
+    `endpoint_url`; Amazon's if `AWS_IGNORE_CONFIGURED_ENDPOINT_URLS`, or else the profile's
+    `ignore_configured_endpoint_urls`, is true. The region is `AWS_REGION`, `AWS_DEFAULT_REGION` or the profile's.
 
     Raises:
         PermissionError: AWS_PROFILE names a profile that neither file has.
@@ -147,9 +148,11 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
             "set AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE to use other files"
         )
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
-    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-    if not endpoint and env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
-        endpoint = settings.get("endpoint_url")
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or settings.get("endpoint_url")
+    # As in botocore: the variable decides if it is set, even to an empty string, and then the profile.
+    ignored = env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", settings.get("ignore_configured_endpoint_urls", ""))
+    if ignored.lower() == "true":
+        endpoint = None
     if endpoint:
         fields["endpoint"] = endpoint.rstrip("/")
     if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name

@@ -132,7 +132,7 @@ def non_finite_error(tag: str, count: int, size: int) -> ValueError:
 
 
 @jax.jit
-@on_any_mesh
+@on_any_mesh()
 def _count(x: Array) -> dict[str, Array]:
     """Return the fields of a `Histogram`. Axes are summed separately, which keeps float32 sums accurate."""
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:

@@ -110,8 +110,7 @@ def explain(error: BaseException, state: Any, args: Any, *, donates: bool) -> No
             note(error, f"jstep: if this is the loss, minimize(..., {_PASSED_WITH[name]}) passes {name} to it")
         if isinstance(error, TypeError):  # of JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
-            known = jax.tree.map(lambda leaf: None if hasattr(leaf, "dtype") else leaf, tree)
-            trees.require_arrays(known, argument, trees.keep_arrays(argument))
+            trees.require_arrays(tree, argument, trees.keep_arrays(argument))
         explain_jax(error)
         return
     if not is_spent(state):

@@ -77,7 +77,7 @@ def apply_gradients(
             either case; schedules read the step.
 
     Raises:
-        TypeError: A gradient is not floating point, or `context` is not a `Context`.
+        TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
         ValueError: All gradients are None or of frozen parameters, structures or shapes do not match (the message
             contains the path), or the slots of the state are not those of the optimizer.
 
@@ -165,8 +165,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
-    new = state.replace(slots={**state.slots, **own})
-    new = new.replace(global_step=later_step(step)) if increment else new
+    new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
     return Applied(new, updates, own, roles, left_out)
 
 

@@ -123,8 +123,10 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
     """
 
     def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
+        # New containers: what a function does to a dict of its own changes neither the state nor the next function.
+        given = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
         try:
-            found = fn(gradients, updates, params)
+            found = fn(*given)
         except Exception as error:
             note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
             raise
@@ -141,6 +143,7 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
                     f"{name}: must return a mapping of names to scalars, got {kind(value)} for {key!r}; reduce it, for "
                     "example by jnp.mean"
                 )
+        trees.refuse_wide(dict(found), name)
         return dict(found)
 
     return functools.partial(Attempts(name), run)
@@ -148,6 +151,4 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
 
 def _is_scalar(value: Any) -> bool:
     """Whether a value is a number: one of Python, or an array without axes."""
-    if not trees.is_array_or_number(value) or np.ndim(value):
-        return False
-    return not hasattr(value, "dtype") or (not trees.is_key(value) and value.dtype.kind in "biufcV")
+    return trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0

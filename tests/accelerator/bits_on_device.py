@@ -1,8 +1,9 @@
 """The part bits: which promises of docs/how/bits.md hold on this device, and under which flags of XLA.
 
 Each network is trained in several processes (bits_runs.py), and the fingerprints of all leaves are compared at each
-step that two runs recorded. A network in which a promise does not hold is trained again with XLA's flags for
-deterministic programs, one after the other. This process uses no device.
+step that two runs recorded. Each network has an equal share of the time, since compiling some thirty programs may take
+minutes. Networks in which a promise does not hold are then trained again with XLA's flags for deterministic programs.
+This process uses no device.
 """
 
 import itertools
@@ -12,10 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from part_report import QUICK, PartReport, seconds_left
+from part_report import QUICK, PartReport, last_line, run_child, seconds_left
 
 HERE = Path(__file__).parent
 NETWORKS = ("dense", "attention", "convolutions")
@@ -54,62 +56,61 @@ def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     return None
 
 
-def recorded(name: str, dtype: str, flags: str) -> dict[str, Any]:
-    """Train a network in all ways; return what was recorded, and under the key "errors" what failed."""
-    found: dict[str, Any] = {}
-    errors = []
-    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+def recorded(name: str, dtype: str, flags: str, share: float) -> dict[str, Any]:
+    """Train a network in all ways, in some seconds; return {"ways": …, "errors": …, "left_out": …}.
+
+    What there is no time for is among the last ways of the last process.
+    """
+    found: dict[str, Any] = {"ways": {}, "errors": [], "left_out": []}
+    variables = dict(os.environ)
     if flags:
         variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    directory = Path(tempfile.mkdtemp(prefix="jstep-bits-"))
+    directory, began = Path(tempfile.mkdtemp(prefix="jstep-bits-")), time.time()
     try:
-        for what, number in (("all", 0), ("again", 0), ("killed", 0), ("killed", 1)):
+        for what, number in (("first", 0), ("killed", 0), ("killed", 1), ("others", 0)):
             result = directory / f"{what}{number}.json"
-            command = [
-                sys.executable,
-                str(HERE / "bits_runs.py"),
-                name,
-                dtype,
-                what,
-                str(directory / what),
-                str(result),
-            ]
+            command = [sys.executable, str(HERE / "bits_runs.py"), name, dtype, what, str(directory / what),
+                       str(result)]  # fmt: skip
             try:
-                done = subprocess.run(
-                    command, env=variables, timeout=max(1, seconds_left()), capture_output=True, text=True, check=False
-                )
+                code = run_child(command, variables | {"BITS_UNTIL": str(began + share)}, seconds_left())
             except subprocess.TimeoutExpired:
-                errors.append(f"{what}: no time was left")
-                break
+                code = None
             if result.exists():
-                ways = json.loads(result.read_text(encoding="utf-8"))
-                errors += ways.pop("errors")
-                found |= ways
+                one = json.loads(result.read_text(encoding="utf-8"))
+                found = {"ways": found["ways"] | one["ways"], "errors": found["errors"] + one["errors"],
+                         "left_out": found["left_out"] + one["left_out"]}  # fmt: skip
             # The first start of `killed` is to be killed.
-            if done.returncode != (-9 if (what, number) == ("killed", 0) else 0):
-                errors.append(
-                    f"{what}: exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
-                )
+            expected = -9 if (what, number) == ("killed", 0) and not found["left_out"] else 0
+            if code is None:
+                found["left_out"].append(f"the rest of the process {what!r}")
+            elif code.returncode != expected:
+                found["errors"].append(f"{what}: exit code {code.returncode}: {last_line(code.stderr)}")
+            if found["left_out"]:
+                found["left_out"] += ["the processes after it"] if what != "others" else []
+                break
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return found | {"errors": errors}
+    return found
 
 
 def compare(report: PartReport, title: str, found: dict[str, Any], flags: str) -> list[str]:
     """Add a row for each promise; return those that do not hold."""
-    broken = []
+    broken, ways = [], found["ways"]
     for way, (other, what, is_promised) in PROMISES.items():
-        if way not in found or other not in found:
+        if way not in ways or other not in ways:
             continue
-        difference = first_difference(found[other], found[way])
-        steps = len(found[other].keys() & found[way].keys())
+        difference = first_difference(ways[other], ways[way])
+        steps = len(ways[other].keys() & ways[way].keys())
         seen = "the same bits" if difference is None else f"differs from {difference}"
+        seen = seen if steps else "no state in common"
         report.row(f"{title}: {what}", promised="yes" if is_promised else "no", seen=seen, states=steps,
                    flags=flags or "none")  # fmt: skip
-        if is_promised and difference is not None:
+        if is_promised and (difference is not None or not steps):
             broken.append(what)
     for error in found["errors"]:
         report.row(f"{title}: a process", failed=error, flags=flags or "none")
+    if found["left_out"]:
+        report.left_out(f"{title}: {', '.join(found['left_out'])}", f"no time: tests/accelerator.sh bits:{title}")
     return broken
 
 
@@ -118,27 +119,26 @@ def main() -> int:
     chosen = sys.argv[1:] or [f"{name}-{dtype}" for dtype, name in itertools.product(DTYPES, NETWORKS)]
     if QUICK and not sys.argv[1:]:
         chosen = chosen[:1]
+    if wrong := [title for title in chosen if title.partition("-")[::2] not in itertools.product(NETWORKS, DTYPES)]:
+        report.say(f"  {wrong[0]}: must be one of {NETWORKS} and one of {DTYPES}, as dense-float32")
+        return 2
     failed, table = False, {}
-    for title in chosen:
-        name, _, dtype = title.partition("-")
-        if name not in NETWORKS or dtype not in DTYPES:
-            report.say(f"  {title}: must be one of {NETWORKS} and one of {DTYPES}, as dense-float32")
-            return 2
-        if seconds_left() < 60:
-            report.left_out(title, f"no time is left: tests/accelerator.sh bits:{title}")
-            continue
-        for flags in ["", *FLAGS.get(report.backend, [])]:
-            found = recorded(name, dtype, flags)
-            broken = compare(report, title, found, flags)
-            table[title, flags] = broken
-            failed |= bool(found["errors"])
-            if not broken or seconds_left() < 60:
-                break
-        failed |= bool(broken)
+    for flags in ["", *FLAGS.get(report.backend, [])]:
+        for i, title in enumerate(chosen):
+            if seconds_left() < 20:
+                report.left_out(
+                    title, f"no time is left for flags {flags or 'none'}: tests/accelerator.sh bits:{title}"
+                )
+                continue
+            name, _, dtype = title.partition("-")
+            found = recorded(name, dtype, flags, seconds_left() / (len(chosen) - i))
+            table[title, flags] = broken = compare(report, title, found, flags)
+            failed |= bool(found["errors"] or (broken and not flags))
+        chosen = [title for title in chosen if table.get((title, flags))]
     report.say("\n| network | flags | promises that do not hold |\n|---|---|---|")
     for (title, flags), broken in table.items():
         report.say(f"| {title} | {flags or 'none'} | {', '.join(broken) or 'all hold'} |")
-    return 1 if failed else 0
+    return 1 if failed or not table else 0
 
 
 if __name__ == "__main__":

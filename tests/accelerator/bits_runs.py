@@ -1,15 +1,17 @@
 """One process of the part bits: trains a network in several ways, and writes the fingerprints of all states.
 
-    python bits_runs.py NETWORK DTYPE (all | again | killed) DIRECTORY RESULT.json
+    python bits_runs.py NETWORK DTYPE (first | killed | others) DIRECTORY RESULT.json
 
-The result is {way: {step: {path of a leaf: fingerprint}}}; `killed` kills itself in the middle and is started again.
+The result is {way: {step: {path of a leaf: fingerprint}}}, written after each way, because the process may be stopped:
+each way compiles its programs anew, which takes seconds on a GPU and more on a TPU. No way begins after BITS_UNTIL.
+`killed` kills itself in the middle and is started again.
 """
 
-import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,27 @@ CUT = STEPS * 9 // 20
 class Runs:
     """The runs of a network."""
 
-    def __init__(self, name: str, dtype: str) -> None:
+    def __init__(self, name: str, dtype: str, result: Path) -> None:
         self.network = network(name, dtype)
         self.recorded: dict[str, dict[int, Any]] = {}
         self.errors: list[str] = []
+        self.left_out: list[str] = []
+        self._result = result
+        self._until = float(os.environ.get("BITS_UNTIL", "inf"))
 
     def run(self, way: str, **options: Any) -> None:
         """Train in a way; one that fails does not end the others."""
-        try:
-            self.recorded[way] = self._states(**options)
-        except Exception as error:
-            self.errors.append(f"{way}: {type(error).__name__}: {str(error)[:200]}")
+        if time.time() > self._until:
+            self.left_out.append(way)
+        else:
+            try:
+                self.recorded[way] = self._states(**options)
+            except Exception as error:
+                self.errors.append(f"{way}: {type(error).__name__}: {str(error)[:200]}")
+        new = self._result.with_suffix(".new")
+        found = {"ways": self.recorded, "errors": self.errors, "left_out": self.left_out}
+        new.write_text(json.dumps(found), encoding="utf-8")
+        new.replace(self._result)
 
     def _states(
         self,
@@ -82,29 +94,38 @@ def as_text(found: dict[str, Any]) -> dict[str, str]:
     return {path: "{:08x}{:08x}".format(*np.asarray(value)) for path, value in found.items()}
 
 
-def every_way(runs: Runs, directory: Path) -> None:
-    """Train in each way of the table that needs no other process."""
+def first(runs: Runs, directory: Path) -> None:
+    """Train in the ways that the other processes are compared with, or that need no other one."""
     runs.run("reference")
     runs.run("again, same process")
     runs.run("cut and resumed", cut=True, checkpoint_dir=directory / "cut")
-    runs.run("other hooks and saves", hooks=(jstep.every(7, lambda *_: None),), log_steps=3,
-             checkpoint_dir=directory / "hooks", save_checkpoint_steps=11)  # fmt: skip
-    runs.run("K=10", every=10, steps_per_call=10)
-    runs.run("K=10, cut and resumed", every=10, steps_per_call=10, cut=True, checkpoint_dir=directory / "cut10")
-    runs.run("K=10, other hooks", every=10, steps_per_call=10, hooks=(jstep.every(14, lambda *_: None),))
-    runs.run("K=auto", every=10, steps_per_call="auto")
-    runs.run("compact", compact=True)
-    runs.run("compact, cut and resumed", compact=True, cut=True, checkpoint_dir=directory / "compact")
+
+
+def others(runs: Runs, directory: Path) -> None:
+    """Train in the other ways of the table, the most telling ones first."""
+    runs.run("again, another process")
     runs.run("lanes=8, one device", lanes=8)
-    runs.run("lanes=8, K=10", lanes=8, every=10, steps_per_call=10)
     devices = jax.devices()
     count = max(n for n in (1, 2, 4, 8) if n <= len(devices))
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=devices[:count])
-        runs.run(f"{kind.name} axes", mesh=mesh)
-        runs.run(f"lanes=8, {kind.name} axes", mesh=mesh, lanes=8)
+    meshes = {
+        kind.name: jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=devices[:count])
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    }
+    for kind, mesh in meshes.items():
+        runs.run(f"lanes=8, {kind} axes", mesh=mesh, lanes=8)
+    runs.run("K=10", every=10, steps_per_call=10)
+    runs.run("other hooks and saves", hooks=(jstep.every(7, lambda *_: None),), log_steps=3,
+             checkpoint_dir=directory / "hooks", save_checkpoint_steps=11)  # fmt: skip
+    runs.run("compact", compact=True)
+    runs.run("compact, cut and resumed", compact=True, cut=True, checkpoint_dir=directory / "compact")
+    runs.run("K=10, cut and resumed", every=10, steps_per_call=10, cut=True, checkpoint_dir=directory / "cut10")
+    runs.run("lanes=8, K=10", lanes=8, every=10, steps_per_call=10)
+    runs.run("K=auto", every=10, steps_per_call="auto")
+    for kind, mesh in meshes.items():
+        runs.run(f"{kind} axes", mesh=mesh)
         if count > 1:
-            runs.run(f"lanes=8, {kind.name} axes, FSDP", mesh=mesh, lanes=8, fsdp=True)
+            runs.run(f"lanes=8, {kind} axes, FSDP", mesh=mesh, lanes=8, fsdp=True)
+    runs.run("K=10, other hooks", every=10, steps_per_call=10, hooks=(jstep.every(14, lambda *_: None),))
 
 
 def killed(runs: Runs, directory: Path) -> None:
@@ -121,18 +142,9 @@ def killed(runs: Runs, directory: Path) -> None:
 
 def main() -> None:
     name, dtype, what, directory, result = sys.argv[1:]
-    runs = Runs(name, dtype)
-    with contextlib.suppress(OSError):
-        Path(directory).mkdir(parents=True)
-    try:
-        if what == "killed":
-            killed(runs, Path(directory))
-        elif what == "again":
-            runs.run("again, another process")
-        else:
-            every_way(runs, Path(directory))
-    finally:
-        Path(result).write_text(json.dumps(runs.recorded | {"errors": runs.errors}), encoding="utf-8")
+    runs = Runs(name, dtype, Path(result))
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    {"first": first, "killed": killed, "others": others}[what](runs, Path(directory))
 
 
 if __name__ == "__main__":

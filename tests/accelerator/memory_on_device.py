@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from part_report import QUICK, PartReport, seconds_left
+from part_report import QUICK, PartReport, last_line, run_child, seconds_left
 
 SIDE, LAYERS, ROWS = (64, 2, 32) if QUICK else (4096, 4, 4096)
 OPTIMIZERS = ("adamw", "compact(adamw)", "lion", "sgd", "muon")
@@ -65,34 +65,37 @@ def measure(case: str) -> dict[str, Any]:
         state, _ = train_step(state, x)
     jax.block_until_ready(state)
     parameters = LAYERS * SIDE * SIDE
+    seen = None if before is None else (peak() or 0) / 1e6
+    share = {} if seen is None or not said.peak_bytes else {"seen / said": seen * 1e6 / said.peak_bytes}
     return {
         "state bytes a parameter": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / parameters,
         "peak MB, as cost says": (said.peak_bytes or 0) / 1e6,
-        "peak MB, seen": None if before is None else (peak() or 0) / 1e6,
+        "peak MB, seen": seen,
+        **share,
     }
 
 
 def main() -> int:
-    if sys.argv[1:]:
-        print(json.dumps(measure(sys.argv[1])))
+    if sys.argv[1:2] == ["--measure"]:
+        print(json.dumps(measure(sys.argv[2])))
         return 0
     report, failed = PartReport("memory"), 0
-    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    for case in CASES:
+    wanted = [case for case in CASES if not sys.argv[1:] or case.startswith(sys.argv[1])]
+    if not wanted:
+        report.say(f"  {sys.argv[1]}: must be the beginning of one of {', '.join(CASES)}")
+        return 2
+    for case in wanted:
         if seconds_left() < 10:
-            report.left_out(case, "no time is left")
+            report.left_out(case, f"no time is left: tests/accelerator.sh 'memory:{case}'")
             continue
         try:
-            done = subprocess.run(
-                [sys.executable, __file__, case], env=variables, capture_output=True, text=True, check=False,
-                timeout=seconds_left(),
-            )  # fmt: skip
+            done = run_child([sys.executable, __file__, "--measure", case], dict(os.environ), seconds_left())
         except subprocess.TimeoutExpired:
-            report.left_out(case, "no time is left")
+            report.left_out(case, f"no time was left for all of it: tests/accelerator.sh 'memory:{case}'")
             continue
         if done.returncode:
             failed += 1
-            report.row(case, failed=(done.stderr.strip().splitlines() or ["no message"])[-1][:300])
+            report.row(case, failed=last_line(done.stderr))
             continue
         values = json.loads(done.stdout.splitlines()[-1])
         report.row(case, **{key: "not counted by this device" if x is None else x for key, x in values.items()})

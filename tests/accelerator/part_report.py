@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ class PartReport:
     """
 
     def __init__(self, part: str) -> None:
-        folder = Path(os.environ["ACCELERATOR_OUT"])
-        self._text, self._json = folder / f"{part}.txt", folder / f"{part}.json"
+        name = Path(os.environ["ACCELERATOR_OUT"], os.environ.get("ACCELERATOR_FILE", part))
+        self._text, self._json = name.with_name(name.name + ".txt"), name.with_name(name.name + ".json")
         self._rows: list[dict[str, Any]] = []
         self._head = {"part": part, "device": json.loads(os.environ["ACCELERATOR_DEVICE"]), "quick": QUICK}
         self.backend = str(self._head["device"]["backend"])
         self._text.write_text("")
+        self._write()  # not the rows of an earlier run, if this one does not come to its first
         self.say(f"{part}: {describe(self._head['device'])}{' (quick: no figures)' if QUICK else ''}")
 
     def say(self, line: str) -> None:
@@ -36,7 +40,10 @@ class PartReport:
         """Show a row, and write all rows so far."""
         self._rows.append({"name": name, **values})
         self.say(f"  {name:58s} " + "  ".join(f"{key} {shown(value)}" for key, value in values.items()))
-        new = self._json.with_suffix(".new")
+        self._write()
+
+    def _write(self) -> None:
+        new = self._json.with_name(self._json.name + ".new")
         new.write_text(json.dumps({**self._head, "rows": self._rows}, indent=1), encoding="utf-8")
         new.replace(self._json)
 
@@ -58,6 +65,32 @@ def describe(device: dict[str, Any]) -> str:
 def seconds_left() -> float:
     """Return how long the part may still run."""
     return float(os.environ.get("ACCELERATOR_DEADLINE", "inf")) - time.time()
+
+
+def run_child(
+    command: Sequence[str], variables: dict[str, str], limit: float, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a process for at most some seconds.
+
+    Its output is read from files: with pipes, what it started itself would keep the part waiting after the limit.
+
+    Raises:
+        subprocess.TimeoutExpired: It was killed at the limit.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        done = subprocess.run(
+            command, env=variables, cwd=cwd, timeout=max(1.0, limit), stdout=out, stderr=err, check=False
+        )
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(command, done.returncode, *texts)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a text: of a traceback, the error."""
+    return (text.strip().splitlines() or ["no message"])[-1][:300]
 
 
 def installed(report: PartReport, package: str) -> bool:

@@ -4,16 +4,20 @@ This process never initializes a device: JAX takes most of a GPU's memory in the
 """
 
 import argparse
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from part_report import describe
+from part_report import describe, last_line
 
 HERE = Path(__file__).parent
 PARTS = {
@@ -29,6 +33,10 @@ RESERVE = 30
 
 PROBE = """
 import json, jax, jaxlib
+if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 10):
+    raise SystemExit(f"JAX {jax.__version__} is too old: 0.10 is needed")
+import jstep
+jstep.minimize, jstep.Saver  # with what jstep itself needs, such as Orbax
 devices = jax.devices()
 memory = devices[0].memory_stats() or {}
 print(json.dumps({
@@ -41,7 +49,8 @@ print(json.dumps({
 
 def environment(quick: bool) -> dict[str, str]:
     """Return the environment of all processes that use devices."""
-    variables = dict(os.environ)
+    # A part may start a second process, and others may use the device, too.
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     if quick:
         variables |= {"ACCELERATOR_QUICK": "1"}
         if "JAX_PLATFORMS" not in os.environ:  # two virtual devices on a CPU; `--quick` on a GPU: JAX_PLATFORMS=cuda
@@ -61,18 +70,23 @@ def driver() -> str:
 
 def probe(variables: dict[str, str]) -> dict[str, Any]:
     """Return what JAX says of the devices, in a process that ends before others start."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=variables, capture_output=True, text=True, timeout=300, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], env=variables, capture_output=True, text=True, timeout=300, check=False
+        )
+    except subprocess.TimeoutExpired:
+        why = "another process may hold the device, or JAX waits for the other hosts of a TPU slice"
+        sys.exit(refused(f"JAX found no device within 300 s: {why}."))
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = last_line(done.stderr)
         sys.exit(refused(f"{sys.executable} cannot use JAX: {last}; set PYTHON to the interpreter that has it."))
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    keep = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    keep = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES")  # fmt: skip
     return found | {
         "driver": driver(),
         "python": sys.version.split()[0],
-        "flags": {name: os.environ[name] for name in keep if name in os.environ},
+        "flags": {name: variables[name] for name in keep if name in variables},
     }
 
 
@@ -82,24 +96,36 @@ def refused(why: str) -> int:
     return 2
 
 
-def run_part(part: str, variables: dict[str, str]) -> bool:
-    """Run a part to its end or to its limit; return whether all went well."""
+def run_part(part: str, variables: dict[str, str]) -> int | None:
+    """Run a part to its end or to its limit; return its exit code, None if it was stopped."""
     name, _, only = part.partition(":")
-    deadline = {"ACCELERATOR_DEADLINE": str(time.time() + LIMIT - RESERVE)}
     command = [sys.executable, str(HERE / PARTS[name]), *([only] if only else [])]
-    began = time.monotonic()
-    process = subprocess.Popen(command, env=variables | deadline, start_new_session=True)
+    began, code = time.monotonic(), None
+    # Checkpoints are large and /tmp may be small; and what a killed process leaves is deleted with the folder.
+    scratch = tempfile.mkdtemp(prefix="scratch-", dir=variables["ACCELERATOR_OUT"])
+    more = {
+        "ACCELERATOR_DEADLINE": str(time.time() + LIMIT - RESERVE),
+        "ACCELERATOR_FILE": re.sub(r"[^\w.=-]+", "-", part).strip("-"),
+        "TMPDIR": scratch,
+    }
+    process = subprocess.Popen(command, env=variables | more, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         code = process.wait(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        code = None
-    finally:  # with all that it started, also after Ctrl-C
-        if process.poll() is None:
+        pass
+    finally:  # with all that it started, also after Ctrl-C, and if it ended before them
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
+        shutil.rmtree(scratch, ignore_errors=True)
     ended = {0: "ended well", None: f"was stopped after {LIMIT} s; its rows so far are kept"}.get(code, "FAILED")
     print(f"{part}: {ended} ({time.monotonic() - began:.0f} s)", flush=True)
-    return code == 0
+    return code
+
+
+def stop(number: int, frame: Any) -> None:
+    """End as after Ctrl-C: a part must not outlive the terminal or the job, with the device in its hands."""
+    sys.exit(128 + number)
 
 
 def main() -> int:
@@ -116,14 +142,19 @@ def main() -> int:
     if device["backend"] == "cpu" and not given.quick:
         return refused("JAX finds no accelerator here, only the CPU; --quick tries the scripts on it, without figures.")
     out = Path(given.out).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "device.json").write_text(json.dumps(device, indent=1), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "device.json").write_text(json.dumps(device, indent=1), encoding="utf-8")
+    except OSError as error:
+        return refused(f"--out {out}: must be a folder that can be written: {error}.")
     print(describe(device), flush=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     variables |= {"ACCELERATOR_OUT": str(out), "ACCELERATOR_DEVICE": json.dumps(device)}
-    results = {part: run_part(part, variables) for part in parts}
-    bad = [part for part, is_good in results.items() if not is_good]
+    codes = {part: run_part(part, variables) for part in parts}
+    bad = [part for part, code in codes.items() if code != 0]
     print(f"written to {out}" + (f"; not well: {', '.join(bad)}" if bad else ""))
-    return 1 if bad else 0
+    return 2 if 2 in codes.values() else 1 if bad else 0
 
 
 if __name__ == "__main__":

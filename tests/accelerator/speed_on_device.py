@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from part_report import QUICK, PartReport, each, installed, seconds_left
+from part_report import QUICK, PartReport, each, installed, last_line, run_child, seconds_left
 from small_networks import network
 
 import jstep
+from jstep.core.devices import GPU_PEAKS, TPU_PEAKS
 
 REPORT = PartReport("speed")
 MILLION = 2**20 // 64 if QUICK else 2**20
@@ -32,8 +32,6 @@ SHAPES = {
     "16 × 4M": [(2048, 2048 // (64 if QUICK else 1))] * 16,
     "1000 × 1000": [(1000,)] * (20 if QUICK else 1000),
 }
-ATTENTION = "cudnn" if jax.default_backend() == "gpu" and "ACCELERATOR_NO_CUDNN" not in os.environ else None
-"""The implementation of attention in the transformer, the same for all."""
 HAS_OPTAX = installed(REPORT, "optax")
 measured: dict[str, float] = {}
 """Bytes per second of a copy, operations per second of a product."""
@@ -202,10 +200,9 @@ def optimizers() -> None:
 def torch_optimizers() -> None:
     """PyTorch's fused optimizers, in a process that may take the memory which this one leaves."""
     script = Path(__file__).with_name("torch_speed.py")
-    command = [sys.executable, str(script), json.dumps(SHAPES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=max(1, seconds_left()), check=False)
+    done = run_child([sys.executable, str(script), json.dumps(SHAPES)], dict(os.environ), seconds_left())
     if done.returncode:
-        REPORT.left_out("PyTorch's fused optimizers", (done.stderr.strip().splitlines() or ["no message"])[-1][:200])
+        REPORT.left_out("PyTorch's fused optimizers", last_line(done.stderr))
         return
     for row in json.loads(done.stdout.splitlines()[-1]):
         REPORT.row(row.pop("name"), **row)
@@ -220,6 +217,14 @@ def fingerprints() -> None:
     rows("fingerprint of 1 GB", {"jstep": seconds}, tree["w"].nbytes)
 
 
+def second(run: Callable[[int], Any]) -> float:
+    """Return the seconds of a second call; the first imports and compiles."""
+    run(1)
+    began = time.perf_counter()
+    run(2)
+    return time.perf_counter() - began
+
+
 def checkpoints() -> None:
     params = [jnp.full((2048, 2048 // (64 if QUICK else 1)), float(i)) for i in range(16)]
     optimizer = jstep.adamw(1e-3)
@@ -228,35 +233,41 @@ def checkpoints() -> None:
     times: dict[str, dict[str, float]] = {"save": {}, "restore": {}}
     try:
         with jstep.Saver(directory / "jstep") as saver:
-            began = time.perf_counter()
-            saver.save(state, 1)
-            saver.wait()
-            times["save"]["jstep"] = time.perf_counter() - began
-            began = time.perf_counter()
-            jax.block_until_ready(saver.restore(state))
-            times["restore"]["jstep"] = time.perf_counter() - began
-        import orbax.checkpoint as ocp
 
-        with ocp.CheckpointManager(directory / "orbax") as manager:
-            tree = {"params": state.params, "slots": state.slots}
-            began = time.perf_counter()
-            manager.save(1, args=ocp.args.StandardSave(tree))
-            manager.wait_until_finished()
-            times["save"]["Orbax"] = time.perf_counter() - began
-            began = time.perf_counter()
-            jax.block_until_ready(manager.restore(1, args=ocp.args.StandardRestore(tree)))
-            times["restore"]["Orbax"] = time.perf_counter() - began
+            def save(step: int) -> None:
+                saver.save(state, step)
+                saver.wait()
+
+            times["save"]["jstep"] = second(save)
+            times["restore"]["jstep"] = second(lambda step: jax.block_until_ready(saver.restore(state)))
+        if installed(REPORT, "orbax.checkpoint"):
+            orbax_checkpoints(state, directory / "orbax", times)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for what, seconds in times.items():
         rows(f"{what} of a state of {sum(x.nbytes for x in jax.tree.leaves(state)) / 1e9:.2g} GB", seconds)
 
 
+def orbax_checkpoints(state: Any, directory: Path, times: dict[str, dict[str, float]]) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(directory) as manager:
+        tree = {"params": state.params, "slots": state.slots}
+
+        def save(step: int) -> None:
+            manager.save(step, args=ocp.args.StandardSave(tree))
+            manager.wait_until_finished()
+
+        times["save"]["Orbax"] = second(save)
+        restored = ocp.args.StandardRestore(tree)
+        times["restore"]["Orbax"] = second(lambda step: jax.block_until_ready(manager.restore(step, args=restored)))
+
+
 # The loop.
 
 
 def loops() -> None:
-    """`train` with checkpoints, logs and host batches beside a bare loop, for steps of 0.1, 1 and 10 ms."""
+    """`train` with checkpoints, logs and prefetched host batches beside bare loops, for steps of 0.1, 1 and 10 ms."""
     for milliseconds in (0.1,) if QUICK else (0.1, 1.0, 10.0):
         loop(milliseconds)
 
@@ -281,12 +292,14 @@ def loop(milliseconds: float) -> None:
     count = 30 if QUICK else max(100, int(1e3 / milliseconds))
     data = jstep.batches(np.tile(x, (8, 1)), batch_size=64, seed=0)
 
-    def bare() -> float:
-        state, _ = step(jstep_state(params, optimizer), data[0])
+    there = jax.block_until_ready(jnp.asarray(data[0]))
+
+    def bare(batch: Any = lambda index: data[index]) -> float:
+        state, _ = step(jstep_state(params, optimizer), batch(0))
         jax.block_until_ready(state)
         began = time.perf_counter()
         for index in range(1, count):
-            state, _ = step(state, data[index])
+            state, _ = step(state, batch(index))
         jax.block_until_ready(state)
         return (time.perf_counter() - began) / (count - 1)
 
@@ -301,7 +314,8 @@ def loop(milliseconds: float) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         return clock.seconds
 
-    ways = {"train": lambda: looped(1), 'train, "auto"': lambda: looped("auto"), "a bare loop": bare}
+    ways = {"train": lambda: looped(1), 'train, "auto"': lambda: looped("auto"), "a bare loop": bare,
+            "a bare loop, its batch on the device": lambda: bare(lambda index: there)}  # fmt: skip
     rounds = [{name: run() for name, run in ways.items()} for _ in range(1 if QUICK else 5)]
     medians = {name: statistics.median(one[name] for one in rounds) for name in ways}
     rows(f"loop, steps of {milliseconds:g} ms, NumPy batches", medians)
@@ -329,6 +343,26 @@ class Clock(jstep.Hook):
 # A transformer of some 100M parameters.
 
 
+def attention(heads: int, context: int) -> str | None:
+    """Return the implementation of attention for all contenders: cuDNN's where it runs, else XLA's.
+
+    There is none on TPUs, on AMD's and older GPUs, and without its library.
+    """
+    if REPORT.backend != "gpu":
+        return None
+    x = jnp.ones((1, context, heads, 64), jnp.bfloat16)
+
+    def total(x: Any) -> Any:
+        return jnp.sum(jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn"))
+
+    try:
+        jax.block_until_ready(jax.jit(jax.grad(total))(x))
+    except Exception as error:
+        REPORT.say(f"  cuDNN's attention does not run here ({type(error).__name__}: {str(error)[:100]}): XLA's is used")
+        return None
+    return "cudnn"
+
+
 def transformer() -> None:
     width, layers, context, rows_of_batch, vocabulary = (64, 2, 64, 4, 256) if QUICK else (768, 12, 1024, 16, 32_768)
     rng = np.random.default_rng(0)
@@ -342,11 +376,12 @@ def transformer() -> None:
                    "up": new(layers, width, 4 * width), "down": new(layers, 4 * width, width)},
     }  # fmt: skip
     heads = width // 64
+    implementation = attention(heads, context)
 
     def block(x: Any, p: Any) -> Any:
         p = jax.tree.map(lambda w: w.astype(x.dtype), p)
         q, k, v = jnp.split((jax.nn.standardize(x) @ p["qkv"]).reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=ATTENTION)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
         x = x + attended.reshape(x.shape) @ p["out"]
         return x + jax.nn.gelu(jax.nn.standardize(x) @ p["up"]) @ p["down"], None
 
@@ -368,9 +403,15 @@ def transformer() -> None:
     times = timed(contenders, 7, 3)
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) - params["position"].size
     per_token = 6 * size + 6 * layers * context * width  # causal attention: half of 12 · layers · context · width
+    kind = jax.devices()[0].device_kind
+    sheet = {**GPU_PEAKS, **TPU_PEAKS}.get(kind, {}).get("bf16")
+    if sheet is None:
+        REPORT.say(f"  no data sheet of {kind!r} is known: no MFU, only the share of what a product reaches")
     for name, seconds in times.items():
         rate = rows_of_batch * context / seconds
-        share = {"of the product's TFLOP/s": rate * per_token / measured["product"]} if "product" in measured else {}
+        share = {} if sheet is None else {"MFU": rate * per_token / sheet}
+        if "product" in measured:
+            share["of the product's TFLOP/s"] = rate * per_token / measured["product"]
         REPORT.row(f"transformer, {size / 1e6:.0f}M parameters: {name}", ms=seconds * 1e3, **{"tokens/s": rate},
                    **{"TFLOP/s": rate * per_token / 1e12}, **share)  # fmt: skip
 
@@ -381,5 +422,9 @@ if __name__ == "__main__":
         "steps": steps_of_networks, "fingerprint": fingerprints, "checkpoints": checkpoints, "loop": loops,
         "torch": torch_optimizers,
     }  # fmt: skip
-    chosen = {name: MEASURED[name] for name in sys.argv[1:]} or MEASURED
-    sys.exit(1 if each(REPORT, chosen) else 0)
+    wanted = sys.argv[1:] or list(MEASURED)
+    if unknown := [name for name in wanted if name not in MEASURED]:
+        REPORT.say(f"  {unknown[0]}: must be one of {', '.join(MEASURED)}")
+        sys.exit(2)
+    # Shares of the device's bandwidth and products need these two, which take seconds.
+    sys.exit(1 if each(REPORT, {name: MEASURED[name] for name in ["bandwidth", "product", *wanted]}) else 0)

@@ -4,6 +4,7 @@ python torch_speed.py '{"16 × 4M": [[2048, 2048], …], …}'
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -24,6 +25,8 @@ def synchronize() -> None:
 
 
 def main() -> None:
+    if DEVICE == "cpu" and "ACCELERATOR_QUICK" not in os.environ:
+        sys.exit(f"PyTorch {torch.__version__} finds no GPU: a figure of a CPU beside an accelerator would mislead")
     found: list[dict[str, Any]] = []
     for sizes, shapes in json.loads(sys.argv[1]).items():
         for name, make in MAKE.items():

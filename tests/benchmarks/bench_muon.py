@@ -1,9 +1,8 @@
-"""Muon on 8 devices: matrices distributed over the devices, compared with each device updating all of them.
+"""Muon on 8 virtual devices: matrices distributed over the devices, compared with each device updating all of them.
+The eight devices share the cores of a CPU, and exchange updates in its memory: the ratio is that of the work, and says
+nothing of devices whose exchange takes time.
 
     python tests/benchmarks/bench_muon.py
-
-The eight CPU devices share the cores of the machine, so the ratio is that of the work, as in a step on 8 real devices
-whose exchange of the updates takes no time.
 """
 
 import os
@@ -46,7 +45,7 @@ def main():
         "each device updates all": contender(mesh, distribute=False),
     }
     times = interleaved(contenders, calls=5, rounds=9)
-    title = f"{MATRICES} replicated matrices of {SIZE} × {SIZE}, 8 devices, a step"
+    title = f"{MATRICES} replicated matrices of {SIZE} × {SIZE}, 8 virtual devices, a step"
     return report(title, times, {("each matrix on one device", "each device updates all"): 0.3}, unit=1e3)
 
 

@@ -1,18 +1,25 @@
 """Whole runs, beside what users would pick instead: the same three networks in five toolkits, with everything on.
-In each task all have the same network, data, batch size, optimizer and schedule; all save checkpoints and the best one,
-write TensorBoard's events, evaluate, stop early and resume. Each run is a separate process, one after the other and
-interleaved; a figure is the median of the rounds. Seconds count from the start of the process and include imports. A
-step is the mean over the second half of the steps, including evaluations and checkpoints between them. Lines are those
-of the program and its network, without comments, docstrings, blank lines and what measures. Finally a run is killed by
-SIGKILL halfway between two checkpoints, after about 70 % of its steps, and started again: the table shows whether the
-loss of the last weights on the test set is the same, to the last digit, as without the SIGKILL.
+In each task all start from the same weights, take the same batches in the same order without dropout, with the same
+AdamW, clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch
+(Keras adds epsilon elsewhere: it has a smaller one);
+all save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and resume. Each run is a
+separate process, one after the other and interleaved; a figure is the median of the rounds. Seconds count from the
+start of the process. A step is the mean over the second half of the steps, including evaluations and checkpoints
+between them; jstep's row with one step a call is beside Flax's loop, that with "auto" beside Keras' 10 steps a call.
+Lines are those of the program and its network, without comments, docstrings, blank lines and what measures or loads the
+weights. Finally a run is killed by SIGKILL halfway between two checkpoints, after about 70 % of its steps, and started
+again: the table shows whether the loss of the last weights on the test set is the same, to the last digit, as without
+the SIGKILL. The second table splits the first step: imports, reading the task, initialization as the toolkit's guide
+shows it, tracing and compilation, and the rest, with an empty compilation cache; then the first step after the SIGKILL,
+with the restore, and with JAX's programs in the cache.
 
     python tests/benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
     python tests/benchmarks/bench_whole_runs.py                         # in .whole_runs
     python tests/benchmarks/bench_whole_runs.py --only jstep --only flax --task digits --rounds 1
 
-The programs are in `whole_runs/`. The peers are installed by pip in their own environment, in the versions below; jstep
-is that of this checkout. PyTorch for CPUs is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+The programs are in `whole_runs/`; each is written as its toolkit's documentation recommends for speed, and what that
+gave is in the file. The peers are installed by pip in their own environment, in the versions below; jstep is that of
+this checkout. PyTorch for CPUs is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
 import argparse
@@ -38,44 +45,72 @@ import whole_run_tasks
 HERE = Path(__file__).parent / "whole_runs"
 ROOT = HERE.parents[2]
 ENVIRONMENT = ROOT / ".whole_runs"
-BOUND = 0.75
+BOUND = 1.0
+"""Of the seconds of jstep to those of the quickest peer on JAX."""
+AGREEMENT = {"JAX": 1e-4, "PyTorch": 1e-2}
+"""By how much a toolkit's loss on the test set may differ from jstep's at the end."""
 HEADER = """\
-| task | toolkit | first step, s | a step, ms | whole, s | lines | test loss | after a SIGKILL | steps repeated |
+| task | toolkit | a step, ms | whole, s | lines | test loss | difference | after a SIGKILL | steps repeated |
 |---|---|---:|---:|---:|---:|---:|---|---:|"""
+STAGES_HEADER = """\
+| to the first step, s | toolkit | import | data | init | compile | the rest | all | restarted: compile | all |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
 LIMIT = 600
 """Seconds for a run."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Toolkit:
+    """A program.
+
+    Attributes:
+        title: What the tables call it.
+        program: The file of the program.
+        networks: The file of its networks.
+        library: What computes: a key of `AGREEMENT`.
+        packages: The packages whose versions the tables show.
+        arguments: What follows the task and the directory on the command line.
+    """
+
+    title: str
+    program: str
+    networks: str
+    library: str = "JAX"
+    packages: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+
 TOOLKITS = {
-    "jstep": ("jstep", "networks_jax.py", ()),
-    "flax": ("Flax + Optax + Orbax", "networks_flax.py", ("flax", "optax", "orbax-checkpoint")),
-    "keras": ("Keras on JAX", "networks_keras.py", ("keras", "jax")),
-    "lightning": ("Lightning", "networks_torch.py", ("lightning", "torch")),
-    "hf": ("Hugging Face Trainer", "networks_torch.py", ("transformers", "torch")),
+    "jstep": Toolkit("jstep, auto", "run_jstep.py", "networks_jax.py", arguments=("auto",)),
+    "jstep_single": Toolkit("jstep, one step a call", "run_jstep.py", "networks_jax.py", arguments=("1",)),
+    "flax": Toolkit(
+        "Flax + Optax + Orbax",
+        "run_flax.py",
+        "networks_flax.py",
+        packages=("flax", "optax", "orbax-checkpoint"),
+    ),
+    "keras": Toolkit("Keras on JAX", "run_keras.py", "networks_keras.py", packages=("keras", "jax")),
+    "lightning": Toolkit("Lightning", "run_lightning.py", "networks_torch.py", "PyTorch", ("lightning", "torch")),
+    "hf": Toolkit("Hugging Face Trainer", "run_hf.py", "networks_torch.py", "PyTorch", ("transformers", "torch")),
 }
-"""Name of a toolkit's program → its title, the file of its networks, its packages."""
 
-PACKAGES = {
-    "": [
-        "torch==2.13.0",
-        "accelerate==1.15.0",
-        "flax==0.12.8",
-        "google-crc32c==1.9.0",
-        "jax==0.10.2",
-        "lightning==2.6.6",
-        "numpy==2.4.6",
-        "optax==0.2.8",
-        "orbax-checkpoint==0.12.8",
-        "scikit-learn==1.9.1",
-        "tensorboard==2.21.0",
-        "tensorboardX==2.6.5",
-        "transformers==5.23.0",
-    ],
-    "keras": ["tensorflow-cpu==2.21.0", "jax==0.10.2", "keras==3.15.1", "numpy==2.4.6", "tensorboard==2.21.0"],
-}
-"""Folder in the environment → what pip installs into it, the first one on its own.
-
-Keras' TensorBoard callback needs TensorFlow. The other toolkits would import it, too, if they found it.
-"""
+PACKAGES = [
+    "torch==2.13.0",
+    "accelerate==1.15.0",
+    "flax==0.12.8",
+    "google-crc32c==1.9.0",
+    "jax==0.10.2",
+    "keras==3.15.1",
+    "lightning==2.6.6",
+    "numpy==2.4.6",
+    "optax==0.2.8",
+    "orbax-checkpoint==0.12.8",
+    "scikit-learn==1.9.1",
+    "tensorboard==2.21.0",
+    "tensorboardX==2.6.5",
+    "transformers==5.23.0",
+]
+"""What pip installs into the environment, the first one on its own."""
 
 
 @dataclasses.dataclass
@@ -84,12 +119,16 @@ class Outcome:
 
     Attributes:
         whole: Seconds from the start of the process to its end.
+        stages: Stage → seconds from the start of the process to its end: `import`, `data`, `init`.
+        compile: Seconds in which JAX compiled, between `init` and the end of the first step.
         steps: Step → seconds from the start of the process until it was done, for the steps that the run marks.
         parameters: Number of parameters of the network.
         loss: Loss on the test set after the last step, with all digits; None if the run was killed.
     """
 
     whole: float = 0.0
+    stages: dict[str, float] = dataclasses.field(default_factory=dict)
+    compile: float = 0.0
     steps: dict[int, float] = dataclasses.field(default_factory=dict)
     parameters: int = 0
     loss: str | None = None
@@ -105,6 +144,12 @@ class Outcome:
         return self.steps[self.first_step]
 
     @property
+    def parts(self):
+        """The seconds of each stage, of the compilation, and of the rest of the first step."""
+        imported, data, init = (self.stages[name] for name in ("import", "data", "init"))
+        return imported, data - imported, init - data, self.compile, self.first - init - self.compile
+
+    @property
     def per_step(self):
         """Seconds a step in the second half of the steps."""
         last = max(self.steps)
@@ -112,31 +157,30 @@ class Outcome:
 
 
 def create(environment):
-    """Create the environment, for Keras another one inside of it."""
-    for folder, packages in PACKAGES.items():
-        subprocess.run([sys.executable, "-m", "venv", environment / folder], check=True)
-        pip = [environment / folder / "bin" / "python", "-m", "pip", "install", "-q"]
-        subprocess.run([*pip, packages[0]], check=True)
-        subprocess.run([*pip, *packages], check=True)
+    """Create the environment."""
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pip = [python_of(environment), "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, PACKAGES[0]], check=True)
+    subprocess.run([*pip, *PACKAGES], check=True)
 
 
-def python_of(environment, toolkit):
-    """Return the interpreter for a toolkit."""
-    return environment / (toolkit if toolkit in PACKAGES else "") / "bin" / "python"
+def python_of(environment):
+    """Return the interpreter of the environment."""
+    return environment / "bin" / "python"
 
 
 def title_of(environment, toolkit):
     """Return the title of a toolkit, with the versions of its packages in the environment."""
-    title, _, packages = TOOLKITS[toolkit]
+    packages = TOOLKITS[toolkit].packages
     code = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
-    command = [python_of(environment, toolkit), "-c", code, *packages]
+    command = [python_of(environment), "-c", code, *packages]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     shown = ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
-    return f"{title} ({shown})" if shown else title
+    return f"{TOOLKITS[toolkit].title} ({shown})" if shown else TOOLKITS[toolkit].title
 
 
 def run(python, toolkit, data, directory, killed=None):
-    """Run a program to its end, or kill it after a step.
+    """Run a program to its end, or kill it after a step; JAX's compilation cache is beside its directory.
 
     Raises:
         RuntimeError: It failed, or took too long; the message has the end of its output.
@@ -144,12 +188,14 @@ def run(python, toolkit, data, directory, killed=None):
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "JAX_COMPILATION_CACHE_DIR": f"{directory}.cache",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     environment.pop("XLA_FLAGS", None)
-    command = [python, HERE / f"run_{toolkit}.py", data, directory]
+    command = [python, HERE / TOOLKITS[toolkit].program, data, directory, *TOOLKITS[toolkit].arguments]
     began, outcome, log, is_killed = time.time(), Outcome(), [], False
     with subprocess.Popen(
         command, cwd=directory.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -159,6 +205,10 @@ def run(python, toolkit, data, directory, killed=None):
         for line in process.stdout:
             log.append(line)
             match line.split():
+                case ["mark", "import" | "data" | "init" as stage, seconds]:
+                    outcome.stages[stage] = float(seconds) - began
+                case ["mark", "compile", seconds]:
+                    outcome.compile = float(seconds)
                 case ["mark", "step", step, seconds]:
                     outcome.steps[int(step)] = float(seconds) - began
                     if int(step) == killed:
@@ -178,8 +228,8 @@ def run(python, toolkit, data, directory, killed=None):
 
 def lines_of(toolkit, task):
     """Return the number of lines of a program: of its file, and of the part of the networks' file that it needs."""
-    program = (HERE / f"run_{toolkit}.py").read_text(encoding="utf-8")
-    networks = (HERE / TOOLKITS[toolkit][1]).read_text(encoding="utf-8")
+    program = (HERE / TOOLKITS[toolkit].program).read_text(encoding="utf-8")
+    networks = (HERE / TOOLKITS[toolkit].networks).read_text(encoding="utf-8")
     pieces = {name: node for node in ast.parse(networks).body for name in _defined(node)}
     wanted, new = set(), {name for name in pieces if name.lower() in (task, f"init_{task}")}
     while new:
@@ -220,32 +270,90 @@ def measure(environment, task, toolkits, rounds, root):
         turn = number % len(toolkits)
         for name in toolkits[turn:] + toolkits[:turn]:
             with tempfile.TemporaryDirectory(dir=root) as directory:
-                done[name].append(run(python_of(environment, name), name, data, Path(directory, "run")))
+                done[name].append(run(python_of(environment), name, data, Path(directory, "run")))
             print(f"{task.name} {name}: {done[name][-1]}", file=sys.stderr, flush=True)
     resumed = {}
     for name in toolkits:
         with tempfile.TemporaryDirectory(dir=root) as directory:
-            run(python_of(environment, name), name, data, Path(directory, "run"), task.killed)
-            resumed[name] = run(python_of(environment, name), name, data, Path(directory, "run"))
+            run(python_of(environment), name, data, Path(directory, "run"), task.killed)
+            resumed[name] = run(python_of(environment), name, data, Path(directory, "run"))
         print(f"{task.name} {name}, resumed: {resumed[name]}", file=sys.stderr, flush=True)
     return done, resumed
 
 
-def row(task, name, title, outcomes, resumed):
-    """Return a row of the table."""
+def median(outcomes, attribute):
+    """The median of an attribute over the rounds."""
+    return statistics.median(getattr(outcome, attribute) for outcome in outcomes)
 
-    def median(attribute):
-        return statistics.median(getattr(outcome, attribute) for outcome in outcomes)
 
+def row(task, name, title, outcomes, resumed, reference):
+    """Return a row of the first table; `reference` is the loss of jstep, or None."""
     losses = {outcome.loss for outcome in outcomes}
     same = "the same" if losses == {resumed.loss} else f"another, {float(resumed.loss):.4f}"
     if len(losses) > 1:
         same = f"another in each run, {float(resumed.loss):.4f}"
     repeated = task.killed - resumed.first_step + 1
+    difference = "" if reference is None else f"{difference_of(outcomes, reference):.0e}"
     return (
-        f"| {task.name} | {title} | {median('first'):.1f} | {median('per_step') * 1e3:.2f} | {median('whole'):.1f} | "
-        f"{lines_of(name, task.name)} | {float(outcomes[0].loss):.4f} | {same} | {repeated} |"
+        f"| {task.name} | {title} | {median(outcomes, 'per_step') * 1e3:.2f} | {median(outcomes, 'whole'):.1f} | "
+        f"{lines_of(name, task.name)} | {float(outcomes[0].loss):.4f} | {difference} | {same} | {repeated} |"
     )
+
+
+def stages_row(task, title, outcomes, resumed):
+    """Return a row of the second table."""
+    parts = map(statistics.median, zip(*(outcome.parts for outcome in outcomes), strict=True))
+    seconds = [*parts, median(outcomes, "first"), resumed.compile, resumed.first]
+    return f"| {task.name} | {title} | {' | '.join(f'{one:.1f}' for one in seconds)} |"
+
+
+def difference_of(outcomes, reference):
+    """By how much the losses differ from another one, at most."""
+    return max(abs(float(outcome.loss) - float(reference)) for outcome in outcomes)
+
+
+def refuse_another_training(name, done):
+    """Raise an error unless all toolkits trained the same network in the same way.
+
+    Raises:
+        RuntimeError: The numbers of parameters differ, or the losses at the end.
+    """
+    counts = {outcomes[0].parameters for outcomes in done.values()}
+    if len(counts) != 1:
+        raise RuntimeError(f"{name}: the networks differ: their numbers of parameters are {counts}")
+    for toolkit, outcomes in done.items():
+        limit = AGREEMENT[TOOLKITS[toolkit].library]
+        if "jstep" in done and difference_of(outcomes, done["jstep"][0].loss) > limit:
+            losses = {other: [one.loss for one in found] for other, found in done.items()}
+            raise RuntimeError(f"{name}: the loss of {toolkit} differs from jstep's by more than {limit}: {losses}")
+
+
+def report_task(task, done, resumed):
+    """Print the ratios of a task; return whether the bounds hold."""
+    about = f"{task.name}, {task.steps} steps"
+    is_good = report_quickest(f"{about}: seconds of the whole run", done, "whole")
+    again = {toolkit: [outcome] for toolkit, outcome in resumed.items()}
+    is_good &= report_quickest(f"{about}: seconds from a restart to its first step", again, "first")
+    if {"jstep_single", "flax"} <= set(done):
+        alike = {"jstep": done["jstep_single"], "flax": done["flax"]}
+        is_good &= report_quickest(f"{about}: a step in its loop, one a call", alike, "per_step")
+    return is_good
+
+
+def report_quickest(title, outcomes, attribute):
+    """Print jstep's ratio to the quickest program on each library; return whether the bounds hold."""
+    seconds = {name: median(found, attribute) for name, found in outcomes.items() if name != "jstep_single"}
+    ours, is_good = seconds.pop("jstep", None), True
+    if ours is None or not seconds:
+        return True
+    print(f"\n{title}")
+    for library, bound in (("JAX", BOUND), ("PyTorch", None)):
+        peers = {name: one for name, one in seconds.items() if TOOLKITS[name].library == library}
+        if peers:
+            quickest = min(peers, key=peers.__getitem__)
+            peer = f"the quickest on {library}, {TOOLKITS[quickest].title}"
+            is_good &= report_ratio("jstep", peer, ours / peers[quickest], bound)
+    return is_good
 
 
 def main():
@@ -253,11 +361,11 @@ def main():
     parser.add_argument("--environment", type=Path, help=f"created if it does not exist (default: {ENVIRONMENT.name})")
     parser.add_argument("--only", action="append", choices=TOOLKITS, help="a toolkit; repeatable (default: all)")
     parser.add_argument("--task", action="append", choices=whole_run_tasks.TASKS, help="repeatable (default: all)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--share", type=float, default=1.0, help="which part of the steps to run (default: 1)")
     given = parser.parse_args()
     environment = (given.environment or ENVIRONMENT).absolute()
-    if not python_of(environment, "jstep").exists():
+    if not python_of(environment).exists():
         if given.environment is None:
             sys.exit(f"{environment}: there is no environment; create it with --environment {ENVIRONMENT.name}")
         create(environment)
@@ -265,24 +373,20 @@ def main():
     rounds, share = (1, 0.1) if is_quick else (given.rounds, given.share)
     toolkits = given.only or list(TOOLKITS)
     titles = {name: title_of(environment, name) for name in toolkits}
-    rows, is_good = [], True
+    rows, stages, is_good = [], [], True
     with tempfile.TemporaryDirectory() as root:
         for name in given.task or whole_run_tasks.TASKS:
             task = whole_run_tasks.write(name, Path(root, f"{name}.npz"), share)
             done, resumed = measure(environment, task, toolkits, rounds, Path(root))
-            counts = {outcomes[0].parameters for outcomes in done.values()}
-            if len(counts) != 1:
-                raise RuntimeError(f"{name}: the networks differ: their numbers of parameters are {counts}")
-            rows += [row(task, toolkit, titles[toolkit], done[toolkit], resumed[toolkit]) for toolkit in toolkits]
-            whole = {toolkit: statistics.median(one.whole for one in outcomes) for toolkit, outcomes in done.items()}
-            peers = {toolkit: seconds for toolkit, seconds in whole.items() if toolkit != "jstep"}
-            if peers and "jstep" in whole:
-                quickest = min(peers, key=peers.__getitem__)
-                print(f"\n{name}, {task.steps} steps: seconds of the whole run")
-                peer = f"the quickest peer, {TOOLKITS[quickest][0]}"
-                is_good = report_ratio("jstep", peer, whole["jstep"] / peers[quickest], BOUND) and is_good
-    print(f"\n{HEADER}")
-    print("\n".join(rows))
+            refuse_another_training(name, done)
+            reference = done["jstep"][0].loss if "jstep" in done else None
+            for toolkit in toolkits:
+                given_row = titles[toolkit], done[toolkit], resumed[toolkit]
+                rows.append(row(task, toolkit, *given_row, reference))
+                stages.append(stages_row(task, *given_row))
+            is_good = report_task(task, done, resumed) and is_good
+    for header, lines in ((HEADER, rows), (STAGES_HEADER, stages)):
+        print(f"\n{header}", *lines, sep="\n")
     return is_good
 
 

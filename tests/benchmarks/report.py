@@ -1,4 +1,4 @@
-"""Run the benchmarks and write their ratios into the page `docs/benchmarks.md`.
+"""Run the benchmarks, write their ratios into the page `docs/benchmarks.md`, and those of overview.py into README.
 
     python tests/benchmarks/report.py                  # all: takes hours on an otherwise idle machine
     python tests/benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
@@ -18,9 +18,12 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import overview
+from bounds import REASONS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
@@ -69,7 +72,9 @@ def tables_in(output: str) -> str:
     return "\n".join(line for line in output.splitlines() if line.startswith("|"))
 
 
-def section(source: str, output: str, failure: str | None, where: str) -> str:
+def section(
+    source: str, output: str, failure: str | None, where: str, reasons: Mapping[tuple[str, str], str] | None = None
+) -> str:
     """Return the Markdown section of a benchmark.
 
     Args:
@@ -77,17 +82,22 @@ def section(source: str, output: str, failure: str | None, where: str) -> str:
         output: Its output.
         failure: The reason why it could not run, in one line; None if it ran.
         where: Date, machine and versions.
+        reasons: (Program, compared with) → why a ratio is above its bound; the table then has a column for it.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
     heading, description = _heading(about)
     lines = [f"## {heading}", "", *([description, ""] if description else [])]
     if found := ratios_in(output):
         lines += ["| measured | program | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
-        lines += [
-            f"| {_cell(one.title)} | {_cell(one.ours)} | {_cell(one.peer)} | {_number(one)} | "
-            f"{'' if one.bound is None else f'{one.bound:g}'} |"
-            for one in found
-        ]
+        if reasons:
+            lines[-2:] = [f"{lines[-2]} why above it |", f"{lines[-1]}---|"]
+        for one in found:
+            cells = [_cell(one.title), _cell(one.ours), _cell(one.peer), _number(one)]
+            cells.append("" if one.bound is None else f"{one.bound:g}")
+            if reasons:
+                is_above = one.ratio > (1.0 if one.bound is None else one.bound)
+                cells.append(reasons.get((one.ours, one.peer), "") if is_above else "")
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     if table := tables_in(output):
         lines += [table, ""]
@@ -193,8 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         output, failure = run(name, given.quick, given.limit)
         print(output if failure is None else f"{output}\n{name}: {failure}", flush=True)
         failures += failure is not None
-        text = section((HERE / f"bench_{name}.py").read_text(encoding="utf-8"), output, failure, where)
+        source = (HERE / f"bench_{name}.py").read_text(encoding="utf-8")
+        text = section(source, output, failure, where, REASONS.get(name))
         given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, names), encoding="utf-8")
+    if given.page == PAGE:
+        overview.write()
     return int(failures > 0)
 
 

@@ -184,6 +184,19 @@ def test_lines_of_compilers_with_invalid_argument_are_dropped(capfd: pytest.Capt
     )
 
 
+def test_a_compiler_runs_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(descriptor: int) -> int:
+        raise OSError(9, "Bad file descriptor")
+
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", closed)
+        for n in range(2):
+            with without_noise():
+                seen.append(n)
+    assert seen == [0, 1]
+
+
 def test_contexts_that_overlap_and_errors_leave_standard_error_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     before = os.stat(2)
     first, second = without_noise(), without_noise()

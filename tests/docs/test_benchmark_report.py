@@ -1,14 +1,18 @@
 """`tests/benchmarks/report.py`: parsing the output of benchmarks and writing the page."""
 
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parents[1] / "benchmarks"
-SPEC = importlib.util.spec_from_file_location("benchmark_report", HERE / "report.py")
-report = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(report)
+sys.path.insert(0, str(HERE))
+try:
+    report, overview = map(importlib.import_module, ("report", "overview"))
+finally:
+    sys.path.remove(str(HERE))
+    del sys.modules["report"]
 
 OUTPUT = """\
 cpu, load 0.3
@@ -49,6 +53,13 @@ def test_a_section_has_the_table_and_the_machine():
     assert "| 1 / 2: 3 | 4 |" in lines
     assert lines[-1] == "*2026-11-21, a CPU*"
     assert not any("Not complete" in line for line in lines)
+    reasons = {("jstep", "Optax"): "not here", ("jstep", "Optax, donated | raw"): "it is raw", ("1", "2"): "unused"}
+    reasons |= {("import jstep, all it has", "import jax"): "below 1"}
+    lines = report.section(SOURCE, OUTPUT, None, "2026-11-21, a CPU", reasons).splitlines()
+    assert "| measured | program | compared with | ratio | bound | why above it |" in lines
+    assert "| 1000 leaves, Adam: a step | jstep | Optax | 0.50 | 1 |  |" in lines
+    assert "| 1000 leaves, Adam: a step | jstep | Optax, donated \\| raw | **1.25** | 1.2 | it is raw |" in lines
+    assert "| Importing | import jstep, all it has | import jax | 0.016 |  |  |" in lines
     failed = report.section(SOURCE, "", "No module named 'x<y>'", "2026-11-21").splitlines()
     assert "Not complete: No module named 'x&lt;y>'" in failed
     assert not any(line.startswith("|") for line in failed)
@@ -141,3 +152,88 @@ def test_the_page_has_its_markers_and_known_sections():
     page = report.PAGE.read_text(encoding="utf-8")
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
     assert report.written(page, {}, names) == page, "the page was edited, or a benchmark was deleted: run report.py"
+
+
+PAGE = """\
+<!-- benchmark: loop -->
+| measured | program | compared with | ratio | bound | why above it |
+|---|---|---|---:|---:|---|
+| 5 steps: a step | train, small | a loop | **1.25** | 1.2 | it is small |
+| 5 steps: a step | train, small | a loop, donated | 1.30 |  |  |
+| 5 steps: a step | train, large | a loop | 0.90 | 1 |  |
+| Two features: a step | train, small | a loop | 0.10 |  |  |
+
+<!-- benchmark: whole_runs -->
+| task | toolkit | a step, ms | whole, s | lines | test loss | difference | after a SIGKILL | steps repeated |
+|---|---|---:|---:|---:|---:|---:|---|---:|
+| digits | jstep, auto | 13.44 | 21.4 | 67 | 0.0225 | 0e+00 | the same | 25 |
+| mlp | jstep, auto | 0.44 | 7.4 | 57 | 0.0225 | 0e+00 | the same | 25 |
+| digits | Keras (keras 3, jax 0.10) | 15.44 | 22.4 | 60 | 0.0225 | 1e-06 | another, 0.0451 | 25 |
+| mlp | Keras (keras 3, jax 0.10) | 0.55 | 8.4 | 50 | 0.0225 | 1e-06 | the same | 25 |
+
+| to the first step, s | toolkit | import | data | init | compile | the rest | all | restarted: compile | all |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
+| digits | jstep, auto | 1.0 | 0.1 | 1.2 | 3.0 | 0.4 | 5.7 | 0.5 | 3.0 |
+<!-- end of benchmarks -->
+| 5 steps: a step | train, small | a loop | 9.00 |  |  |
+"""
+
+
+def test_a_row_of_the_overview_is_the_range_over_its_cases_with_the_quickest_peer(monkeypatch):
+    row = overview.Row("a step", "a loop", "loop", r"\d steps: .*", "train, .*", "a loop.*", excuse="why")
+    assert overview.ratios_of(row, PAGE) == [0.9, 1.3]
+    assert overview.ratios_of(row._replace(peers="a loop"), PAGE) == [0.9, 1.25]
+    assert overview.ratios_of(row._replace(benchmark="feed"), PAGE) == []
+    absent = row._replace(benchmark="feed", in_readme=True)
+    one = row._replace(words="one", ours="train, large", in_readme=True)
+    monkeypatch.setattr(overview, "ROWS", (row, absent, one))
+    assert overview.page_table(PAGE).splitlines()[2:] == [
+        "| a step | a loop | 0.90 to 1.30 | jstep in 1, the other in 1 of 2 | why |",
+        "| one | a loop | 0.90 | jstep | why |",
+    ]
+    assert overview.readme_table(PAGE).splitlines()[2:] == ["| one | a loop | 0.90 |"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([0.5, 0.9], "jstep"),
+        ([0.98, 1.02], "level"),
+        ([1.1], "the other"),
+        ([0.9, 1.0, 1.01], "jstep in 1, level in 2 of 3"),
+    ],
+)
+def test_who_is_quicker(ratios, verdict):
+    assert overview.verdict(ratios) == verdict
+
+
+def test_the_page_that_compares_tools_has_the_runs_of_each():
+    assert overview.tool_table(PAGE).splitlines()[2:] == [
+        "| jstep, auto | 67, 57 | 21.4, 7.4 | the same |",
+        "| Keras | 60, 50 | 22.4, 8.4 | another, the same |",
+    ]
+
+
+@pytest.mark.parametrize("name", overview.TABLES)
+def test_tables_of_figures_are_those_of_the_page_of_benchmarks(name):
+    page = report.PAGE.read_text(encoding="utf-8")
+    text = (overview.ROOT / name).read_text(encoding="utf-8")
+    assert overview.with_table(text, overview.TABLES[name](page), name) == text, "run tests/benchmarks/overview.py"
+    with pytest.raises(ValueError, match="must have the line"):
+        overview.with_table(text.replace(overview.END, ""), "", name)
+
+
+def test_the_readme_has_at_most_six_rows_and_one_where_the_peer_is_quicker():
+    rows = [row for row in overview.ROWS if row.in_readme]
+    assert len(rows) <= 7
+    assert len(overview.ROWS) <= 14
+    *_, last = rows
+    assert last.excuse
+    for row in rows:
+        assert "feature" not in row.words
+
+
+def test_reasons_are_of_pairs_that_benchmarks_can_print():
+    for name, reasons in report.REASONS.items():
+        assert (HERE / f"bench_{name}.py").exists()
+        assert all(reasons.values())

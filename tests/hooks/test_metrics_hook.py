@@ -301,3 +301,29 @@ def test_metrics_that_are_arrays_are_not_kept_for_the_means(hook):
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
     jstep.train(step, state, lambda n: x, 60, hooks=[Look(), hook], progress=False)
     assert max(most) <= 3
+
+
+def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
+    """Not at each report: names that come later, with another stage, are added, and a second run names both again."""
+    optimizer = jstep.gradient_descent(0.1)
+
+    def step_with(**arrays):
+        def loss(params, x):
+            return params["w"] * jnp.sum(x), arrays
+
+        return jstep.minimize(loss, optimizer, has_aux=True)
+
+    stages = {0: step_with(first=jnp.ones(3)), 4: step_with(first=jnp.ones(3), second=jnp.ones(2))}
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, sorted(values))), every_n_steps=2)
+    caplog.set_level(logging.INFO, logger="jstep")
+    for _ in range(2):
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        caplog.clear()
+        jstep.train(stages, state, lambda n: np.ones(2, np.float32), 8, hooks=[hook], progress=False)
+        lines = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+        assert [line.partition(":")[0] for line in lines] == [
+            "MetricsHook leaves out the metrics 'first'",
+            "MetricsHook leaves out the metrics 'second'",
+        ]
+    assert rows == 2 * [(step, ["learning_rate", "loss"]) for step in (2, 4, 6, 8)]

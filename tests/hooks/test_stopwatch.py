@@ -107,3 +107,9 @@ def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
     monkeypatch.setattr("jstep.hooks.timeline._trained", set())
     assert seconds_before_training() >= 0.0
     assert seconds_before_training() == 0.0
+
+
+def test_a_system_that_does_not_say_when_a_process_started(monkeypatch):
+    monkeypatch.setattr("jstep.hooks.timeline._trained", set())
+    monkeypatch.delattr("time.CLOCK_BOOTTIME", raising=False)
+    assert seconds_before_training() == 0.0

@@ -16,9 +16,9 @@ import pytest
 from cards import card_of, loss
 
 import jstep
+from jstep.hooks.card_differences import card_difference
 from jstep.hooks.timeline import Timeline
 from jstep.loop import card
-from jstep.loop.card_differences import card_difference
 
 
 @pytest.fixture(scope="module")

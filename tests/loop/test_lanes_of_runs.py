@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.loop.card_differences import card_difference
+from jstep.hooks.card_differences import card_difference
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)

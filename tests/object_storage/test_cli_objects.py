@@ -1,6 +1,7 @@
 """The command line accepts URLs."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,9 +69,12 @@ def test_events_and_plot(runs, capsys, tmp_path):
     _, url, other = runs
     assert main(["events", f"{url}/logs"]) == 0
     assert "loss = " in capsys.readouterr().out
-    picture = tmp_path / "loss.png"
+    picture = tmp_path / "loss.svg"
     assert main(["plot", f"{url}/logs", f"{other}/logs", "-o", str(picture)]) == 0
-    assert picture.stat().st_size > 1000
+    svg = picture.read_text()
+    assert {"loss", "global step"} <= set(re.findall("<!-- (.*?) -->", svg))
+    assert svg.count("stroke: #1f77b4") >= 2  # a curve, and its line in the legend
+    assert svg.count("stroke: #ff7f0e") >= 2
 
 
 def test_an_expired_token_is_an_error(runs, capsys):

@@ -72,3 +72,13 @@ def test_a_directory_that_cannot_be_created_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         open_lines(str(tmp_path / "file" / "log"))
+
+
+def test_a_line_in_place_of_the_last_one(log):
+    """A bucket keeps one open line of a timeline; on a disk, which a reader may follow, each is appended."""
+    lines = open_lines(log)
+    for line, before in ((b'{"n": 0}\n', 0), (b'{"n": 1}\n', 0), (b'{"n": 22}\n', 9), (b'{"n": 3}\n', 10)):
+        lines.write(line, before)
+    lines.close()
+    replaced = b"" if log.startswith("gs://") else b'{"n": 1}\n{"n": 22}\n'
+    assert read(log) == b'{"n": 0}\n' + replaced + b'{"n": 3}\n'

@@ -1,6 +1,7 @@
 """`Saver` in object stores: round trips, shardings, retention, cleanup, and numbers of requests."""
 
 import logging
+import math
 import threading
 
 import jax
@@ -245,3 +246,14 @@ def test_leave_out_and_restore_params_on_objects(store, caplog):
         reader.restore(jax.eval_shape(lambda state: state, state_at(0)))
     reader.restore(state_at(3).replace(slots=state_at(7).slots))
     assert "target has other values" in caplog.text
+
+
+@pytest.mark.parametrize("most", [4, 7, 8, 23, 24, 95, 96])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (1, 4, 1, 3), (4, 6)])
+def test_an_array_is_divided_into_runs_of_its_bytes(shape, most):
+    """Runs in C order, each contiguous and within the limit, cover each element once."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    parts = [numbers[box].ravel() for box in packs.boxes(shape, 4, most)]
+    np.testing.assert_array_equal(np.concatenate(parts), numbers.ravel())
+    assert max(part.size for part in parts) * 4 <= most
+    assert len(parts) == 1 or numbers.size * 4 > most

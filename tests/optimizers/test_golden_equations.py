@@ -5,9 +5,22 @@ import types
 from typing import Any
 
 import equations
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import DECAY, DECAYED, RATE, RISING, assert_close, run_equation, run_jstep, table_schedule
+from golden import (
+    DECAY,
+    DECAYED,
+    RATE,
+    RISING,
+    assert_close,
+    gradients,
+    initial_params,
+    run_equation,
+    run_jstep,
+    table_schedule,
+)
 
 import jstep
 
@@ -89,25 +102,33 @@ for _name, _hyper, _static in (
     CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
 
 
-@pytest.mark.thorough(except_for=["sgd", "lion-scheduled", "ademamix", "adafactor-relative"])
+CONSTANT = [name for name, case in CASES.items() if not any(isinstance(one, np.ndarray) for one in case[2].values())]
+
+
+def scheduled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters of jstep: arrays become schedules."""
+    return {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in values.items()}
+
+
+def with_decay_and_mask(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]]:
+    """Return optimizer, equation and its hyperparameters: rate and weight decay are schedules; `c` does not decay."""
+    make, rule, hyper, static = CASES[name]
+    decay = scheduled({"weight_decay": DECAY}) | {"weight_decay_mask": MASK}
+    return make(table_schedule(RATE), **decay, **scheduled(hyper), **static), rule, {"lr": RATE, "wd": DECAY, **hyper}
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_with_decay_and_mask(name: str) -> None:
-    """Rate and weight decay are schedules; `c` does not decay."""
-    make, rule, hyper, static = CASES[name]
-    given = {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
-    optimizer = make(
-        table_schedule(RATE), weight_decay=table_schedule(DECAY), weight_decay_mask=MASK, **given, **static
-    )
-    assert_close(run_jstep(optimizer)[0], run_equation(rule, {"lr": RATE, "wd": DECAY, **hyper}))
+    optimizer, rule, values = with_decay_and_mask(name)
+    assert_close(run_jstep(optimizer)[0], run_equation(rule, values))
 
 
-@pytest.mark.thorough(except_for=["sgd-momentum", "adamw"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough(except_for=["adamw"])
+@pytest.mark.parametrize("name", CONSTANT)
 def test_defaults_without_decay(name: str) -> None:
     """With constant hyperparameters and slots created at step 10 000 000: their age counts, not the step."""
     make, rule, hyper, static = CASES[name]
-    if any(isinstance(value, np.ndarray) for value in hyper.values()):
-        pytest.skip("schedules are covered by test_with_decay_and_mask")
     optimizer = make(0.05, weight_decay=0.0, **hyper, **static)
     found, _ = run_jstep(optimizer, first=10_000_000)
     assert_close(found, run_equation(rule, {"lr": 0.05, **hyper}))
@@ -136,18 +157,44 @@ MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["adadelta", "rprop", "adopt"])
-@pytest.mark.parametrize("name", MORE_CASES)
-def test_more_optimizers(name: str) -> None:
+def more(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]]:
+    """Return optimizer, equation and its hyperparameters."""
     make, rule, hyper, changing = MORE_CASES[name]
-    given = {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in hyper.items()}
-    rate = RATE if "lr" in changing else 0.05
-    values = hyper | {"lr": rate}
+    given, values = scheduled(hyper), hyper | {"lr": RATE if "lr" in changing else 0.05}
     if "wd" in changing:
         given |= {"weight_decay": table_schedule(DECAY), "weight_decay_mask": MASK}
         values |= {"wd": DECAY}
-    optimizer = make(table_schedule(RATE) if "lr" in changing else rate, **given)
+    return make(table_schedule(RATE) if "lr" in changing else 0.05, **given), rule, values
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_more_optimizers(name: str) -> None:
+    optimizer, rule, values = more(name)
     assert_close(run_jstep(optimizer)[0], run_equation(rule, values))
+
+
+FEW, PARTS = 4, 6
+"""Steps by day, and the programs into which the optimizers are divided."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_few_steps_of_each_in_one_program(part: int) -> None:
+    known = {name: with_decay_and_mask(name) for name in CASES} | {name: more(name) for name in MORE_CASES}
+    some = {name: known[name] for name in sorted(known)[part::PARTS]}
+    params = jax.tree.map(jnp.float32, initial_params())
+    states = {name: jstep.TrainState.create(params, optimizer) for name, (optimizer, _, _) in some.items()}
+
+    @jax.jit
+    def step(states: Any, grads: Any) -> Any:
+        return {name: jstep.apply_gradients(state, grads, some[name][0]) for name, state in states.items()}
+
+    found: list[Any] = []
+    for n in range(FEW):
+        states = step(states, jax.tree.map(jnp.float32, gradients(n)))
+        found.append({name: state.params for name, state in states.items()})
+    for name, (_, rule, values) in some.items():
+        assert_close([one[name] for one in found], run_equation(rule, values, steps=FEW))
 
 
 MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}

@@ -1,23 +1,19 @@
-"""Trajectories compared with other libraries: Optax, torch, schedulefree, pytorch_optimizer."""
+"""Trajectories compared with Optax, and with those of torch, schedulefree and pytorch_optimizer that are stored."""
 
-import warnings
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
+import library_references as references
 import optax
 import pytest
 from golden import (
     DECAY,
     DECAYED,
     RATE,
-    STEPS,
     assert_close,
-    gradients,
-    initial_params,
     run_jstep,
     run_optax,
-    run_torch,
     table_schedule,
 )
 from optax import contrib
@@ -107,154 +103,64 @@ def test_low_precision_moments_match_optax() -> None:
     assert_close(found, run_optax(reference), rtol=1e-2, atol=1e-2)
 
 
-BY_TORCH: dict[str, tuple[Any, Any]] = {
-    "sgd": (lambda: jstep.sgd(LR, **DECAYING), lambda t, g: t.SGD(g, 0.1)),
-    "sgd-momentum": (
-        lambda: jstep.sgd(LR, 0.9, 0.3, **DECAYING),
-        lambda t, g: t.SGD(g, 0.1, momentum=0.9, dampening=0.3),
-    ),
-    "sgd-nesterov": (
-        lambda: jstep.sgd(LR, 0.9, use_nesterov=True, **DECAYING),
-        lambda t, g: t.SGD(g, 0.1, momentum=0.9, nesterov=True),
-    ),
-    "adamw": (
-        lambda: jstep.adamw(LR, **ADAM, **DECAYING),
-        lambda t, g: t.AdamW(g, 0.1, betas=(0.9, 0.99), eps=1e-6),
-    ),
-    "amsgrad": (
-        lambda: jstep.adamw(LR, **ADAM, **DECAYING, amsgrad=True),
-        lambda t, g: t.AdamW(g, 0.1, betas=(0.9, 0.99), eps=1e-6, amsgrad=True),
-    ),
-    "nadam": (
-        lambda: jstep.nadam(LR, **ADAM, momentum_decay=0.004, **DECAYING),
-        lambda t, g: t.NAdam(g, 0.1, (0.9, 0.99), 1e-6, momentum_decay=0.004, decoupled_weight_decay=True),
-    ),
-    "adamax": (lambda: jstep.adamax(LR, **ADAM), lambda t, g: t.Adamax(g, 0.1, (0.9, 0.99), 1e-6)),
-}
-
-
-@pytest.mark.parametrize("name", BY_TORCH)
-def test_matches_torch(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    optimizer, reference = BY_TORCH[name]
-    changing = {"lr": RATE} | ({} if name == "adamax" else {"weight_decay": DECAY})
-    assert_close(
-        run_jstep(optimizer())[0],
-        run_torch(lambda groups: reference(torch.optim, groups), changing),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-def test_rprop_matches_torch() -> None:
-    torch = pytest.importorskip("torch")
-    assert_close(
-        run_jstep(jstep.rprop(0.05))[0], run_torch(lambda groups: torch.optim.Rprop(groups, 0.05), {}), atol=1e-5
-    )
-
-
-def test_muon_matches_torch() -> None:
-    torch = pytest.importorskip("torch")
-    shapes = {"a": (4, 6), "b": (6, 4)}
-    found = run_jstep(jstep.muon(LR, **DECAYING), shapes)[0]
-    reference = run_torch(
-        lambda groups: torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw"),
-        {"lr": RATE, "weight_decay": DECAY},
-        shapes,
-    )
+FREE = {"weight_lr_power": 2.0, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
+STORED: dict[str, tuple[Any, dict[str, float]]] = {
+    # name in library_references.py: optimizer, tolerances besides those below
+    "sgd": (lambda: jstep.sgd(LR, **DECAYING), {}),
+    "sgd-momentum": (lambda: jstep.sgd(LR, 0.9, 0.3, **DECAYING), {}),
+    "sgd-nesterov": (lambda: jstep.sgd(LR, 0.9, use_nesterov=True, **DECAYING), {}),
+    "adamw": (lambda: jstep.adamw(LR, **ADAM, **DECAYING), {}),
+    "amsgrad": (lambda: jstep.adamw(LR, **ADAM, **DECAYING, amsgrad=True), {}),
+    "nadam": (lambda: jstep.nadam(LR, **ADAM, momentum_decay=0.004, **DECAYING), {}),
+    "adamax": (lambda: jstep.adamax(LR, **ADAM), {}),
+    "rprop": (lambda: jstep.rprop(0.05), {}),
     # torch multiplies in bfloat16, so that each step is off by one or two percent.
-    assert_close(found, reference, rtol=0.0, atol=3e-2 * float(RATE.sum()))
-
-
-@pytest.mark.parametrize("warmup", [0, 4])
-@pytest.mark.parametrize("power", [2.0, 1.0])
-def test_schedule_free_matches_schedulefree(warmup: int, power: float) -> None:
-    facebook, torch = pytest.importorskip("schedulefree"), pytest.importorskip("torch")
-    free = {"weight_lr_power": power, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
-    rate = jstep.linear_warmup(0.1, warmup)
-    for optimizer, reference in (
-        (
-            jstep.schedule_free_adamw(rate, 0.9, 0.99, **free),
-            lambda g: facebook.AdamWScheduleFree(
-                g, 0.1, (0.9, 0.99), weight_decay=0.1, warmup_steps=warmup, r=0.5, weight_lr_power=power
-            ),
+    "muon": (lambda: jstep.muon(LR, **DECAYING), {"rtol": 0.0, "atol": 3e-2 * float(RATE.sum())}),
+    "prodigy": (lambda: jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, weight_decay=0.1), {}),
+    "prodigy-guard": (
+        lambda: jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, safeguard_warmup=True, weight_decay=0.1),
+        {},
+    ),
+    "soap": (
+        lambda: jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=10000),
+        {"rtol": 1e-3, "atol": 1e-4},
+    ),
+    "soap-wide": (
+        lambda: jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=4),
+        {"rtol": 1e-3, "atol": 1e-4},
+    ),
+    "adan": (lambda: jstep.adan(LR, weight_decay=0.1), {"rtol": 1e-3, "atol": 1e-4}),
+}
+for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
+    _rate, _free = jstep.linear_warmup(0.1, _warmup), FREE | {"weight_lr_power": _power}
+    STORED |= {
+        f"free-adamw-{_warmup}-{_power}": (
+            functools.partial(jstep.schedule_free_adamw, _rate, 0.9, 0.99, **_free),
+            {},
         ),
-        (
-            jstep.schedule_free_sgd(rate, 0.9, **free),
-            lambda g: facebook.SGDScheduleFree(
-                g, 0.1, 0.9, weight_decay=0.1, warmup_steps=warmup, r=0.5, weight_lr_power=power
-            ),
-        ),
-    ):
-        created = []
-
-        def make(groups: Any, reference: Any = reference, created: list[Any] = created) -> Any:
-            created.append(reference(groups))
-            created[0].train()
-            return created[0]
-
-        found, state = run_jstep(optimizer)
-        assert_close(found, run_torch(make, {}), rtol=1e-4, atol=1e-5)
-        created[0].eval()
-        averages = [g["params"][0].detach().numpy() for g in created[0].param_groups]
-        for x, average in zip(jstep.schedule_free_params(state).values(), averages, strict=True):
-            np.testing.assert_allclose(x, average, rtol=1e-4, atol=1e-5)
-    assert torch
+        f"free-sgd-{_warmup}-{_power}": (functools.partial(jstep.schedule_free_sgd, _rate, 0.9, **_free), {}),
+    }
 
 
-@pytest.mark.parametrize("guard", [False, True])
-def test_prodigy_matches_pytorch_optimizer(guard: bool) -> None:
-    library = pytest.importorskip("pytorch_optimizer")
-    optimizer = jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, safeguard_warmup=guard, weight_decay=0.1)
-    assert_close(run_jstep(optimizer)[0], run_prodigy(library, guard), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("name", STORED)
+def test_matches_the_stored_trajectory(name: str) -> None:
+    make, tolerances = STORED[name]
+    want = references.stored(name)
+    shapes = {leaf: values.shape for leaf, values in want[0].items()}
+    trajectory, state = run_jstep(make(), shapes)
+    found = [trajectory[n] for n in references.KEPT]
+    if name.startswith("free-"):
+        found.append(jstep.schedule_free_params(state))
+    assert_close(found, want, **{"rtol": 1e-4, "atol": 1e-5, **tolerances})
 
 
-def run_prodigy(library: Any, guard: bool) -> list[dict[str, Any]]:
-    import torch
-
-    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params().items()}
-    optimizer = library.Prodigy(
-        tensors.values(),
-        lr=0.7,
-        d0=1e-2,
-        growth_rate=1.5,
-        safeguard_warmup=guard,
-        weight_decay=0.1,
-        weight_decouple=True,
-    )
-    trajectory = []
-    for n in range(STEPS):
-        for name, grad in gradients(n).items():
-            tensors[name].grad = torch.tensor(grad, dtype=torch.float32)
-        optimizer.step()
-        trajectory.append({name: tensor.detach().numpy().copy() for name, tensor in tensors.items()})
-    return trajectory
+def test_each_reference_is_compared() -> None:
+    assert STORED.keys() == references.REFERENCES.keys()
 
 
-@pytest.mark.parametrize("max_dim", [10000, 4])
-def test_soap_matches_pytorch_optimizer(max_dim: int) -> None:
-    library = pytest.importorskip("pytorch_optimizer")
-    shapes = {"a": (5,), "b": (4, 4) if max_dim > 4 else (4, 5), "c": ()}
-    optimizer = jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=max_dim)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = run_torch(
-            lambda groups: library.SOAP(
-                [{**g, "weight_decay": 0.1} for g in groups], precondition_frequency=3, max_precondition_dim=max_dim
-            ),
-            {"lr": RATE},
-            shapes,
-        )
-    assert_close(run_jstep(optimizer, shapes)[0], reference, rtol=1e-3, atol=1e-4)
-
-
-def test_adan_matches_pytorch_optimizer() -> None:
-    library = pytest.importorskip("pytorch_optimizer")
-    found = run_jstep(jstep.adan(LR, weight_decay=0.1))[0]
-    reference = run_torch(
-        lambda groups: library.Adan(
-            [{**g, "weight_decay": 0.1} for g in groups], betas=(0.98, 0.92, 0.99), weight_decouple=False
-        ),
-        {"lr": RATE},
-    )
-    assert_close(found, reference, rtol=1e-3, atol=1e-4)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", STORED)
+def test_the_library_computes_the_stored_trajectory(name: str) -> None:
+    for library in ("torch", "schedulefree", "pytorch_optimizer"):
+        pytest.importorskip(library)
+    assert_close(references.computed(name), references.stored(name), rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import file_calls
 import pytest
-from disk_states import History, tree_of
+from disk_states import complete
 
 Record = Callable[[str], list[file_calls.Call]]
 
@@ -32,10 +32,3 @@ def record(recorder: None, tmp_path_factory: pytest.TempPathFactory) -> Record:
         return complete(above / "log", above / "disk")
 
     return recorded
-
-
-def complete(log: str | Path, folder: str | Path) -> list[file_calls.Call]:
-    """Return the calls of a record, which lead to exactly the bytes in the folder: none was missed."""
-    calls = file_calls.read(log)
-    assert History(calls).final() == tree_of(str(folder))
-    return calls

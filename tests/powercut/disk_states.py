@@ -14,9 +14,10 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from file_calls import SYNC_PLACE, Call, Kind
+from file_calls import SYNC_PLACE, Call, Kind, read
 
 Tree = Mapping[str, bytes | None]
 """The path of each file and folder below the recorded folder → bytes; None for a folder."""
@@ -331,3 +332,10 @@ def write(tree: Tree, folder: str) -> None:
 def without_syncs(calls: Sequence[Call], places: Mapping[int, str], place: str) -> list[Call]:
     """Return the record of the code without the flush at a place."""
     return [call for i, call in enumerate(calls) if places.get(i) != place]
+
+
+def complete(log: str | Path, folder: str | Path) -> list[Call]:
+    """Return the calls of a record, which lead to exactly the bytes in the folder: none was missed."""
+    calls = read(log)
+    assert History(calls).final() == tree_of(str(folder))
+    return calls

@@ -6,10 +6,9 @@ import os
 import cut_runs
 import file_calls
 import pytest
-from conftest import complete
 from cut_faults import ERRORS, RAISED, Fault
 from cut_verdicts import acknowledged, judge_of, judged, saver_judge, unacceptable
-from disk_states import MODELS, ORDERED, PREFIX, History, distinct, sampled, write
+from disk_states import MODELS, ORDERED, PREFIX, History, complete, distinct, sampled, write
 from file_calls import Kind
 
 MOST = 600

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch_rates
 from decay_table import LAST
 
 import jstep
@@ -34,40 +34,25 @@ def test_linear_and_warmup_cosine_match_optax() -> None:
         close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(expected_schedule)(STEPS))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.005, 0.25, 0.3, 0.333, 1.0])
-@pytest.mark.parametrize("anneal", ["cos", "linear"])
+@pytest.mark.parametrize(("share", "anneal"), torch_rates.ONE_CYCLE)
 def test_one_cycle_matches_torch(share: float, anneal: str) -> None:
-    torch = pytest.importorskip("torch")
-    rates = torch_rates(
-        torch,
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(
-            o, 0.7, 101, pct_start=share, anneal_strategy=anneal, cycle_momentum=False, final_div_factor=100
-        ),
-        101,
-    )
-    schedule = jstep.one_cycle(0.7, 101, share, final_div_factor=100, anneal=anneal)
-    close(schedule(np.arange(101)), rates)
+    rates = torch_rates.stored(f"one_cycle {share} {anneal}")
+    schedule = jstep.one_cycle(0.7, torch_rates.COUNT, share, final_div_factor=100, anneal=anneal)
+    close(schedule(np.arange(torch_rates.COUNT)), rates)
     close(schedule(LAST), rates[-1])
 
 
-@pytest.mark.parametrize("sizes", [(7, None), (7, 13), (5, 2)])
+@pytest.mark.parametrize("sizes", torch_rates.CYCLICAL)
 def test_cyclical_matches_torch(sizes: tuple[int, int | None]) -> None:
-    torch = pytest.importorskip("torch")
-    rates = torch_rates(torch, lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.7, *sizes, cycle_momentum=False))
-    close(jstep.cyclical(0.1, 0.7, *sizes)(STEPS), rates)
+    rates = torch_rates.stored(f"cyclical {sizes[0]} {sizes[1]}")
+    close(jstep.cyclical(0.1, 0.7, *sizes)(np.arange(torch_rates.COUNT)), rates)
 
 
-def torch_rates(torch, make, count: int = len(STEPS)) -> list[float]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        schedule, rates = make(optimizer), []
-        for i in range(count):
-            rates.append(schedule.get_last_lr()[0])
-            if i + 1 < count:
-                optimizer.step()
-                schedule.step()
-    return rates
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", torch_rates.CASES)
+def test_torch_computes_the_stored_rates(name: str) -> None:
+    pytest.importorskip("torch")
+    np.testing.assert_allclose(torch_rates.computed(name), torch_rates.stored(name), rtol=1e-7)
 
 
 SHAPES = {
@@ -248,6 +233,14 @@ def test_arguments_in_the_order_of_tf_are_refused(name: str, step: Any) -> None:
         with pytest.raises(TypeError, match="leave out TF's global_step"):
             make(*args, **keywords, **rate)
     assert callable(make(0.1, 10, **rate))
+
+
+@pytest.mark.parametrize("name", IN_ORDER_OF_TF)
+def test_a_step_in_place_of_a_learning_rate_is_refused(name: str) -> None:
+    make = getattr(jstep, name)
+    rate = {"decay_rate": 0.5} if "decay_rate" in inspect.signature(make).parameters else {}
+    with pytest.raises(TypeError, match=r"^learning_rate=.*: must not be a step"):
+        make(STEP, 10, **rate)
 
 
 @pytest.mark.parametrize("given", [(5, [100], [0.1, 0.01]), (STEP, [0.1, 0.01])])

@@ -99,3 +99,20 @@ def test_different_error_on_auto_axes_is_a_note():
     with pytest.raises(Exception, match="out_sharding") as caught:
         jstep.minimize(other_axis, OPTIMIZER)(create(EXPLICIT), *jstep.shard_batch((X, IDS), EXPLICIT))
     assert [note for note in caught.value.__notes__ if "On Auto axes: ValueError: Resource axis: rows" in note]
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["step", "gradients"])
+def test_what_is_computed_on_auto_axes_is_sharded_like_the_state(gradients):
+    """Replicated parameters, slots or gradients would not fit where the state is sharded."""
+    specs = {"table": P(None, "model"), "w": P("data", None)}
+    state = create()
+    state = jstep.shard_state(state, EXPLICIT, specs)
+    if gradients:
+        _, grads = jstep.compute_gradients(gather)(state.params, X, IDS)
+        found = [grads]
+    else:
+        step = jstep.minimize(gather, OPTIMIZER, donate=False, jit=False)
+        new, _ = step(state, X, IDS)
+        found = [new.params, new.slots["m"], new.slots["v"]]
+    for tree in found:
+        assert {name: P(*(*leaf.sharding.spec, None)[:2]) for name, leaf in tree.items()} == specs

@@ -38,6 +38,14 @@ def in_jit(tree):
     return {path: as_text(pair) for path, pair in jax.jit(lambda x: jstep.fingerprint(x, per_leaf=True))(tree).items()}
 
 
+def test_known_fingerprints():
+    """Runs of different releases are compared by them."""
+    tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "é": {"b": np.int8([-1, 2])}}
+    assert np.asarray(jstep.fingerprint(tree)).tolist() == [2259091519, 2756746476]
+    by_leaf = {path: np.asarray(pair).tolist() for path, pair in jstep.fingerprint(tree, per_leaf=True).items()}
+    assert by_leaf == {"w": [349441056, 1413406919], "é/b": [1909650463, 1343339557]}
+
+
 def test_numpy_jax_and_jit_agree():
     arrays = {str(dtype): array(dtype) for dtype in DTYPES}
     on_device = jax.tree.map(jnp.asarray, arrays)

@@ -171,6 +171,18 @@ def test_a_leaf_that_is_not_an_array_is_named_with_the_two_lines_that_split_the_
         assert "\n    model = eqx.combine(params, static)" in str(caught.value)
 
 
+@pytest.mark.parametrize("leaf", [jnp.float32, "relu", np.array(["relu"]), np.array([None])], ids=repr)
+def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf: Any) -> None:
+    params = Module(jnp.ones(2), leaf)
+    step = jstep.minimize(lambda params: jnp.sum(params.weight), jstep.adam())
+    for make in (
+        lambda: jstep.TrainState.create(params, jstep.adam()),
+        lambda: step(jstep.TrainState(params, {}, jnp.int32(0))),
+    ):
+        with pytest.raises(TypeError, match=r"params: the leaf at 'activation' is .*\n.*eqx\.partition"):
+            make()
+
+
 @pytest.mark.thorough
 def test_equinox_module() -> None:
     eqx = pytest.importorskip("equinox")

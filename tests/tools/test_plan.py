@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pictures
 import pytest
 
 import jstep
@@ -125,16 +126,56 @@ def test_text_fits_100_columns():
     assert "a_long_label_of_part_4/learning_rate" in text
 
 
-@pytest.mark.thorough(except_for=["svg"])
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_plots(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan.{suffix}"
+BLUE, RED = "#1b4f72", "#7b241c"
+"""The colors of values, and of what is due."""
+
+
+def test_a_picture_has_the_changing_values_and_what_is_due(tmp_path):
+    path = tmp_path / "plan.svg"
     hooks = [jstep.LoggingHook(every_n_steps=1), jstep.every(300, print)]
     jstep.plan(jstep.adam(RATE, beta1=RATE), 1000, hooks=hooks).plot(path)
-    assert path.stat().st_size > 2000
-    if suffix == "svg":
-        jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)  # all values are constant
+    svg = path.read_text()
+    assert set(pictures.words(svg)) >= {
+        "learning_rate",
+        "beta1",
+        "global step",
+        "LoggingHook:  every step, 1 000 times",
+        "every(300, print):  every 300 steps, 3 times: 300, 600, 900",
+        "constant:  beta2 = 0.999,  epsilon = 1e-08",
+    }
+    curves = [pictures.shares(line) for line in pictures.lines(svg, BLUE)]
+    assert len(curves) == 2
+    for curve in curves:
+        np.testing.assert_allclose(curve[0], [0, float(RATE(0)) / 0.1], atol=1e-2)
+        np.testing.assert_allclose(curve[curve[:, 1].argmax()], [0.1, 1], atol=1e-3)
+        np.testing.assert_allclose(curve[-1], [1, 0], atol=1e-3)
+    (bar,) = pictures.lines(svg, RED)  # too many marks to be seen
+    assert len(bar) == 2
+    assert pictures.marks(svg, RED) == 3
+
+
+@pytest.mark.parametrize(("every", "marks", "bars"), [(3, 400, 0), (2, 0, 1)])
+def test_up_to_400_marks_are_drawn_one_by_one(every, marks, bars, tmp_path):
+    path = tmp_path / "plan.svg"
+    last = {3: 1202, 2: 802}[every]  # 400 times, and 401
+    jstep.plan(jstep.adam(RATE), last, hooks=[jstep.every(every, print)]).plot(path)
+    svg = path.read_text()
+    assert (pictures.marks(svg, RED), len(pictures.lines(svg, RED))) == (marks, bars)
+
+
+def test_a_picture_of_constant_values_and_of_one_step(tmp_path):
+    path = tmp_path / "plan.svg"
+    jstep.plan(jstep.gradient_descent(0.5), 10).plot(path)
+    assert pictures.words(path.read_text()) == ["constant:  learning_rate = 0.5"]
+    assert pictures.lines(path.read_text(), BLUE) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_the_suffix_is_the_format(tmp_path, suffix, begin):
+    path = tmp_path / f"plan.{suffix}"
+    jstep.plan(jstep.adam(RATE), 1000).plot(path)
+    assert path.read_bytes().startswith(begin)
 
 
 INVALID = [
@@ -189,8 +230,17 @@ def test_stages_batch_sizes_and_rows(tmp_path):
     assert "batch size  0: 4, 190: 8" in text
     assert f"code {plan.rows['code']:,} (".replace(",", " ") in text
     assert text.endswith("\nweights     0: code 0.25, web 0.75, 490: code 0.5, web 0.5")
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 5000
+    plan.plot(tmp_path / "plan.svg")
+    svg = (tmp_path / "plan.svg").read_text()
+    words = {"learning_rate", "batch size", "rows so far", "stages", "web", "code", "short_loss:  from 0"}
+    assert words | {"long_loss:  from 600"} <= set(pictures.words(svg))
+    rate, sizes, *stages = map(pictures.shares, pictures.lines(svg, BLUE))
+    assert rate[-1].tolist() == [1, 0]
+    np.testing.assert_allclose(sizes[:4], [[0, 0], [0.19, 0], [0.19, 1], [1, 1]], atol=1e-3)
+    ends = [line[:, 0] for line in pictures.lines(svg, BLUE)[2:]]
+    assert len(stages) == 2
+    assert ends[0][1] == ends[1][0]  # one begins where the other ends
+    assert (ends[0][1] - ends[0][0]) / (ends[1][1] - ends[0][0]) == pytest.approx(0.6, abs=1e-3)
 
 
 def test_stages_from_a_later_step():

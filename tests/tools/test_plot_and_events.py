@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pictures
 import pytest
 from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -72,11 +73,36 @@ def test_plot_of_several_directories_and_of_a_file(logs, tmp_path):
     assert "legend" not in svg(tmp_path, f"{logs}/a")  # one run needs no legend
 
 
+BLUE, ORANGE = "#1f77b4", "#ff7f0e"
+
+
+def test_plot_draws_each_run_and_tag(logs, tmp_path):
+    text = svg(tmp_path, logs)
+    for color in (BLUE, ORANGE):
+        loss, accuracy = map(pictures.shares, pictures.lines(text, color))
+        assert loss[0].tolist() == [0, 1]
+        assert loss[-1].tolist() == [1, 0]
+        np.testing.assert_allclose(accuracy[[0, -1]], [[0, 0], [1, 1]])
+    alone = svg(tmp_path, f"{logs}/a", "--tags", "acc*")
+    assert len(pictures.lines(alone, BLUE)) == 1
+    assert pictures.lines(alone, ORANGE) == []
+
+
+def test_plot_smooths_with_the_values_behind(tmp_path):
+    write(tmp_path / "run", {1: 1.0, 2: 0.0, 3: 1.0})
+    plain, smooth = pictures.lines(svg(tmp_path, str(tmp_path / "run"), "-s", "0.5"), BLUE)
+    np.testing.assert_allclose(pictures.shares(plain), [[0, 1], [0.5, 0], [1, 1]], atol=1e-3)
+    height = np.ptp(plain[:, 1])
+    np.testing.assert_allclose((smooth[:, 1] - plain[1, 1]) / height, [1, 1 / 3, 5 / 7], atol=1e-3)
+
+
 def test_plot_skips_values_that_are_not_finite(tmp_path):
     write(tmp_path / "run", {1: 1.0, 2: float("nan"), 3: float("inf"), 4: 2.0})
-    svg(tmp_path, str(tmp_path / "run"), "-s", "0.5")
+    _, smooth = pictures.lines(svg(tmp_path, str(tmp_path / "run"), "-s", "0.5"), BLUE)
+    assert len(smooth) == 4
+    assert np.ptp(smooth[:3, 1]) == 0 < np.ptp(smooth[2:, 1])
     write(tmp_path / "nan", {1: float("nan")})
-    svg(tmp_path, str(tmp_path / "nan"))
+    assert "loss" in pictures.words(svg(tmp_path, str(tmp_path / "nan")))
 
 
 @pytest.mark.parametrize(

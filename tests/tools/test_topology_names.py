@@ -32,6 +32,8 @@ from jstep.tools.topologies import devices_of, require_working
         ("h100:4x8", "h100", (4, 8), 1),
         ("b200:1", "b200", (1, 1), 1),
         ("a100:2x16", "a100", (2, 16), 1),
+        ("h100:16", "h100", (1, 16), 1),
+        ("h100:1024x16", "h100", (1024, 16), 1),
     ],
 )
 def test_names_are_parsed(name, kind, sizes, slices):
@@ -49,6 +51,8 @@ def test_equal_topologies_have_equal_names():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("h100:17", "at most 16 devices; write HOSTSxDEVICES, such as 'h100:2x8'"),
+        ("h100:1025x16", "at most 16384 devices"),
         ("v5e:32x32", "at most 16x16 chips"),  # the compiler would abort
         ("v6e:2x18", "at most 16x16 chips"),
         ("v5p:64x64x64", "at most 28x20x16 chips"),  # the compiler would take minutes

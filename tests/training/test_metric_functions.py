@@ -148,6 +148,11 @@ def not_a_mapping(gradients: Any, updates: Any, params: Any) -> Any:
         (lambda g, u, p: {"w": g["a"]["w"]}, TypeError, r"<lambda>: must .* for 'w'"),
         (lambda g, u, p: {"w": None}, TypeError, "<lambda>: must .* for 'w'"),
         (lambda g, u, p: {"w": "text"}, TypeError, "<lambda>: must .* for 'w'"),
+        (lambda g, u, p: {"w": jax.random.key(0)}, TypeError, "<lambda>: must .* key<fry> .* for 'w'"),
+        (lambda g, u, p: {"w": np.array("text")}, TypeError, "<lambda>: must .* for 'w'"),
+        (lambda g, u, p: {"w": np.array([1.0])}, TypeError, r"<lambda>: must .* shape \(1,\) for 'w'"),
+        (lambda g, u, p: {"w": 2**40}, OverflowError, r"<lambda>: the leaf at 'w' must .* got 1099511627776"),
+        (lambda g, u, p: {"w": np.int64(2**40)}, OverflowError, r"<lambda>: the leaf at 'w' must .*"),
         (lambda g, u, p: {3: 1.0}, TypeError, "<lambda>: must .* the name 3"),
         (lambda g, u, p: {"loss": 1.0}, ValueError, r"metrics: metrics\[0\]=<lambda> and the loss both have 'loss'"),
         (lambda g, u, p: {"learning_rate": 1.0}, ValueError, "hyperparameters both have 'learning_rate'"),
@@ -156,6 +161,21 @@ def not_a_mapping(gradients: Any, updates: Any, params: Any) -> Any:
 def test_bad_results(fn: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(jstep.gradient_descent(0.5), metrics=[fn])
+
+
+def test_a_function_changes_neither_the_state_nor_what_the_next_one_is_given() -> None:
+    def empty(gradients: Any, updates: Any, params: Any) -> dict[str, Any]:
+        for tree in (gradients, updates, params):
+            tree["a"].clear()
+            del tree["still"]
+        return {"one": 1.0}
+
+    optimizer = jstep.gradient_descent(0.5)
+    for jit in (True, False):
+        step = jstep.minimize(loss_fn, optimizer, metrics=[empty, norms], jit=jit)
+        state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
+        assert jax.tree.structure(state.params) == jax.tree.structure(PARAMS)
+        assert {"grad/a", "update/a", "new/a"} < metrics.keys()
 
 
 def test_two_functions_with_one_name() -> None:

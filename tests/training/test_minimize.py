@@ -63,6 +63,43 @@ def test_everything_reads_the_step_before_the_update() -> None:
     np.testing.assert_array_equal(state.params["w"], -0.25)
 
 
+@pytest.mark.parametrize("step", [6, np.int64(6), np.array(6, np.int64)], ids=["int", "scalar", "array"])
+def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step: Any) -> None:
+    optimizer = jstep.adam(jstep.piecewise_constant([6], [1.0, 0.25]))
+    grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
+    state = fresh(optimizer, global_step=6)
+    for increment in (True, False):
+        after, want = (
+            jstep.apply_gradients(one, grads, optimizer, increment_global_step=increment)
+            for one in (state.replace(global_step=step), state)
+        )
+        assert after.params["w"].tobytes() == want.params["w"].tobytes()
+        assert jstep.global_step(after) == 6 + increment
+        if increment or not isinstance(step, np.ndarray):
+            assert after == want  # an array of JAX with the dtype of steps
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (6.0, TypeError, "must be an integer scalar, got a float"),
+        (True, TypeError, "must be an integer scalar, got a bool"),
+        (-1, ValueError, "global_step=-1: must be ≥ 0"),
+        (2**31 - 1, ValueError, r"global_step: 2147483647 \+ 1 does not fit int32"),
+        (2**31, ValueError, "global_step=2147483648: does not fit int32"),
+    ],
+)
+def test_both_ways_to_the_next_step_refuse_the_same(step: Any, error: Any, message: str) -> None:
+    optimizer = jstep.gradient_descent(0.1)
+    state = fresh(optimizer).replace(global_step=step)
+    for later in (
+        jstep.increment_global_step,
+        lambda state: jstep.apply_gradients(state, {"w": jnp.ones(3), "b": jnp.float32(1)}, optimizer),
+    ):
+        with pytest.raises(error, match=message):
+            later(state)
+
+
 def test_uncounted_steps_do_not_increment_the_step() -> None:
     optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 1, 0.5))
     step = jstep.minimize(loss_fn, optimizer, increment_global_step=False)

@@ -5,29 +5,34 @@ from flax import linen as nn
 
 class Digits(nn.Module):
     @nn.compact
-    def __call__(self, x, train):
-        x = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.relu(nn.Conv(64, (3, 3))(x))
+    def __call__(self, x):
+        x = nn.silu(nn.Conv(32, (3, 3), name="conv1")(x))
+        x = nn.silu(nn.Conv(64, (3, 3), name="conv2")(x))
         x = nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
-        x = nn.Dropout(0.25, deterministic=not train)(nn.relu(nn.Dense(128)(x)))
-        return nn.Dense(10)(x)
+        return nn.Dense(10, name="dense2")(nn.silu(nn.Dense(128, name="dense1")(x)))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(1e-5, name="norm1")(x), mask=mask)
+        h = nn.silu(nn.Dense(512, name="up")(nn.LayerNorm(1e-5, name="norm2")(x)))
+        return x + nn.Dense(128, name="down")(h)
 
 
 class Transformer(nn.Module):
     @nn.compact
-    def __call__(self, x, train):
+    def __call__(self, x):
         mask = nn.make_causal_mask(x)
-        x = nn.Embed(128, 128)(x) + self.param("position", nn.initializers.normal(0.1), (64, 128))
-        for _ in range(2):
-            x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm(1e-5)(x), mask=mask)
-            x = x + nn.Dense(128)(nn.relu(nn.Dense(512)(nn.LayerNorm(1e-5)(x))))
-        return nn.Dense(128)(nn.LayerNorm(1e-5)(x))
+        x = nn.Embed(128, 128, name="embed")(x) + self.param("position", nn.initializers.normal(0.1), (64, 128))
+        x = Block(name="block2")(Block(name="block1")(x, mask), mask)
+        return nn.Dense(128, name="head")(nn.LayerNorm(1e-5, name="norm")(x))
 
 
 class Mlp(nn.Module):
     @nn.compact
-    def __call__(self, x, train):
-        return nn.Dense(10)(nn.relu(nn.Dense(64)(x)))
+    def __call__(self, x):
+        return nn.Dense(10, name="dense2")(nn.silu(nn.Dense(64, name="dense1")(x)))
 
 
 NETWORKS = {"digits": Digits, "transformer": Transformer, "mlp": Mlp}

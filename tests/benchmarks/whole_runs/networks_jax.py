@@ -1,33 +1,23 @@
-"""The networks of the whole runs in plain JAX: a function that makes parameters, and one from inputs to logits.
-
-NumPy draws the parameters: `jax.random` would compile a program for each of their shapes first, which takes seconds.
-"""
+"""The networks of the whole runs in plain JAX: a function that makes parameters, and one from inputs to logits."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
-def init_digits(rng):
+def init_digits(key):
+    keys = jax.random.split(key, 4)
     shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "dense1": (1024, 128), "dense2": (128, 10)}
-    return {name: init_layer(rng, *shape) for name, shape in shapes.items()}
+    return {name: init_layer(key, *shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
-def init_layer(rng, *shape):
-    return {"kernel": normal(rng, np.sqrt(2 / np.prod(shape[:-1])), *shape), "bias": np.zeros(shape[-1], np.float32)}
+def init_layer(key, *shape):
+    return {"kernel": jax.nn.initializers.he_normal()(key, shape), "bias": jnp.zeros(shape[-1])}
 
 
-def normal(rng, scale, *shape):
-    return rng.normal(scale=scale, size=shape).astype(np.float32)
-
-
-def digits(params, x, rng=None):
-    x = jax.nn.relu(convolve(params["conv2"], jax.nn.relu(convolve(params["conv1"], x))))
+def digits(params, x):
+    x = jax.nn.silu(convolve(params["conv2"], jax.nn.silu(convolve(params["conv1"], x))))
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").reshape(len(x), -1)
-    x = jax.nn.relu(dense(params["dense1"], x))
-    if rng is not None:
-        x = jnp.where(jax.random.bernoulli(rng, 0.75, x.shape), x / 0.75, 0.0)
-    return dense(params["dense2"], x)
+    return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
 def convolve(layer, x):
@@ -39,51 +29,54 @@ def dense(layer, x):
     return x @ layer["kernel"] + layer["bias"]
 
 
-def init_transformer(rng):
+def init_transformer(key):
+    keys = iter(jax.random.split(key, 11))
     return {
-        "embed": normal(rng, 0.1, 128, 128),
-        "position": normal(rng, 0.1, 64, 128),
-        "blocks": [
-            {
-                "norm1": init_norm(),
-                "qkv": init_layer(rng, 128, 384),
-                "out": init_layer(rng, 128, 128),
-                "norm2": init_norm(),
-                "up": init_layer(rng, 128, 512),
-                "down": init_layer(rng, 512, 128),
-            }
-            for _ in range(2)
-        ],
+        "embed": 0.1 * jax.random.normal(next(keys), (128, 128)),
+        "position": 0.1 * jax.random.normal(next(keys), (64, 128)),
+        "block1": init_block(keys),
+        "block2": init_block(keys),
         "norm": init_norm(),
-        "head": init_layer(rng, 128, 128),
+        "head": init_layer(next(keys), 128, 128),
     }
 
 
+def init_block(keys):
+    shapes = {"qkv": (128, 384), "out": (128, 128), "up": (128, 512), "down": (512, 128)}
+    layers = {name: init_layer(next(keys), *shape) for name, shape in shapes.items()}
+    return {"norm1": init_norm(), "norm2": init_norm(), **layers}
+
+
 def init_norm():
-    return {"scale": np.ones(128, np.float32), "bias": np.zeros(128, np.float32)}
+    return {"scale": jnp.ones(128), "bias": jnp.zeros(128)}
 
 
 def normalize(layer, x):
-    x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * layer["scale"] + layer["bias"]
+    return jax.nn.standardize(x, epsilon=1e-5) * layer["scale"] + layer["bias"]
 
 
-def transformer(params, x, rng=None):
+def transformer(params, x):
     x = params["embed"][x] + params["position"]
-    for block in params["blocks"]:
+    for block in (params["block1"], params["block2"]):
         q, k, v = jnp.split(dense(block["qkv"], normalize(block["norm1"], x)).reshape(*x.shape[:2], 12, 32), 3, 2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + dense(block["out"], attended.reshape(x.shape))
-        x = x + dense(block["down"], jax.nn.relu(dense(block["up"], normalize(block["norm2"], x))))
+        x = x + dense(block["out"], attend(q, k, v).reshape(x.shape))
+        x = x + dense(block["down"], jax.nn.silu(dense(block["up"], normalize(block["norm2"], x))))
     return dense(params["head"], normalize(params["norm"], x))
 
 
-def init_mlp(rng):
-    return {"dense1": init_layer(rng, 64, 64), "dense2": init_layer(rng, 64, 10)}
+def attend(q, k, v):  # a few percent less of the step than jax.nn.dot_product_attention, on a CPU
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q / q.shape[-1] ** 0.5, k)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
-def mlp(params, x, rng=None):
-    return dense(params["dense2"], jax.nn.relu(dense(params["dense1"], x)))
+def init_mlp(key):
+    first, second = jax.random.split(key)
+    return {"dense1": init_layer(first, 64, 64), "dense2": init_layer(second, 64, 10)}
+
+
+def mlp(params, x):
+    return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
 NETWORKS = {"digits": (init_digits, digits), "transformer": (init_transformer, transformer), "mlp": (init_mlp, mlp)}

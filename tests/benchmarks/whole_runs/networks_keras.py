@@ -8,20 +8,19 @@ def digits():
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Conv2D(32, 3, padding="same", activation="silu", name="conv1"),
+            layers.Conv2D(64, 3, padding="same", activation="silu", name="conv2"),
             layers.MaxPooling2D(),
             layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dropout(0.25),
-            layers.Dense(10),
+            layers.Dense(128, activation="silu", name="dense1"),
+            layers.Dense(10, name="dense2"),
         ]
     )
 
 
 class Embed(layers.Layer):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, name):
+        super().__init__(name=name)
         self.token, self.position = layers.Embedding(128, 128), layers.Embedding(64, 128)
 
     def call(self, x):
@@ -30,17 +29,20 @@ class Embed(layers.Layer):
 
 def transformer():
     inputs = keras.Input((64,), dtype="int32")
-    x = Embed()(inputs)
-    for _ in range(2):
-        h = layers.LayerNormalization(epsilon=1e-5)(x)
-        x = x + layers.MultiHeadAttention(4, 32)(h, h, use_causal_mask=True)
-        h = layers.LayerNormalization(epsilon=1e-5)(x)
-        x = x + layers.Dense(128)(layers.Dense(512, activation="relu")(h))
-    return keras.Model(inputs, layers.Dense(128)(layers.LayerNormalization(epsilon=1e-5)(x)))
+    x = Embed(name="embed")(inputs)
+    for block in ("block1", "block2"):
+        h = layers.LayerNormalization(epsilon=1e-5, name=f"{block}_norm1")(x)
+        x = x + layers.MultiHeadAttention(4, 32, name=f"{block}_attention")(h, h, use_causal_mask=True)
+        h = layers.LayerNormalization(epsilon=1e-5, name=f"{block}_norm2")(x)
+        h = layers.Dense(512, activation="silu", name=f"{block}_up")(h)
+        x = x + layers.Dense(128, name=f"{block}_down")(h)
+    x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
+    return keras.Model(inputs, layers.Dense(128, name="head")(x))
 
 
 def mlp():
-    return keras.Sequential([keras.Input((64,)), layers.Dense(64, activation="relu"), layers.Dense(10)])
+    hidden = layers.Dense(64, activation="silu", name="dense1")
+    return keras.Sequential([keras.Input((64,)), hidden, layers.Dense(10, name="dense2")])
 
 
 NETWORKS = {"digits": digits, "transformer": transformer, "mlp": mlp}

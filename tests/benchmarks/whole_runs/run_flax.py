@@ -3,11 +3,12 @@
 python run_flax.py TASK.npz DIRECTORY
 """
 
+import functools
 import os
 import sys
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax.training.early_stopping import EarlyStopping
@@ -17,42 +18,43 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from tensorboardX import SummaryWriter
 from whole_run_marks import Marks
 from whole_run_tasks import read
+from whole_run_weights import for_flax
 
+marks = Marks()
 task, directory = read(sys.argv[1]), os.path.abspath(sys.argv[2])
+marks.data(task)
 net = NETWORKS[task.name]()
 schedule = optax.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True)
-params = jax.jit(lambda key: net.init(key, task.train[0][:1], train=False)["params"])(jax.random.key(0))
-state = TrainState.create(
-    apply_fn=net.apply, params=params, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
-)
-key = jax.random.key(1)
-marks = Marks(task, sum(leaf.size for leaf in jax.tree.leaves(params)))
+params = jax.jit(lambda key: net.init(key, task.train[0][:1])["params"])(jax.random.key(0))
+params = jax.tree.map(jnp.asarray, for_flax(task))  # the weights of all marks
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+state = TrainState.create(apply_fn=net.apply, params=params, tx=optimizer)
+state = state.replace(step=jnp.int32(0))  # a Python number would compile the step once more
+marks.init(sum(leaf.size for leaf in jax.tree.leaves(params)))
 
 
 def losses(logits, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def train_step(state, x, y):
     def loss_fn(params):
-        dropout = jax.random.fold_in(key, state.step)
-        return losses(state.apply_fn({"params": params}, x, train=True, rngs={"dropout": dropout}), y).mean()
+        return losses(state.apply_fn({"params": params}, x), y).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), loss
 
 
 @jax.jit
-def eval_step(state, x, y):
-    logits = state.apply_fn({"params": state.params}, x, train=False)
-    return {"loss": losses(logits, y).mean(), "accuracy": (logits.argmax(-1) == y).mean()}
+def evaluate(params, x, y):
+    def body(carry, batch):
+        logits = net.apply({"params": params}, batch[0])
+        return carry, (losses(logits, batch[1]).mean(), (logits.argmax(-1) == batch[1]).mean())
 
-
-def evaluate(state, x, y):
-    size = task.eval_size
-    results = [eval_step(state, x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
-    return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+    batches = jax.tree.map(lambda a: a.reshape(-1, task.eval_size, *a.shape[1:]), (x, y))
+    _, (loss, accuracy) = jax.lax.scan(body, None, batches)
+    return {"loss": loss.mean(), "accuracy": accuracy.mean()}
 
 
 best = BestN(get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1)
@@ -65,14 +67,8 @@ with ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manag
             first, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), stop=ocp.args.JsonRestore())
         )
         state, early_stop = restored.state, early_stop.replace(**restored.stop)
-    rng = np.random.default_rng(0)
-    per_epoch = len(task.train[0]) // task.batch_size
-    for step in range(task.steps):  # to resume at the same batch, the orders of all epochs before are drawn again
-        if step % per_epoch == 0:
-            order = rng.permutation(len(task.train[0]))
-        if step < first:
-            continue
-        rows = order[step % per_epoch * task.batch_size :][: task.batch_size]
+    for step in range(first, task.steps):
+        rows = task.order[step]
         state, loss = train_step(state, task.train[0][rows], task.train[1][rows])
         done = step + 1
         marks.step(done, loss)
@@ -81,7 +77,9 @@ with ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manag
         if done % 100 == 0:
             print(done, float(loss))
         if done % task.every == 0:
-            metrics = evaluate(state, *task.valid)
+            metrics = {
+                name: float(value) for name, value in jax.device_get(evaluate(state.params, *task.valid)).items()
+            }
             for name, value in metrics.items():
                 writer.add_scalar(f"validation/{name}", value, done)
             early_stop = early_stop.update(metrics["loss"])
@@ -90,4 +88,4 @@ with ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manag
             manager.save(done, args=items, metrics=metrics)
             if early_stop.should_stop:
                 break
-marks.test(evaluate(state, *task.test)["loss"])
+marks.test(evaluate(state.params, *task.test)["loss"])

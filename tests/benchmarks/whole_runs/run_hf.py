@@ -13,8 +13,13 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, set_
 from transformers.trainer_utils import get_last_checkpoint
 from whole_run_marks import Marks
 from whole_run_tasks import read
+from whole_run_weights import to_torch
 
+marks = Marks()
 task, directory = read(sys.argv[1]), sys.argv[2]
+marks.data(task)
+if task.name == "mlp":
+    torch.set_num_threads(1)  # two cost more than its small products take
 
 
 class Examples(torch.utils.data.Dataset):
@@ -24,8 +29,8 @@ class Examples(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.x)
 
-    def __getitem__(self, i):
-        return {"x": self.x[i], "labels": self.y[i]}
+    def __getitems__(self, rows):  # a batch is indexed at once, and needs no collator
+        return {"x": self.x[rows], "labels": self.y[rows]}
 
 
 class Net(nn.Module):
@@ -42,11 +47,17 @@ def metrics(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+class InOrder(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return task.order.ravel().tolist()
+
+
 set_seed(0)
 model = Net()
-marks = Marks(task, sum(parameter.numel() for parameter in model.parameters()))
-optimizer = torch.optim.Adam(model.parameters(), task.rate)
-trainer = Trainer(
+to_torch(task, model.net)  # the weights of all marks
+marks.init(sum(parameter.numel() for parameter in model.parameters()))
+optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.01, fused=True)
+trainer = InOrder(
     model,
     TrainingArguments(
         directory,
@@ -63,9 +74,13 @@ trainer = Trainer(
         report_to="tensorboard",
         label_names=["labels"],
         dataloader_drop_last=True,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+        remove_unused_columns=False,
         disable_tqdm=True,
         use_cpu=True,
     ),
+    data_collator=lambda batch: batch,
     train_dataset=Examples(*task.train),
     eval_dataset=Examples(*task.valid),
     compute_metrics=metrics,

@@ -1,29 +1,31 @@
 """A whole run with jstep.
 
-python run_jstep.py TASK.npz DIRECTORY
+python run_jstep.py TASK.npz DIRECTORY STEPS_PER_CALL
 """
 
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from networks_jax import NETWORKS
 from whole_run_marks import Marks
 from whole_run_tasks import read
+from whole_run_weights import tree_of
 
 import jstep
 
-task, directory = read(sys.argv[1]), sys.argv[2]
+marks = Marks()
+task, directory, steps_per_call = read(sys.argv[1]), sys.argv[2], sys.argv[3]
+marks.data(task)
 init, predict = NETWORKS[task.name]
 
 
-def losses(logits, y):
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1)
+def losses(logits, y):  # as Optax computes it: log_softmax takes a few percent more of the transformer's step
+    return jax.nn.logsumexp(logits, -1, keepdims=True) - jnp.take_along_axis(logits, y[..., None], -1)
 
 
-def loss_fn(params, x, y, rng):
-    return losses(predict(params, x, rng), y).mean()
+def loss_fn(params, x, y):
+    return losses(predict(params, x), y).mean()
 
 
 def metrics(params, x, y):
@@ -37,12 +39,13 @@ def evaluator(examples):
 
 optimizer = jstep.chain(
     jstep.clip_gradients(by_global_norm=1.0),
-    jstep.adam(jstep.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True)),
+    jstep.adamw(jstep.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True), weight_decay=0.01),
 )
-state = jstep.TrainState.create(init(np.random.default_rng(0)), optimizer)
-marks = Marks(task, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
+state = jstep.TrainState.create(lambda: init(jax.random.key(0)), optimizer)
+state = state.replace(params=jax.tree.map(jnp.asarray, tree_of(task.weights)))  # the weights of all marks
+marks.init(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
 state = jstep.train(
-    jstep.minimize(loss_fn, optimizer, rng=jax.random.key(1)),
+    jstep.minimize(loss_fn, optimizer),
     state,
     jstep.batches(task.train, task.batch_size, seed=0),
     task.steps,
@@ -50,7 +53,7 @@ state = jstep.train(
     logdir=directory,
     save_checkpoint_steps=task.every,
     save_summaries_steps=task.log_every,
-    steps_per_call="auto",
+    steps_per_call="auto" if steps_per_call == "auto" else int(steps_per_call),
     hooks=[
         marks.for_jstep(),
         jstep.EvaluationHook(

@@ -15,11 +15,24 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from whole_run_marks import Marks
 from whole_run_tasks import read
+from whole_run_weights import to_torch
 
+marks = Marks()
 task, directory = read(sys.argv[1]), sys.argv[2]
+marks.data(task)
+if task.name == "mlp":
+    torch.set_num_threads(1)  # two cost more than its small products take
 train, valid, test = (
     TensorDataset(torch.tensor(x), torch.tensor(y).long()) for x, y in (task.train, task.valid, task.test)
 )
+
+
+def loader(examples, rows):  # each element of `rows` is a batch, which is indexed at once
+    return DataLoader(examples, batch_size=None, sampler=rows)
+
+
+def in_order(examples):
+    return loader(examples, torch.arange(len(examples)).split(task.eval_size))
 
 
 class Net(lightning.LightningModule):
@@ -45,14 +58,15 @@ class Net(lightning.LightningModule):
         self.evaluate(batch, "test")
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), task.rate)
+        optimizer = torch.optim.AdamW(self.parameters(), task.rate, weight_decay=0.01, fused=True)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, task.decay_steps, 0.7)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 lightning.seed_everything(0)
 model = Net()
-marks = Marks(task, sum(parameter.numel() for parameter in model.parameters()))
+to_torch(task, model.net)  # the weights of all marks
+marks.init(sum(parameter.numel() for parameter in model.parameters()))
 trainer = lightning.Trainer(
     max_steps=task.steps,
     accelerator="cpu",
@@ -61,6 +75,8 @@ trainer = lightning.Trainer(
     log_every_n_steps=task.log_every,
     gradient_clip_val=1.0,
     enable_progress_bar=False,
+    enable_model_summary=False,
+    num_sanity_val_steps=0,
     logger=TensorBoardLogger(directory, name="tb"),
     callbacks=[
         marks.for_lightning(),
@@ -72,8 +88,8 @@ trainer = lightning.Trainer(
 last = directory + "/ckpt/last.ckpt"
 trainer.fit(
     model,
-    DataLoader(train, task.batch_size, shuffle=True, drop_last=True),
-    DataLoader(valid, task.eval_size),
+    loader(train, torch.tensor(task.order).long()),
+    in_order(valid),
     ckpt_path=last if os.path.exists(last) else None,
 )
-marks.test(trainer.test(model, DataLoader(test, task.eval_size), verbose=False)[0]["test_loss"])
+marks.test(trainer.test(model, in_order(test), verbose=False)[0]["test_loss"])

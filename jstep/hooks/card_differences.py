@@ -183,7 +183,7 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         The differences; empty if the cards are equal.
 
     Example:
-        >>> from jstep.loop.card_differences import card_difference
+        >>> from jstep.hooks.card_differences import card_difference
         >>> card_difference({"batches": {"seed": 0, "rows": 100}}, {"batches": {"seed": 1, "rows": 100}})
         ['batches: seed: 0 in A, 1 in B']
     """

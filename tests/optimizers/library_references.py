@@ -1,0 +1,145 @@
+"""Trajectories of torch, schedulefree and pytorch_optimizer, which are stored, so that the quick tests need no library.
+
+python tests/optimizers/library_references.py      # with all three installed: writes library_references.json
+"""
+
+import json
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from golden import DECAY, RATE, SHAPES, STEPS, gradients, initial_params, run_torch
+
+PATH = pathlib.Path(__file__).with_suffix(".json")
+KEPT = (0, 1, 2, 5, STEPS - 1)
+"""The steps after which the parameters are stored."""
+MATRICES = {"a": (4, 6), "b": (6, 4)}
+SQUARE, WIDE = {"a": (5,), "b": (4, 4), "c": ()}, {"a": (5,), "b": (4, 5), "c": ()}
+Trajectory = list[dict[str, np.ndarray]]
+CHANGING = {"lr": RATE, "weight_decay": DECAY}
+ADAM = {"betas": (0.9, 0.99), "eps": 1e-6}
+
+
+def of_torch(make: Callable[[Any, Any], Any], hyper: Any, shapes: Any = SHAPES) -> Callable[[], Trajectory]:
+    """Return a function that runs `make(torch.optim, groups)`."""
+
+    def run() -> Trajectory:
+        import torch
+
+        return run_torch(lambda groups: make(torch.optim, groups), hyper, shapes)
+
+    return run
+
+
+def schedule_free(name: str, warmup: int, power: float) -> Callable[[], Trajectory]:
+    """Return a function that runs an optimizer of schedulefree; its averages follow the trajectory."""
+
+    def run() -> Trajectory:
+        import schedulefree
+
+        created: list[Any] = []
+        more = {"weight_decay": 0.1, "warmup_steps": warmup, "r": 0.5, "weight_lr_power": power}
+
+        def make(groups: Any) -> Any:
+            arguments = {"betas": (0.9, 0.99)} if name == "AdamWScheduleFree" else {"momentum": 0.9}
+            created.append(getattr(schedulefree, name)(groups, 0.1, **arguments, **more))
+            created[0].train()
+            return created[0]
+
+        trajectory = run_torch(make, {})
+        created[0].eval()
+        averages = [group["params"][0].detach().numpy() for group in created[0].param_groups]
+        return [*trajectory, dict(zip(SHAPES, averages, strict=True))]
+
+    return run
+
+
+def prodigy(guard: bool) -> Callable[[], Trajectory]:
+    """Return a function that runs pytorch_optimizer's Prodigy, whose parameters are in one group."""
+
+    def run() -> Trajectory:
+        import pytorch_optimizer
+        import torch
+
+        tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params().items()}
+        more = {"growth_rate": 1.5, "safeguard_warmup": guard, "weight_decay": 0.1, "weight_decouple": True}
+        optimizer = pytorch_optimizer.Prodigy(tensors.values(), lr=0.7, d0=1e-2, **more)
+        trajectory = []
+        for n in range(STEPS):
+            for name, grad in gradients(n).items():
+                tensors[name].grad = torch.tensor(grad, dtype=torch.float32)
+            optimizer.step()
+            trajectory.append({name: tensor.detach().numpy().copy() for name, tensor in tensors.items()})
+        return trajectory
+
+    return run
+
+
+def of_pytorch_optimizer(name: str, shapes: Any = SHAPES, **arguments: Any) -> Callable[[], Trajectory]:
+    """Return a function that runs an optimizer of pytorch_optimizer with constant weight decay of all leaves."""
+
+    def run() -> Trajectory:
+        import pytorch_optimizer
+
+        def make(groups: Any) -> Any:
+            return getattr(pytorch_optimizer, name)([{**group, "weight_decay": 0.1} for group in groups], **arguments)
+
+        return run_torch(make, {"lr": RATE}, shapes)
+
+    return run
+
+
+REFERENCES: dict[str, Callable[[], Trajectory]] = {
+    "sgd": of_torch(lambda t, g: t.SGD(g, 0.1), CHANGING),
+    "sgd-momentum": of_torch(lambda t, g: t.SGD(g, 0.1, momentum=0.9, dampening=0.3), CHANGING),
+    "sgd-nesterov": of_torch(lambda t, g: t.SGD(g, 0.1, momentum=0.9, nesterov=True), CHANGING),
+    "adamw": of_torch(lambda t, g: t.AdamW(g, 0.1, **ADAM), CHANGING),
+    "amsgrad": of_torch(lambda t, g: t.AdamW(g, 0.1, **ADAM, amsgrad=True), CHANGING),
+    "nadam": of_torch(
+        lambda t, g: t.NAdam(g, 0.1, **ADAM, momentum_decay=0.004, decoupled_weight_decay=True), CHANGING
+    ),
+    "adamax": of_torch(lambda t, g: t.Adamax(g, 0.1, **ADAM), {"lr": RATE}),
+    "rprop": of_torch(lambda t, g: t.Rprop(g, 0.05), {}),
+    "muon": of_torch(lambda t, g: t.Muon(g, adjust_lr_fn="match_rms_adamw"), CHANGING, MATRICES),
+    "prodigy": prodigy(False),
+    "prodigy-guard": prodigy(True),
+    "soap": of_pytorch_optimizer("SOAP", SQUARE, precondition_frequency=3, max_precondition_dim=10000),
+    "soap-wide": of_pytorch_optimizer("SOAP", WIDE, precondition_frequency=3, max_precondition_dim=4),
+    "adan": of_pytorch_optimizer("Adan", betas=(0.98, 0.92, 0.99), weight_decouple=False),
+}
+for _kind, _name in (("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree")):
+    for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
+        REFERENCES[f"free-{_kind}-{_warmup}-{_power}"] = schedule_free(_name, _warmup, _power)
+
+
+def computed(name: str) -> Trajectory:
+    """Return the parameters of a reference after the steps KEPT, and what follows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trajectory = REFERENCES[name]()
+    return [trajectory[n] for n in KEPT] + trajectory[STEPS:]
+
+
+def stored(name: str) -> Trajectory:
+    """Return the same from the file."""
+    found = json.loads(PATH.read_text(encoding="utf-8"))[name]
+    return [{leaf: np.float32(values) for leaf, values in params.items()} for params in found]
+
+
+def main() -> None:
+    """Write the file, one line for each reference."""
+
+    def rounded(values: np.ndarray) -> Any:
+        return json.loads(json.dumps(np.float64(values).tolist()), parse_float=lambda text: float(f"{float(text):.8g}"))
+
+    lines = []
+    for name in REFERENCES:
+        params = [{leaf: rounded(values) for leaf, values in one.items()} for one in computed(name)]
+        lines.append(f"{json.dumps(name)}: {json.dumps(params, separators=(',', ':'))}")
+    PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

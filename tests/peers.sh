@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs all tests that need packages besides those of jstep's extra `test`: other libraries, whose numbers and programs
+# they compare. Fails if one of them is skipped for anything but a compiler.
+#
+#   tests/peers.sh [pytest arguments]
+#
+# Creates a virtual environment in .peers with the builds for CPUs, and reuses it in later runs. tests/launchers.sh runs
+# those of the launchers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.peers
+if [ ! -x "$venv/bin/python" ]; then
+    "${PYTHON:-python3}" -m venv "$venv"
+fi
+"$venv/bin/pip" install -q torch --index-url https://download.pytorch.org/whl/cpu || "$venv/bin/pip" install -q torch
+"$venv/bin/pip" install -q -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
+    wandb mlflow
+
+mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --include='test_*.py' |
+    grep -vE '^tests/(compilers|powercut)/|^tests/examples/test_launchers\.py$|^tests/docs/test_site\.py$' | sort)
+"$venv/bin/python" -m pytest -n 2 -m "" -rs "${files[@]}" "$@" | tee "$venv/log"
+
+if grep '^SKIPPED' "$venv/log" | grep -viE 'compiler|libtpu|jaxlib|JAX before'; then
+    echo "tests/peers.sh: these tests were skipped; install what they need"
+    exit 1
+fi
