@@ -338,7 +338,7 @@ def _numbers(tree: Any, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
         yield keys, *compute_first(array)
 
 
-@on_any_mesh
+@on_any_mesh()
 def layer_norms(tree: Any, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 
