@@ -205,7 +205,7 @@ class Times(Sequence[dict[str, Any]]):
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line that `_line` returned."""
         first, now = line["step"] or (-1, -1)
-        checkpoint = line.get("checkpoint")
+        checkpoint: Any = line.get("checkpoint")
         self._time.append(line["time"])
         self._first.append(first)
         self._now.append(now)

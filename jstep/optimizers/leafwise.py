@@ -639,6 +639,19 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     copy = isinstance(spec.initial, str)
     value: Any = None if copy else value_at(f"the initial value of slot {name!r}", spec.initial, global_step)
 
+    firsts: dict[Any, jax.Array] = {}  # to copy one takes a fifth of the time of making the next of its kind
+
+    def full_like(leaf: Any, dtype: Any) -> Array:
+        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+            return jnp.full_like(leaf, value, dtype=dtype)
+        like = leaf.shape, jnp.dtype(dtype), leaf.sharding, leaf.committed
+        if like in firsts:
+            return jnp.copy(firsts[like])
+        made = jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
+        if not trees.is_traced(made):
+            firsts[like] = made
+        return made
+
     def leaf_slot(path: str, like: Any, leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
             return None
@@ -646,7 +659,7 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
         if copy:
             return jnp.array(leaf, dtype=dtype, copy=True)
         if spec.shape is None:
-            return jnp.full_like(leaf, value, dtype=dtype)  # keeps the parameter's sharding
+            return full_like(leaf, dtype)
         shape = spec.shape(path, like)
         return None if shape is None else jnp.full(shape, value, dtype)
 
