@@ -30,6 +30,15 @@ def test_values_and_norms_have_the_recorded_bits(names, exponents):
     assert found == {case: known[case] for case in found}
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (4096,), pytest.param((512, 300), marks=pytest.mark.thorough)])
+def test_norms_of_bfloat16_have_the_bits_of_the_plain_sum(shape):
+    """XLA adds converted numbers in another order behind a product."""
+    for seed in range(3):
+        x = (1e3 * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16)
+        plain = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))))(x)
+        assert jax.jit(lambda x: jstep.clip_by_global_norm({"x": x}, 1.0)[1])(x) == plain
+
+
 def test_each_leaf_is_squared_and_summed_once():
     """The second pass, for norms that overflow or vanish, must not be compiled beside the first one."""
     params = {f"{name}{i}": jnp.ones(shape) for name, shape in (("w", (8, 8)), ("b", (8,))) for i in range(10)}
