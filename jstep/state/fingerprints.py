@@ -324,7 +324,7 @@ def _stacked_sums(leaves: Sequence[Any]) -> Any:
     return jnp.stack([host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves])
 
 
-_GROUP, _SMALL = 32, 2**14
+_GROUP, _SMALL = 16, 2**14
 """How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
 
 

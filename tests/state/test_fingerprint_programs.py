@@ -98,7 +98,7 @@ def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
     compute_on = fingerprints.compute_on
     monkeypatch.setattr(fingerprints, "compute_on", lambda *args: calls.append(args) or compute_on(*args))
     assert hexadecimal(jstep.fingerprint(tree)) == hexadecimal(jstep.fingerprint(host))
-    assert len(calls) == 2 * 2 + 1 + 1
+    assert len(calls) == 2 * 3 + 1 + 1
     monkeypatch.undo()
     assert texts(tree) == texts(host)
 
