@@ -94,19 +94,36 @@ def _norm_of(arrays: list[Array], limit: Array, axes: Any) -> Array:
 
 def _squares(arrays: Sequence[Array], axes: Any, factor: Any) -> Array:
     """Compute Σ |x·factor|²."""
-    total: Array | None = None
-    # A factor of its own for each array: XLA would store one that arrays of the same shape share, in that shape.
-    for x, own in zip(arrays, jax.lax.optimization_barrier([factor] * len(arrays)), strict=True):
-        parts = [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
-        for part in parts:
-            part = part.astype(trees.compute_dtype(part.dtype))
-            square = jnp.sum(jnp.square(part * own.astype(part.dtype)), axis=axes, keepdims=axes is not None)
-            if total is None:
-                total = square
-            else:
-                dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
-                total = total.astype(dtype) + square.astype(dtype)
-    return jnp.zeros((), np.float32) if total is None else total
+    parts: list[Array] = []
+    for x in arrays:
+        parts += [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
+
+    def squared(parts: list[Array], factor: Any) -> list[Array]:
+        # A factor of its own for each array: XLA would store one that arrays of the same shape share, in that shape.
+        factors = jax.lax.optimization_barrier([factor] * len(parts))
+        return [_square(part, axes, own) for part, own in zip(parts, factors, strict=True)]
+
+    low = [part for part in parts if part.dtype.itemsize < 4]
+    # XLA adds converted numbers in another order if they are multiplied first, even by 1.
+    of_low = jax.lax.cond(
+        jnp.all(factor == 1), lambda low, _: [_square(part, axes) for part in low], squared, low, factor
+    )
+    of_wide = iter(squared([part for part in parts if part.dtype.itemsize >= 4], factor))
+    of_low = iter(of_low)
+    squares = [next(of_low if part.dtype.itemsize < 4 else of_wide) for part in parts]
+    if not squares:
+        return jnp.zeros((), np.float32)
+    total = squares[0]
+    for square in squares[1:]:
+        dtype = max(total.dtype, square.dtype, key=lambda dtype: dtype.itemsize)
+        total = total.astype(dtype) + square.astype(dtype)
+    return total
+
+
+def _square(x: Array, axes: Any, factor: Any = None) -> Array:
+    x = x.astype(trees.compute_dtype(x.dtype))
+    x = x if factor is None else x * factor.astype(x.dtype)
+    return jnp.sum(jnp.square(x), axis=axes, keepdims=axes is not None)
 
 
 def scaled(x: Array, norm: Array, clip_norm: Any) -> Array:

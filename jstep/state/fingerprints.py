@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -267,11 +268,15 @@ HOST = np.ndarray | np.generic
 def device_sums(array: Any) -> Any:
     """Return the sums of the two lanes over all elements, uint32 `[2]`; to be traced."""
     array = trees.key_data(on_devices(array))
-    if not array.size:
+    return _sums_of_words(_words(array), array.shape)
+
+
+def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> Any:
+    if not math.prod(shape):
         return jnp.zeros(2, U)
-    key = _keys(array)
+    key = _keys(shape)
     sums = []
-    for half, (low, high) in enumerate(_words(array)):
+    for half, (low, high) in enumerate(words):
         both = lanes(low, high, key + U(half * HALF & MASK))
         # Both sums in one fast pass.
         one = lax.reduce(both, (U(0), U(0)), lambda one, other: (one[0] + other[0], one[1] + other[1]), range(key.ndim))
@@ -301,9 +306,9 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     return [(words.astype(U), None)]
 
 
-def _keys(array: Any) -> Any:
+def _keys(shape: tuple[int, ...]) -> Any:
     """Return the keys of all positions in the whole array, in its own shape, so that shards do not move."""
-    shape, split = array.shape, split_at(array.shape)
+    split = split_at(shape)
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -319,9 +324,20 @@ def _stacked_sums(leaves: Sequence[Any]) -> Any:
     return jnp.stack([host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves])
 
 
-def _appended(rows: Any, leaf: Any) -> Any:
-    """Return rows with the sums of a leaf as the last one, in place of the first; to be compiled for each shape."""
-    return jnp.concatenate([rows[1:], device_sums(leaf)[None]])
+_GROUP, _SMALL = 16, 2**14
+"""How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
+
+
+def _written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
+    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape."""
+    if len(leaves) == 1:
+        sums = device_sums(leaves[0])[None]
+    else:
+        arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+        # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
+        words = jax.tree.map(lambda *parts: jnp.stack(parts), *map(_words, arrays))
+        sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(leaves))(words)
+    return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
 
 def _shifted(rows: Any) -> tuple[Any, Any]:
@@ -338,14 +354,14 @@ def _split(rows: Any) -> list[Any]:
     return found
 
 
-def _each(sums: Any, keys: Any) -> Any:
-    """Return the fingerprints of leaves from their sums, uint32 `[n, 2]`."""
-    return jnp.stack(sealed(sums, keys), axis=-1)
+def _each(sums: Any, keys: Any, rows: Any = None) -> Any:
+    """Return the fingerprints of leaves from their sums, in these rows if they have another order; uint32 `[n, 2]`."""
+    return jnp.stack(sealed(sums if rows is None else sums[rows], keys), axis=-1)
 
 
-def _total(sums: Any, keys: Any) -> Any:
+def _total(sums: Any, keys: Any, rows: Any = None) -> Any:
     """Return the sum of the fingerprints of leaves from their sums, uint32 `[2]`."""
-    return _each(sums, keys).sum(axis=0, dtype=U)
+    return _each(sums, keys, rows).sum(axis=0, dtype=U)
 
 
 def _each_of(leaves: list[Any], keys: Any) -> Any:
@@ -360,15 +376,26 @@ def _on_one_device(leaves: Sequence[Any], keys: Any, form: Callable[..., Any]) -
     """Compute the fingerprints of leaves on one device.
 
     Most of the time of a first fingerprint goes into compiling, so that a program is compiled for each shape and dtype,
-    not for each leaf: called once a leaf, it appends a row to an array, which one more program reads.
+    not for each leaf. It writes rows of an array, which one more program reads, and is called for several small leaves
+    together, as most of the time of a later fingerprint goes into calls.
     """
     committed = next((leaf for leaf in leaves if leaf.committed), None)
     rows: Any = np.zeros((len(leaves), 2), U)
     if committed is not None:
         rows = jax.device_put(rows, *committed.devices())
-    for leaf in leaves:
-        rows = compute_on(None, _appended, rows, leaf)
-    return compute_on(None, form, rows, keys)
+    alike: dict[Any, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        alike.setdefault((leaf.shape, leaf.dtype), []).append(number)
+    at = 0
+    for (shape, _), numbers in alike.items():
+        size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
+        for first in range(0, len(numbers), size):
+            first = min(first, len(numbers) - size)  # the last group may write a row a second time
+            some = [leaves[number] for number in numbers[first : first + size]]
+            rows = compute_on(None, _written, rows, np.int32(at + first), some)
+        at += len(numbers)
+    place = np.argsort([number for numbers in alike.values() for number in numbers]).astype(np.int32)
+    return compute_on(None, form, rows, keys, place)
 
 
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.

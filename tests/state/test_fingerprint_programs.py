@@ -11,6 +11,7 @@ from golden_fingerprints import hexadecimal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
+from jstep.state import fingerprints
 
 KNOWN = json.loads(golden_fingerprints.PATH.read_text())
 
@@ -88,6 +89,18 @@ def test_a_first_fingerprint_compiles_a_program_for_each_shape(compilations):
     with compilations() as seen:
         jstep.fingerprint(tree, per_leaf=True)
     assert seen == []
+
+
+def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
+    """A call costs more than reading them; the last group of a shape overlaps the one before."""
+    host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {"n": np.float32(np.nan)}
+    tree, calls = on_devices(host), []
+    compute_on = fingerprints.compute_on
+    monkeypatch.setattr(fingerprints, "compute_on", lambda *args: calls.append(args) or compute_on(*args))
+    assert hexadecimal(jstep.fingerprint(tree)) == hexadecimal(jstep.fingerprint(host))
+    assert len(calls) == 2 * 3 + 1 + 1
+    monkeypatch.undo()
+    assert texts(tree) == texts(host)
 
 
 def test_keys_of_positions_are_not_stored_as_constants():
