@@ -29,6 +29,7 @@ from jstep.core.programs import (
     digest_of,
     gradients_hash,
     mesh_text,
+    part_for,
     program_hash,
     sharding_text,
     without_addresses,
@@ -38,6 +39,7 @@ from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.hook import key_of
+from jstep.hooks.metric_sums_program import LOSS
 from jstep.hooks.timeline import START
 from jstep.loop.card_differences import (
     BEFORE_AND_NOW,
@@ -130,9 +132,12 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
         found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **found}
-    hashed: ProgramHash = program_hash(traced.jaxpr)
+    # Other metrics than the loss change no bit of the run.
+    paths = [path for path, _ in trees.leaves_with_paths(traced.out_info)]
+    step = part_for(traced.jaxpr, [not path.startswith("1/") or path == f"1/{LOSS}" for path in paths])
+    hashed: ProgramHash = program_hash(step)
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
-    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(traced.jaxpr))}
+    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
 
 
 def _hash_card(hashed: ProgramHash) -> dict[str, Any]:

@@ -193,7 +193,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.thorough(except_for=["several steps", "a renamed loss", "a later stage"])
+@pytest.mark.thorough(except_for=["several steps", "an aux", "a later stage"])
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_nothing_else_is_reported(name, tmp_path, caplog):
     after = UNCHANGED[name]
@@ -201,6 +201,8 @@ def test_nothing_else_is_reported(name, tmp_path, caplog):
         run(tmp_path, last_step, **options)
         assert reported(caplog) == ([], [])
 
+    "other metrics": {"metrics": [lambda gradients, updates, params: {"b": jnp.sum(gradients["b"])}]},
+    "an aux": {"loss_fn": lambda params, x: (loss(params, x), {"mean": jnp.mean(x) * SCALE[0, 1]}), "has_aux": True},
 
 @pytest.mark.thorough(except_for=["10"])
 @pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
