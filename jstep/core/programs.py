@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jstep.core.meshes import dims_of, internal_transfers
@@ -452,24 +451,6 @@ def program_hash(closed: Any) -> ProgramHash:
         (True, False)
     """
     return _Hasher().program(closed)
-
-
-def part_for(closed: Any, results: Sequence[bool]) -> Any:
-    """The part of a traced function, a `ClosedJaxpr`, that computes some of its results.
-
-    Args:
-        closed: The function.
-        results: Whether each result is computed.
-
-    Example:
-        >>> import jax
-        >>> from jstep.core.programs import part_for, program_hash
-        >>> both = jax.make_jaxpr(lambda x: (2 * x, 3 * x))(1.0)
-        >>> program_hash(part_for(both, [True, False])) == program_hash(jax.make_jaxpr(lambda x: (2 * x,))(1.0))
-        True
-    """
-    jaxpr, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, list(results), True)
-    return core.ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
 
 def gradients_hash(closed: Any) -> ProgramHash:

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import PartitionSpec, Sharding
 
 from jstep.checkpoint.names import checkpoint_name
@@ -29,7 +31,6 @@ from jstep.core.programs import (
     digest_of,
     gradients_hash,
     mesh_text,
-    part_for,
     program_hash,
     sharding_text,
     without_addresses,
@@ -134,10 +135,16 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
         return {"hash": None, **found}
     # Other metrics than the loss change no bit of the run.
     paths = [path for path, _ in trees.leaves_with_paths(traced.out_info)]
-    step = part_for(traced.jaxpr, [not path.startswith("1/") or path == f"1/{LOSS}" for path in paths])
+    step = _part_for(traced.jaxpr, [not path.startswith("1/") or path == f"1/{LOSS}" for path in paths])
     hashed: ProgramHash = program_hash(step)
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
     return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
+
+
+def _part_for(closed: Any, results: list[bool]) -> Any:
+    """The part of a traced function, a `ClosedJaxpr`, that computes those results."""
+    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
+    return ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
 
 def _hash_card(hashed: ProgramHash) -> dict[str, Any]:

@@ -446,8 +446,9 @@ def _changes_of_programs(
         # The hyperparameters explain an update that is traced differently.
         of_one, of_other = gradients if own else (one, other)
         if not same_shapes:  # numbers depend on the number of rows, and a single row needs no sum
-            some = [_without(_PLACEMENT | {"reduce_sum"}, program) for program in (of_one, of_other)]
-            why = _counts("operations", *some, BEFORE_AND_NOW)
+            left_out = _PLACEMENT | {"reduce_sum"}
+            some, others = _without(left_out, of_one), _without(left_out, of_other)
+            why = _counts("operations", some, others, BEFORE_AND_NOW)
         else:
             why = _why(of_one, of_other, BEFORE_AND_NOW) if _have_other_hashes(of_one, of_other) else ""
     elif lanes == {None} and all(one.effect is Effect.PLACE and one.section != "versions" for one in influences):
