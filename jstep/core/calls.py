@@ -82,6 +82,7 @@ def remembered(
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @shortens_tracebacks
         @functools.wraps(function)
         def make(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             try:

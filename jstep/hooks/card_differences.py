@@ -5,7 +5,7 @@ import enum
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from jstep.core.checks import cut
@@ -403,10 +403,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int, leave_
         leave_out: The sections that are not compared.
     """
     found = [one for one in _differences(before, now, BEFORE_AND_NOW) if _is_known(before, now, one)]
-    left_out = set(leave_out)
-    if any((one.section, one.name) == ("devices", "mesh") for one in found):
-        # All shardings name their mesh.
-        found = [one for one in found if (one.section, one.name) not in _ON_MESH]
+    left_out, names = set(leave_out), {(one.section, one.name) for one in found}
+    explained = {name for cause in names & _EFFECTS_ON.keys() for name in _EFFECTS_ON[cause]}
+    found = [one for one in found if (one.section, one.name) not in explained]
     bits, place = (
         [one.line for one in found if one.effect is effect and one.section not in left_out]
         for effect in (Effect.BITS, Effect.PLACE)
@@ -414,7 +413,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int, leave_
     return Changes([*bits, *_changes_of_programs(before, now, step, found)], place)
 
 
-_ON_MESH = {("state", "sharding"), ("arguments", "batch_sharding")}
+_EFFECTS_ON = {
+    ("devices", "mesh"): {("state", "sharding"), ("arguments", "batch_sharding")},  # all shardings name their mesh
+    ("settings", "jax_enable_x64"): {("state", "hash"), ("state", "dtypes")},  # that of the step
+}
+"""Differences that follow from another one, which is the change."""
 
 
 def _is_known(before: Mapping[str, Any], now: Mapping[str, Any], one: Difference) -> bool:
@@ -431,7 +434,10 @@ def _changes_of_programs(
     stage, one, other = pair
     own = list(_of_optimizers(_with_metrics_of(one, other), _with_metrics_of(other, one), BEFORE_AND_NOW))
     yield from own
-    if one.get("batch") != other.get("batch") or not _have_other_hashes(one, other):
+    if not _have_other_hashes(one, other):
+        return
+    same_shapes = one.get("batch") == other.get("batch")
+    if not (same_shapes or _without_rows(one) == _without_rows(other)):
         return
     lanes = {_lanes_at(before, step - 1), _lanes_at(now, step - 1), _lanes_at(now, stage)}
     influences = [one for one in found if (one.section, one.name) in _TRACED or one.section in _TRACED_SECTIONS]
@@ -439,10 +445,15 @@ def _changes_of_programs(
     if not influences and len(lanes) == 1:
         # The hyperparameters explain an update that is traced differently.
         of_one, of_other = gradients if own else (one, other)
-        why = _why(of_one, of_other, BEFORE_AND_NOW) if _have_other_hashes(of_one, of_other) else ""
+        if not same_shapes:  # numbers depend on the number of rows, and a single row needs no sum
+            left_out = _PLACEMENT | {"reduce_sum"}
+            some, others = _without(left_out, of_one), _without(left_out, of_other)
+            why = _counts("operations", some, others, BEFORE_AND_NOW)
+        else:
+            why = _why(of_one, of_other, BEFORE_AND_NOW) if _have_other_hashes(of_one, of_other) else ""
     elif lanes == {None} and all(one.effect is Effect.PLACE and one.section != "versions" for one in influences):
         # Placement adds operations to the step, and changes the rows of a device.
-        of_one, of_other = map(_without_placement, gradients)
+        of_one, of_other = (_without(_PLACEMENT, program) for program in gradients)
         why = _counts("operations", of_one, of_other, BEFORE_AND_NOW)
     else:
         why = ""
@@ -463,11 +474,18 @@ _PLACEMENT = {
 }
 # fmt: on
 """Operations that place or arrange arrays; a mesh adds some to a step."""
+_ROWS = re.compile(r"\[\d+")
 
 
-def _without_placement(program: Mapping[str, Any]) -> dict[str, Any]:
+def _without(names: Container[str], program: Mapping[str, Any]) -> dict[str, Any]:
     operations = _section(program, "operations")
-    return {"operations": {name: count for name, count in operations.items() if name not in _PLACEMENT}}
+    return {"operations": {name: count for name, count in operations.items() if name not in names}}
+
+
+def _without_rows(program: Mapping[str, Any]) -> list[str]:
+    """The types of the arrays of a batch, without their numbers of rows."""
+    batch = program.get("batch")
+    return [_ROWS.sub("[", str(one)) for one in (batch if isinstance(batch, list) else [batch])]
 
 
 def _with_metrics_of(program: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

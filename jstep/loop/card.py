@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import PartitionSpec, Sharding
 
 from jstep.checkpoint.names import checkpoint_name
@@ -49,6 +51,7 @@ from jstep.hooks.card_differences import (
 )
 from jstep.hooks.card_differences import card_difference as card_difference  # where it was until now
 from jstep.hooks.hook import key_of
+from jstep.hooks.metric_sums_program import LOSS
 from jstep.hooks.timeline import START
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
@@ -130,9 +133,18 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
         found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **found}
-    hashed: ProgramHash = program_hash(traced.jaxpr)
+    # Other metrics than the loss change no bit of the run.
+    paths = [path for path, _ in trees.leaves_with_paths(traced.out_info)]
+    step = _part_for(traced.jaxpr, [not path.startswith("1/") or path == f"1/{LOSS}" for path in paths])
+    hashed: ProgramHash = program_hash(step)
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
-    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(traced.jaxpr))}
+    return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
+
+
+def _part_for(closed: Any, results: list[bool]) -> Any:
+    """The part of a traced function, a `ClosedJaxpr`, that computes those results."""
+    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
+    return ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
 
 
 def _hash_card(hashed: ProgramHash) -> dict[str, Any]:

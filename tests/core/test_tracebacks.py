@@ -316,6 +316,13 @@ def test_causes_contexts_and_parts_stay_and_are_short():
     assert max(counts(raised(lambda: run(data=while_another), KeyError).__context__)) == 2
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: jstep.adamw(-1), lambda: jstep.clip_gradients(by_global_norm=-1), lambda: jstep.compact(3)]
+)
+def test_an_optimizer_that_cannot_be_made(make):
+    assert max(counts(raised(make, (TypeError, ValueError)))) == 2
+
+
 def test_errors_of_all_kinds():
     @dataclasses.dataclass(frozen=True)
     class FrozenError(Exception):

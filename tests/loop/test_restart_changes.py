@@ -143,11 +143,24 @@ CHANGED = {
         ["learning_rate: 0.1 before, 0.2 now", "lanes: 4 before, 8 now"],
     ),
     "microbatches": ({}, {"num_microbatches": 2}, ["step: the traced loss (stage from step 0) differs: "]),
+    "loss and rows": (
+        {"data": lambda step: np.ones((8, 4), np.float32)},
+        {"data": lambda step: np.ones((16, 4), np.float32), "loss_fn": doubled},
+        ["step: the traced doubled (stage from step 0) differs: operations mul ("],
+    ),
+    "loss, where the rows change": (
+        {"data": batches(batch_size={0: 8, 4: 16})},
+        {"data": batches(batch_size={0: 8, 4: 16}), "loss_fn": doubled, "optimizer": jstep.adam(0.2)},
+        [
+            "learning_rate: 0.1 before, 0.2 now",
+            "step: the traced doubled (stage from step 0) differs: operations mul (",
+        ],
+    ),
     "K and rate": ({"steps_per_call": 10}, {"optimizer": jstep.adam(0.2)}, ["learning_rate: 0.1 before, 0.2 now"]),
 }
 
 
-@pytest.mark.thorough(except_for=["schedule", "part", "loss and rate", "data"])
+@pytest.mark.thorough(except_for=["schedule", "part", "loss and rate", "data", "loss and rows"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_each_change_is_reported_once(name, tmp_path, caplog):
     before, after, expected = CHANGED[name]
@@ -188,17 +201,29 @@ UNCHANGED = {
     "defaults": {"optimizer": jstep.adam(np.float32(0.1), beta1=0.9)},
     "cadences": {"save_checkpoint_steps": 1, "log_steps": 2, "hooks": [jstep.StopAtStepHook(last_step=100)]},
     "a later stage": {"step": {0: jstep.minimize(loss, jstep.adam(0.1)), 4: jstep.minimize(doubled, jstep.adam(0.2))}},
+    "other metrics": {"metrics": [lambda gradients, updates, params: {"b": jnp.sum(gradients["b"])}]},
+    "an aux": {"loss_fn": lambda params, x: (loss(params, x), {"mean": jnp.mean(x) * SCALE[0, 1]}), "has_aux": True},
     "later data": {"data": batches(batch_size={0: 8, 4: 16})},
     "a loader": {"data": lambda step: np.ones((8, 4), np.float32)},
 }
 
 
-@pytest.mark.thorough(except_for=["several steps", "a renamed loss", "a later stage"])
+@pytest.mark.thorough(except_for=["several steps", "an aux", "a later stage"])
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_nothing_else_is_reported(name, tmp_path, caplog):
     after = UNCHANGED[name]
     for last_step, options in ((2, {}), (4, {}), (6, after), (8, after)):
         run(tmp_path, last_step, **options)
+        assert reported(caplog) == ([], [])
+
+
+@pytest.mark.thorough(except_for=["4-lanes"])
+@pytest.mark.parametrize("option", ["lanes", "num_microbatches"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_nothing_is_reported_where_the_number_of_rows_changes(rows, option, tmp_path, caplog):
+    """A single row, of a lane or a microbatch, needs no sum."""
+    for last_step in (4, 6, 8):
+        run(tmp_path, last_step, data=batches(batch_size={0: 8, 4: rows, 6: 16}), **{option: rows})
         assert reported(caplog) == ([], [])
 
 
@@ -289,6 +314,19 @@ def test_settings_of_jax(name, tmp_path, caplog):
         assert reported(caplog) == (["learning_rate: 0.1 before, 0.2 now"], [])
     finally:
         jax.config.update(setting, before)
+
+
+def test_x64_is_one_line(tmp_path, caplog, x64):
+    """The dtype of the step is another one."""
+    data = {"data": lambda step: np.ones((8, 4), np.float32)}
+    start = jstep.TrainState.create(
+        {"w": jnp.ones((4, 2), jnp.float32), "b": jnp.zeros((1, 2), jnp.float32)}, SLOW["optimizer"]
+    )
+    with jax.enable_x64(False):
+        run(tmp_path, 2, **data)
+    reported(caplog)
+    run(tmp_path, 4, place=lambda state: start, **data)
+    assert reported(caplog) == (["jax_enable_x64: false before, true now"], [])
 
 
 def test_flags_and_versions(tmp_path, caplog, monkeypatch):
