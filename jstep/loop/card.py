@@ -58,6 +58,7 @@ from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.run_record import Options, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
+from jstep.training.metrics import Metrics
 from jstep.training.step import minimized
 
 # Run cards: a record of the versions, devices, arguments and programs of a run, for comparison with other runs.
@@ -133,12 +134,21 @@ def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer
         found["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **found}
-    # Other metrics than the loss change no bit of the run.
-    paths = [path for path, _ in trees.leaves_with_paths(traced.out_info)]
-    step = _part_for(traced.jaxpr, [not path.startswith("1/") or path == f"1/{LOSS}" for path in paths])
+    step = _part_for(traced.jaxpr, _results_with_bits(*traced.out_info))
     hashed: ProgramHash = program_hash(step)
     found["optimizer"] = [name.removesuffix(RULE) for name in hashed.functions if name.endswith(RULE)]
     return found | _hash_card(hashed) | {"gradients": _hash_card(gradients_hash(step))}
+
+
+def _results_with_bits(state: Any, metrics: Metrics, *others: Any) -> list[bool]:
+    """For each result of a program, whether the bits of the run depend on it: other metrics than the loss are read."""
+    parts = metrics.computed
+    if isinstance(parts, dict):
+        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, one) for name, one in parts.items()}
+    else:
+        parts = jax.tree.map(lambda _: True, parts)
+    state, others = jax.tree.map(lambda _: True, (state, others))
+    return [*jax.tree.leaves(state), *jax.tree.leaves(parts), *jax.tree.leaves(others)]
 
 
 def _part_for(closed: Any, results: list[bool]) -> Any:
