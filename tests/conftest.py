@@ -22,10 +22,12 @@ import pytest
 import thorough
 from jax.experimental.compilation_cache import compilation_cache
 
-# SIGINT may be ignored in the process that runs the tests, for example under nohup or in a background job. Processes
-# that tests start would inherit that, and those that wait for Ctrl-C would wait forever.
+# Under nohup or in a background job SIGHUP and SIGINT are ignored. Processes that tests start would inherit that, and
+# those that wait for Ctrl-C would wait forever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The tests spend most of their time compiling, which takes less than half as long without optimizations and in one
 # piece. `XLA_FLAGS= pytest` tests with XLA's default optimization level. jaxlib aborts on unknown flags, and its flags

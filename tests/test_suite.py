@@ -100,7 +100,7 @@ def test_any_two_paths_of_tests_can_be_collected_together() -> None:
     One of another folder is found only if tests of that folder are collected, too; and `conftest` is any of several.
     """
     root = Path(__file__).parent
-    files = [path for path in root.rglob("*.py") if "benchmarks" not in path.parts]
+    files = [path for path in root.rglob("*.py") if not {"benchmarks", "accelerator"} & {*path.parts}]
     helpers = [path for path in files if not path.name.startswith(("test_", "conftest"))]
     folder_of = {path.stem: path.parent for path in helpers}
     assert len(folder_of) == len(helpers)

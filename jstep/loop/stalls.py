@@ -41,7 +41,7 @@ from jstep.loop.run_record import STARTING as BEGINNING
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location
-from jstep.training.step import traced
+from jstep.training.step import TRACED
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may start the run again."""
@@ -278,7 +278,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
 
     def _of_main_thread(self) -> Wait:
         codes, step = {frame.f_code for frame in _stack(sys._current_frames().get(self._ident))}, self._run.step
-        wait = self._of_run(is_tracing=traced.__code__ in codes)
+        wait = self._of_run(is_tracing=TRACED in codes)
         if not codes & _AGREEMENTS:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")

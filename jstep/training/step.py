@@ -117,10 +117,19 @@ def whole(body: Body, state: Any, args: tuple[Any, ...], batch_specs: Any) -> tu
     return state, metrics.whole()
 
 
-def traced(body: Body, shardings: Any, batch_specs: Any, state: Any, *args: Any) -> Any:
-    """Run the body of a program. Only JAX calls it, while it traces, by which a run that hangs there is known."""
-    with sharded(shardings):
-        return body(state, args, batch_specs)
+def to_trace(name: str, body: Body, shardings: Any, batch_specs: Any) -> Callable[..., Any]:
+    """Return the function of a program, which JAX's errors call by the name of the step."""
+
+    def traced(state: Any, *args: Any) -> Any:
+        with sharded(shardings):
+            return body(state, args, batch_specs)
+
+    traced.__name__ = traced.__qualname__ = name
+    return traced
+
+
+TRACED = to_trace("traced", whole, None, None).__code__
+"""The code of all these functions. Only JAX calls them, while it traces, by which a run that hangs there is known."""
 
 
 class TrainStep:
@@ -178,8 +187,7 @@ class TrainStep:
 
     def _made(self, kind: str, donates: bool, shardings: Any, batch_specs: Any) -> Any:
         body = self._pure.body if kind == "call" else functools.partial(whole, self._pure.body)
-        function: Any = functools.partial(traced, body, shardings, batch_specs)
-        function.__name__ = function.__qualname__ = self.__name__
+        function = to_trace(self.__name__, body, shardings, batch_specs)
         # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
         # recompiles the step for its own result.
         others = () if shardings is None or kind == "whole" else self._other_shardings(shardings)
