@@ -64,6 +64,9 @@ REASONS: dict[str, dict[tuple[str, str], str]] = {
         ("jstep, 2 layers", "Flax + Optax, not donated"): "XLA's CPU backend copies what is donated and read late",
     },
     "loop": {
+        ("train, four hooks", "bare loop"): (
+            "the loop does the same around each call, however short the step is; steps_per_call divides it"
+        ),
         ("train, four hooks", "train, not watched"): _SAME_PROGRAM,
         ("train, MetricsHook, mean", "train, MetricsHook"): (
             "the metrics of 25 steps are added by one program, whose call with 50 arguments takes 85 µs"
