@@ -152,12 +152,12 @@ def elements_of(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 def _optimizers_in(value: Any) -> list[tuple[str, Any]]:
     """The optimizers of an argument, each with its label, or an empty one."""
-    if _is_transformation(value):
+    if has_init_and_update(value):
         return [("", value)]
     labeled = value.items() if isinstance(value, Mapping) else ()
     unlabeled = value if isinstance(value, list | tuple) else ()
     return [
-        (str(label), one) for label, one in (*labeled, *(("", one) for one in unlabeled)) if _is_transformation(one)
+        (str(label), one) for label, one in (*labeled, *(("", one) for one in unlabeled)) if has_init_and_update(one)
     ]
 
 
@@ -216,12 +216,12 @@ def typed(value: Any) -> str:
 
 def _is_call(value: Any) -> bool:
     """Whether a value is a schedule or an optimizer, of jstep or of Optax, which are never cut off."""
-    return isinstance(value, RememberedFunction) or _is_transformation(value)
+    return isinstance(value, RememberedFunction) or has_init_and_update(value)
 
 
-def _is_transformation(value: Any) -> bool:
-    """Whether a value is an optimizer, of jstep or of Optax."""
-    return hasattr(value, "init") and hasattr(value, "update")
+def has_init_and_update(value: Any) -> bool:
+    """Whether a value has two functions `init` and `update`, as optimizers of jstep and of Optax do."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def _plain(value: Any) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.calls import makes_optimizer
+from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import scoped
 from jstep.core.matching import match_gradients, require_slots
 from jstep.core.slot_roles import Init, Roles, copies_in, of_slots
@@ -39,11 +39,6 @@ def is_transformation(value: Any) -> bool:
     """Whether a value is taken as a transformation of Optax: an object with `init` and `update`, and nothing more."""
     # A class is not one, but a call of it may be; what reports hyperparameters is another library's, or an `Optimizer`.
     return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
-
-
-def has_init_and_update(value: Any) -> bool:
-    """Whether a value has two functions `init` and `update`."""
-    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 # A transformation of Optax as an optimizer. Optax itself is not imported.

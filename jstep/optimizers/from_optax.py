@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import optimizers, trees
-from jstep.core.calls import makes_optimizer
+from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
 from jstep.core.programs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.slot_roles import Counted, Init, Roles, abstractly
@@ -78,7 +78,7 @@ def from_optax(
 
     Source: `optax.GradientTransformation`.
     """
-    if not optimizers.has_init_and_update(transformation):
+    if not has_init_and_update(transformation):
         raise TypeError(
             f"transformation={shown(transformation)}: must have init and update, like the result of optax.adam(1e-3), "
             f"got {kind(transformation)}"

@@ -89,7 +89,7 @@ def refuse_what_crashes(state: Any, args: Any, *, is_known: bool, donates: bool)
         ValueError: Two leaves, or a leaf and an argument, share one buffer.
     """
     leaves = jax.tree.leaves(state)
-    if any(isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and leaf.is_deleted() for leaf in leaves):
+    if trees.is_donated(leaves):
         require_alive(state)
     if not donates:
         return
