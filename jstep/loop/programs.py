@@ -299,6 +299,7 @@ class Programs:
                 loop = self._loop(stage, most)
                 longer = StepLoop(stage, loop, one.args, loop.prepare(self.state_shapes, one.args))
                 self._compile(longer, one.args)
+                self._compiled_ahead.add(longer)
                 self._programs[stage, most, shapes] = longer
 
     def _switch(self, most: int, first: int) -> None:
@@ -389,8 +390,9 @@ class Programs:
                 warn_of_redundant_rows(call, result[0])
             for look in self.after_first:
                 look(call, result[0])
-        elif self._size > size and stage.is_compiled:
+        elif self._size > size and stage.is_compiled and program not in self._compiled_ahead:
             self._log_recompilation(call)
+        self._compiled_ahead.discard(program)  # another compilation of it is for other arguments
 
     def _size_of_caches(self) -> float:
         """The number of programs that the steps have compiled, as far as they say it."""

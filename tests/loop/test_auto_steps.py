@@ -66,7 +66,8 @@ def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
 
 
-def test_the_choice_changes_no_bit_and_calls_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_changes_no_bit_and_calls_become_longer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     calls: list[int] = []
 
     class Calls(jstep.Hook):
@@ -83,6 +84,7 @@ def test_the_choice_changes_no_bit_and_calls_become_longer(monkeypatch: pytest.M
     whole = train(200, batches, step=step, steps_per_call="auto", hooks=[Calls()])
     assert calls[:20] == list(range(20))
     assert len(calls) < 100
+    assert not [m for m in caplog.messages if "again" in m]  # the longer program is for the same batches
     for steps_per_call in (1, 7, 64):
         assert train(200, batches, step=step, steps_per_call=steps_per_call) == whole
     assert jstep.global_step(make_state()) == 0
