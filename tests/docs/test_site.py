@@ -1,5 +1,6 @@
 """The built site: nothing is loaded from other hosts, equations are typeset, Markdown and llms.txt are generated."""
 
+import functools
 import importlib.util
 import json
 import re
@@ -148,3 +149,14 @@ def test_page_descriptions_in_llms_txt(docs):
     assert about(f"# T\n\nMeasure first. Then {'read ' * 80}it.\n") == "Measure first."
     assert len(about("# T\n\n" + "| [A page](a.md) |\n" * 100)) <= 300
     assert about("# T\n\n" + "::: jstep.adam\n\n" * 100).count("adam") == 100
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.stem)
+def test_the_reference_names_the_members_of_each_class_that_it_shows(page):
+    """What users call is chosen; methods that only jstep calls are not shown because they happen to be public."""
+    for name, options in re.findall(r"^::: jstep\.(\S+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE):
+        shown = functools.reduce(getattr, name.split("."), jstep)
+        if isinstance(shown, type):
+            members = re.search(r"\bmembers: \[(.*)\]", options)
+            assert members, f"{name}: list its members"
+            assert all(hasattr(shown, member) for member in re.findall(r"\w+", members[1])), name
