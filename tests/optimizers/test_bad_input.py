@@ -1,5 +1,6 @@
 """Invalid arguments of optimizers and blocks, and the error messages."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,7 +53,9 @@ GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jn
         (lambda: jstep.prodigy(growth_rate=0.5), ValueError, "growth_rate=0.5"),
         (lambda: jstep.prodigy(bias_correction=1.0), TypeError, "bias_correction=1.0"),
         (lambda: jstep.ademamix(alpha=-1.0), ValueError, "alpha=-1"),
-        (lambda: jstep.rprop(lambda step: 0.1), TypeError, "learning_rate=.*fixed"),
+        (lambda: jstep.rprop(lambda step: 0.1), TypeError, "learning_rate=.*got a function; it is fixed"),
+        (lambda: jax.jit(jstep.rprop)(0.1), TypeError, "learning_rate=.*got a traced array; it is fixed"),
+        (lambda: jstep.rprop(jstep.held("rate", 0.1)), TypeError, "learning_rate=.*got a held value; it is fixed"),
         (lambda: jstep.rprop(0.1, eta_plus=1.0), ValueError, "eta_plus=1"),
         (lambda: jstep.scale(np.nan), ValueError, "factor=nan"),
         (lambda: jstep.trace(1.5), ValueError, "momentum=1.5"),

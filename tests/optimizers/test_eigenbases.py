@@ -43,6 +43,13 @@ def test_double_precision(x64):
     np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
 
 
+def test_the_slots_are_those_of_two_axes_or_as_many_as_there_are():
+    for shape, axes in (((), 2), ((3, 2), 2), ((2, 2, 2), 3)):
+        state = jstep.TrainState.create({"w": jnp.ones(shape)}, jstep.soap(0.01))
+        names = {name for name in state.slots if name.startswith("q_")}
+        assert {int(name.split("_")[-1]) for name in names} == set(range(axes)), names
+
+
 def test_a_compiled_step_under_x64(x64):
     """The step is traced for every platform, so that the branches for CPUs and TPUs have the same dtypes."""
     optimizer = jstep.soap(0.01, precondition_frequency=2)

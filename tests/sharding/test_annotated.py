@@ -98,7 +98,7 @@ def test_one_reduction_for_all_microbatches():
     def loss_fn(params, x, y):
         h = jnp.tanh(jnp.einsum("bi,ij->bj", x, params["a"], out_sharding=P("data")))
         h = jnp.tanh(jnp.einsum("bi,ij->bj", h, params["deep"]["x"], out_sharding=P("data")))
-        return jnp.mean((jnp.einsum("bi,ij->bj", h, params["deep"]["y"], out_sharding=P("data")) - y) ** 2)
+        return jnp.mean((jnp.einsum("bi,ji->bj", h, params["deep"]["y"].T, out_sharding=P("data")) - y) ** 2)
 
     optimizer = jstep.gradient_descent(0.1)
 
