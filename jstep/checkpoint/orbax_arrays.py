@@ -98,8 +98,9 @@ def merge_parts(folder: str) -> None:
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}})
     cached = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
-    # As Orbax's: small values are within the one root node, and no other process writes to this database.
-    config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
+    # As Orbax's but for the size of a node, which is searched entry by entry for each array: with all of them in one,
+    # reading would be quadratic. No other process writes to this database.
+    config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
     whole = {**cached, "base": in_folder(folder), "config": config, "assume_config": True}
     merged = ts.KvStore.open(whole, context=context).result()
     transaction = ts.Transaction(atomic=True)
