@@ -18,7 +18,7 @@ from jstep.core.programs import Operation, Subprogram, body_of, is_differentiate
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-from jstep.tools.nonfinite_passes import FirstMade, Origins, Ranges, is_inexact, number_of, range_of
+from jstep.tools.nonfinite_passes import Origins, Ranges, first_made, is_inexact, number_of, range_of
 from jstep.training.step import TrainStep
 
 # Places of operations: their lines in the user's code, and the operations that enclose them.
@@ -209,7 +209,7 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     # Constants become arguments, so that large ones are not compiled into the program.
     body = body_of(closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]))
     values, depends = [*closed.consts, *args], [False] * len(closed.consts) + [True] * len(args)
-    position, reaches = FirstMade(body).run(values, depends)
+    position, reaches = first_made(body, values, depends)
     constant = None
     if position is None and reaches:
         position, constant = Origins(body).run(values, depends)

@@ -36,12 +36,22 @@ def _real(value: Any) -> list[Any]:
     return [value if value.dtype.itemsize >= 4 else value.astype(jnp.float32)]
 
 
-def probe(value: Any) -> Any:
-    """Return a float32 scalar that is finite if and only if all numbers of a value are, at the cost of a sum."""
+def probe(*values: Any) -> Any:
+    """Return a float32 scalar that is finite if and only if all numbers of values of one type are, by one sum."""
     # Not part · 0: XLA simplifies (x · c) · 0 to x · (c · 0), which is finite.
-    with on_mesh_of(value):
-        found = functools.reduce(jnp.add, [jnp.sum(part - part).astype(jnp.float32) for part in _real(value)])
+    with on_mesh_of(values[0]):
+        zeros = [part - part for value in values for part in _real(value)]
+        found = jnp.sum(functools.reduce(jnp.add, zeros)).astype(jnp.float32)
     return on_current_mesh(found)
+
+
+def is_any_bad(values: Iterable[Any]) -> Any:
+    """Whether a number of some values is not finite; compiles one sum for each type of them."""
+    by_type: dict[Any, list[Any]] = {}
+    for value in values:
+        by_type.setdefault(jax.typeof(value), []).append(value)
+    flags = [~jnp.isfinite(probe(*some)) for some in by_type.values()]
+    return functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
 
 
 def has_nan(value: Any) -> Any:
@@ -344,10 +354,13 @@ def _replicated(leaf: Any) -> Any:
     return leaf if mesh.empty else jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*[None] * leaf.ndim)))
 
 
-# The passes of `find_nonfinite`: the first operation that makes a non-finite number, its ranges, and other origins.
+# The passes of `find_nonfinite`: where non-finite numbers are, the first operation that makes one, its ranges, and
+# other origins.
 
 _NEVER, _UNREAD = 2**31 - 1, -1
 """In place of the numbers of a position: no operation, and an operation still to come."""
+_MOST_RESULTS, _MOST_BYTES = 64, 2**26
+"""The results of a group, whose numbers are checked together and are kept until then."""
 Position = np.ndarray[Any, Any]
 
 
@@ -355,35 +368,137 @@ def _inexact(values: Iterable[Any]) -> list[Any]:
     return [one for one in values if one is not None and is_inexact(one)]
 
 
-class FirstMade(Pass):
-    """A pass for the position of the first operation that makes a NaN, or an infinity from an argument."""
+def first_made(body: Subprogram, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
+    """Return the position of the first operation that makes a NaN, or an infinity from an argument.
 
-    def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, bool]:
-        """Return the position, and whether any result of the program is non-finite."""
+    Most of the time goes into compiling checks. So results are checked in groups, and only the operations of the first
+    group with a non-finite number one by one, or of all such groups, if that one has none but a constant of the user.
 
-        def found(position: Any, outs: list[Value]) -> Any:
-            flags = [~jnp.isfinite(probe(one)) for one in _inexact(out.value for out in outs)]
-            return position, functools.reduce(jnp.logical_or, flags, jnp.bool_(False))
+    Args:
+        body: The program.
+        values: Its arguments.
+        depends: Which of them are arguments of the user's function, unlike constants.
 
-        position, reaches = self._evaluated(values, depends, found)
-        return None if position[0] == _NEVER else position, bool(reaches)
+    Returns:
+        The position, or None, and whether any result of the program is non-finite.
+    """
+    groups = BadGroups(body)
+    first, bad, reaches = groups.run(values, depends)
+    if first is None:
+        return None, reaches
+    number = number_of(first)
+    position = FirstMade(body, groups.members[number]).run(values, depends)
+    of_loops = slice(2 * int(np.argmax(first[:-1:2])))  # the part of a position before the number of the operation
+    if len(bad) > 1 and (position is None or not np.array_equal(position[of_loops], first[of_loops])):
+        position = FirstMade(body, set().union(*(groups.members[one] for one in bad))).run(values, depends)
+    return position, reaches
+
+
+class BadGroups(Pass):
+    """A pass for the groups of consecutive operations with a non-finite result.
+
+    A group is known by the number of its first operation, which its position has.
+
+    Attributes:
+        members: The numbers of the operations of each group.
+    """
+
+    def __init__(self, body: Subprogram) -> None:
+        super().__init__(body)
+        self.members: dict[int, set[int]] = {}
+        self._numbers = 1 + max((one.number for one in programs.walk(body)), default=0)
+
+    def run(self, values: list[Any], depends: list[bool]) -> tuple[Position | None, list[int], bool]:
+        """Return the position of the first group, the numbers of all, and whether a result of the program is bad."""
+
+        def found(record: Any, outs: list[Value]) -> Any:
+            return record, is_any_bad(_inexact(out.value for out in outs))
+
+        (position, bad), reaches = self._evaluated(values, depends, found)
+        return None if position[0] == _NEVER else position, np.flatnonzero(bad).tolist(), bool(reaches)
 
     def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
         made = _inexact(outs)
         if made and operation.eqn.primitive.name not in HARMLESS:
+            level.notes.append((operation.number, made, len(level.parts)))
+        return [None] * len(outs)
+
+    def _record(self, level: Level) -> Any:
+        positions, bad = [jnp.full(self._width, _NEVER, jnp.int32)], jnp.zeros(self._numbers, bool)
+        for position, of_part in level.parts:
+            positions.append(position)
+            bad |= of_part
+        if groups := self._groups(level.notes):
+            numbers = [number for number, _ in groups]
+            flags = jnp.stack([is_any_bad(results) for _, results in groups])
+            number = jnp.min(jnp.where(flags, np.array(numbers, np.int32), _NEVER))
+            positions.append(jnp.where(number == _NEVER, _NEVER, self._position(number, level)))
+            bad = bad.at[np.array(numbers)].set(flags)
+        return _first(positions, level), bad
+
+    def _groups(self, notes: list[tuple[int, list[Any], int]]) -> list[tuple[int, list[Any]]]:
+        """Return the number and the results of each group of a level. None extends beyond a loop, branch or shard."""
+        groups: list[tuple[int, list[Any]]] = []
+        before = 0  # the parts of the level before the latest operation
+        for number, made, parts in notes:
+            kept = groups[-1][1] if groups and parts == before else []
+            sizes = [one.size * one.dtype.itemsize for one in map(jax.typeof, [*kept, *made])]
+            if not kept or len(sizes) > _MOST_RESULTS or sum(sizes) > _MOST_BYTES:
+                groups.append((number, []))
+                self.members[number] = set()
+            first, results = groups[-1]
+            self.members[first].add(number)
+            results += made
+            before = parts
+        return groups
+
+    def _earlier(self, record: Any, later: Any) -> Any:
+        return _earlier(record[0], later[0]), record[1] | later[1]
+
+    def _of_shards(self, records: Any) -> Any:
+        return records[0][_lowest(records[0])], jnp.any(records[1], axis=0)
+
+
+def _first(positions: list[Any], level: Level) -> Any:
+    """Return the first position in a level, in which the numbers at its depth are in execution order."""
+    stacked = jnp.stack(positions)
+    return stacked[jnp.argmin(stacked[:, len(level.iterations)])]
+
+
+def _earlier(record: Any, later: Any) -> Any:
+    """Return the position of an iteration or, if it has none, that of a later one."""
+    return jnp.where(record[0] == _NEVER, later, record)
+
+
+class FirstMade(Pass):
+    """A pass for the position of the first of some operations that makes a NaN, or an infinity from an argument.
+
+    Args:
+        body: The program.
+        numbers: The numbers of the operations.
+    """
+
+    def __init__(self, body: Subprogram, numbers: set[int]) -> None:
+        super().__init__(body)
+        self._numbers = numbers
+
+    def run(self, values: list[Any], depends: list[bool]) -> Position | None:
+        """Return the position; None if none of them makes one."""
+        position = self._evaluated(values, depends, lambda position, _: position)
+        return None if position[0] == _NEVER else position
+
+    def _note(self, operation: Operation, ins: list[Value], outs: list[Any], level: Level) -> list[Any]:
+        if operation.number in self._numbers:
             depends = any(one.depends for one in ins)
-            level.notes.append((operation.number, _inexact(one.value for one in ins), made, depends))
+            level.notes.append((operation.number, _inexact(one.value for one in ins), _inexact(outs), depends))
         return [None] * len(outs)
 
     def _record(self, level: Level) -> Any:
         number = _first_number(level.notes)
-        found = [jnp.where(number == _NEVER, _NEVER, self._position(number, level)), *level.parts]
-        # Within a level, the numbers at its depth are in execution order.
-        numbers = jnp.stack([one[len(level.iterations)] for one in found])
-        return jnp.stack(found)[jnp.argmin(numbers)]
+        return _first([jnp.where(number == _NEVER, _NEVER, self._position(number, level)), *level.parts], level)
 
     def _earlier(self, record: Any, later: Any) -> Any:
-        return jnp.where(record[0] == _NEVER, later, record)
+        return _earlier(record, later)
 
     def _of_shards(self, records: Any) -> Any:
         return records[_lowest(records)]
