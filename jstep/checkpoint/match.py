@@ -90,7 +90,6 @@ class Match:
         missing: Paths of the target that the checkpoint lacks.
         extra: Paths of the checkpoint that the target does not use.
         differing: Descriptions of leaves that differ in shape or dtype.
-        untrained: Paths of the checkpoint for which the target has no use: averages of parameters that are not updated.
         in_other_format: Whether `compact` stores slots of one in two, and not, or in other blocks, those of the other.
     """
 
@@ -98,7 +97,6 @@ class Match:
     missing: list[str]
     extra: list[str]
     differing: list[str]
-    untrained: list[str]
     in_other_format: bool
 
     def differences(self) -> str:
@@ -135,7 +133,7 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         keys = slots.keys_of(path)
         leaves.append(Wanted("/".join(keys), keys, leaf, _kind(leaf, "/".join(keys))))
     steps = next((one.kind[0] for one in leaves if one.keys == (GLOBAL_STEP,)), ())
-    renamed = _renamed(names, target, leaves, {path for path, _ in saved}, where)
+    renamed = _renamed(names, target, {path for path, _ in saved}, where)
     own = [(renamed.get(path, path), number) for path, number in slots.ids(one.path for one in leaves)]
     averaged = [average_of(key, records, averages) for key in own]
     averaged = [
@@ -147,8 +145,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
         saved,
         lambda i, source: "" if averaged[i] else _difference(leaves[i], source, steps),
     )
-    guards = slots.guards({leaves[i].keys: leaves[i].kind for i in found.missing}, steps, roles_in(target))
-    of_guards = {i for i in found.missing if leaves[i].keys in guards}
+    roles = roles_in(target)
+    of_guards = {i for i in found.missing if slots.is_of_guard(leaves[i].keys, roles)}
     arrays = manifest.by_array
     halves = slots.halves_in(target)
 
@@ -170,20 +168,16 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     ]
     passed_over = set(own)  # by averages in their place
     unused = [
-        key
+        key[0]
         for key in found.unused
         if isinstance(saved[key], Leaf) and key not in passed_over and not _is_of_averages(key[0], averages)
     ]
-    paths = {path for path, _ in own}
-    untrained = [key for key in unused if slots.is_of_untrained(saved[key].keys, paths, target)]
     return Match(
         wanted,
         [leaves[i].path for i in found.missing if i not in of_guards],
-        [key[0] for key in unused if key not in untrained],
+        unused,
         found.differing,
-        [key[0] for key in untrained],
-        bool(roles_in(target))
-        and any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own)),
+        bool(roles) and any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own)),
     )
 
 
@@ -288,7 +282,7 @@ def check_run(found: Match, manifest: Manifest, where: str) -> None:
     )
 
 
-def _renamed(names: Names | None, target: Any, leaves: Sequence[Wanted], saved: set[str], where: str) -> dict[str, str]:
+def _renamed(names: Names | None, target: Any, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     given = {} if names is None else entries(names, names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
@@ -302,8 +296,7 @@ def _renamed(names: Names | None, target: Any, leaves: Sequence[Wanted], saved: 
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
                 + trees.nearest(other, sorted(saved))
             )
-    former = slots.former_paths({leaf.path: leaf.keys for leaf in leaves}, saved)
-    return given | {path: other for path, other in former.items() if given.get(path, path) == path}
+    return given
 
 
 def average_of(key: _Id, known: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:

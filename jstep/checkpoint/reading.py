@@ -197,12 +197,6 @@ class Reader:
                 step,
                 ", ".join(guards),
             )
-        if found.untrained:
-            _logger.info(
-                "%s has averages of parameters that the optimizer of target never updates, which needs none%s",
-                path,
-                listing("not used", [repr(one) for one in found.untrained]),
-            )
         if not found.differences():
             return
         without = [i for i, want in enumerate(found.wanted) if want.source is None and want.left_out is None]

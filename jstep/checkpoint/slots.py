@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import urllib.parse
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -241,20 +241,14 @@ def _started(pairs: Sequence[tuple[Leaf | LeftOut, Any]]) -> Callable[[], list[s
     return lambda: list(map(as_text, words_of(begun)))
 
 
-# Slots in checkpoints: steps, guards, former names, copies of parameters, and fresh slots that meet an old age.
+# Slots in checkpoints: steps, guards, copies of parameters, and fresh slots that meet an old age.
 
 GLOBAL_STEP = "global_step"
 PARAMS = "params"
 SLOTS = "slots"
-_LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE = "last_finite_step", "loss_scale", "scale_since"
 _WIDTHS = {"int32", "int64"}
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
-_AGE = "start_step"
-_AVERAGING, _LOOKAHEAD = "with_moving_average", "lookahead"
-_WITH_AGES = (_AVERAGING, _LOOKAHEAD)
-"""The wrappers that shared the age of a guard inside them before jstep 0.3, and of all labels until then."""
-_OF_ADADELTA = {"accum": "accumulator", "accum_update": "accumulator_update"}
-"""The slots of `adadelta`, and their names in jstep 0.2."""
+_AVERAGING = "with_moving_average"
 
 Keys = tuple[str, ...]
 Kind = tuple[tuple[int, ...], str]
@@ -281,31 +275,9 @@ def converts(keys: Keys, saved: Kind, wanted: Kind, steps: Sequence[int]) -> boo
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
-def guards(missing: Mapping[Keys, Kind], steps: Sequence[int], roles: Roles) -> set[Keys]:
-    """Return those slots missing in a checkpoint that belong to `skip_nonfinite` or `dynamic_loss_scale`.
-
-    They are recognized by their roles in the target, or by name, shape and dtype below any scope or label; the two
-    slots of a loss scale must both be missing.
-
-    Args:
-        missing: The leaves that the checkpoint lacks: keys → shape and dtype in the target.
-        steps: The shape of the target's global step.
-        roles: The roles of the target's slots, as far as they are known.
-    """
-    found: set[Keys] = set()
-    for keys, (shape, dtype) in missing.items():
-        if len(keys) != 2 or keys[0] != SLOTS or tuple(shape) != tuple(steps):
-            continue
-        if keys[1] in roles and roles[keys[1]] not in _GUARDS:
-            continue
-        scope, _, name = keys[1].rpartition("/")
-        scope += "/" if scope else ""
-        pair = {(SLOTS, scope + _LOSS_SCALE), (SLOTS, scope + _SCALE_SINCE)}
-        if (name == _LAST_FINITE_STEP and dtype in _WIDTHS) or (
-            keys in pair and pair <= missing.keys() and dtype in ({"float32"} if name == _LOSS_SCALE else _WIDTHS)
-        ):
-            found.add(keys)
-    return found
+def is_of_guard(keys: Keys, roles: Roles) -> bool:
+    """Return whether a leaf of a target is a slot of `skip_nonfinite` or `dynamic_loss_scale`."""
+    return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
 def halves_in(tree: Any) -> dict[int, int]:
@@ -358,75 +330,7 @@ def is_ageless(keys: Keys, leaf: Any, roles: Roles) -> bool:
     """Return whether a slot is not subject to bias correction: a count, a guard's scalar or a held value."""
     if keys[1] in roles:
         return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
-    names = keys[1].split("/")
-    count = str(getattr(leaf, "dtype", "")) in _WIDTHS and not getattr(leaf, "shape", (0,))
-    return count or names[-1] in (_LAST_FINITE_STEP, _LOSS_SCALE, _SCALE_SINCE) or "held" in names
-
-
-def former_paths(targets: Mapping[str, Keys], saved: Collection[str]) -> dict[str, str]:
-    """Return path in the target → path in the checkpoint, for slots that were saved under a former name.
-
-    Other optimizers have slots of these names, too (`ftrl` an `accum`, `adagrad` an `accumulator`): a leaf is renamed
-    only if the target has all slots of the optimizer for its parameter, and the checkpoint has all of them under their
-    former names.
-
-    Args:
-        targets: The paths of the target, and their keys.
-        saved: The paths of the checkpoint.
-    """
-    renamed: dict[str, str] = {}
-    names = {keys[1] for keys in targets.values() if len(keys) > 1 and keys[0] == SLOTS}
-    for path, keys in targets.items():
-        if len(keys) < 2 or keys[0] != SLOTS or path in saved:
-            continue
-        name = keys[1].rpartition("/")[2]
-        scope = f"{SLOTS}/{keys[1].removesuffix(name)}"
-        leaf = path.removeprefix(scope + name)
-        shared = _shared_age(keys[1], names, saved) if name == _AGE else None
-        # A label with the name of a wrapper has other slots.
-        if shared and all(other.endswith(f"/{_AGE}") for other in targets if other.startswith(scope)):
-            renamed[path] = shared
-        if name in _OF_ADADELTA and all(
-            scope + new + leaf in targets and scope + old + leaf in saved for new, old in _OF_ADADELTA.items()
-        ):
-            renamed[path] = scope + _OF_ADADELTA[name] + leaf
-    return renamed
-
-
-def _shared_age(slot: str, slots: Collection[str], saved: Collection[str]) -> str | None:
-    """Return the path in the checkpoint of the age that a wrapper once shared, for the slot of its own age.
-
-    Args:
-        slot: The slot: `with_moving_average/start_step`, with a label or the name of the averages before its last part.
-        slots: The slots of the target.
-        saved: The paths of the checkpoint.
-    """
-    parts = slot.split("/")
-    wrapper = next((i for i in reversed(range(len(parts))) if parts[i] in _WITH_AGES), None)
-    if wrapper is None:
-        return None
-    above, below = parts[:wrapper], parts[wrapper + 1 : -1]
-    if below and "/".join([*above, below[0]]) in slots:  # averages with an age of their own, which labels shared
-        above = parts[: wrapper + 2]
-    path = "/".join([SLOTS, *above, _AGE])
-    return path if path in saved and path != f"{SLOTS}/{slot}" else None
-
-
-def is_of_untrained(keys: Keys, params: Collection[str], target: Any) -> bool:
-    """Return whether a leaf that a slot of a target lacks is the average of a parameter that is never updated.
-
-    Until jstep 0.3 averages and slow weights were kept for all parameters.
-
-    Args:
-        keys: The keys of the slot's leaf in the checkpoint.
-        params: The paths of the target.
-        target: The target.
-    """
-    roles = roles_in(target)
-    if len(keys) < 2 or keys[0] != SLOTS or keys[1] not in roles or keys[1] not in target.slots:
-        return False
-    averaged = roles[keys[1]] in (Role.COPY, Role.MASTER_COPY, Role.AVERAGE)
-    return averaged and "/".join((PARAMS, *keys[2:])) in params
+    return str(getattr(leaf, "dtype", "")) in _WIDTHS and not getattr(leaf, "shape", (0,))
 
 
 def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> str:
@@ -446,7 +350,7 @@ def stale_warning(target: Any, values: Sequence[Any], left: Sequence[int]) -> st
     after = dict(zip(keys, values, strict=True))
     roles = roles_in(target)
     names = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS]
-    starts = [name for name in names if (roles[name] in AGES if name in roles else name.split("/")[-1] == _AGE)]
+    starts = [name for name in names if roles.get(name) in AGES]
     stale: dict[str, list[str]] = {}
     for index in left:
         key = keys[index]

@@ -314,8 +314,7 @@ def adadelta(
 
     Returns:
         An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0, named as in TensorFlow. A sparse
-        gradient updates only its own rows. Checkpoints with the names of jstep 0.2, `accumulator` and
-        `accumulator_update`, are restored into them.
+        gradient updates only its own rows.
 
     Example:
         >>> import jax.numpy as jnp, jstep

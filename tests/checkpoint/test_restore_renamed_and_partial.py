@@ -191,23 +191,6 @@ def trained(optimizer):
     return jstep.apply_gradients(state, {"a": jnp.ones(2), "b": {"c": jnp.full(3, 2.0)}}, optimizer)
 
 
-@pytest.mark.thorough(except_for=["no names-table/", "identity-"])
-@pytest.mark.parametrize("scope", ["", "table/"])
-@pytest.mark.parametrize("names", [None, lambda path: path], ids=["no names", "identity"])
-def test_slots_of_adadelta_with_their_former_names(tmp_path, scope, names):
-    adadelta = jstep.adadelta(0.1)
-    optimizer = jstep.partition({"table": adadelta}, labels=lambda path, leaf: "table") if scope else adadelta
-    state = trained(optimizer)
-    former = {"accum": "accumulator", "accum_update": "accumulator_update"}
-    with Saver(tmp_path) as saver:
-        saver.save(
-            state.replace(slots={scope + former[name.removeprefix(scope)]: state.slots[name] for name in state.slots})
-        )
-        target = jax.tree.map(jnp.zeros_like, state)
-        assert_same(saver.restore(target, names=names), state)
-        assert_same(saver.restore(target, partial=True), state)
-
-
 def test_slots_of_adadelta_with_their_present_names(tmp_path):
     state = trained(jstep.adadelta(0.1))
     with Saver(tmp_path) as saver:
