@@ -335,7 +335,8 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
     given = TrainState(given.params, given.slots, given.global_step, roles=roles_in(state))
     new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
     if trees.structure(given) != trees.structure(state):
-        raise ValueError(f"{by} returned a state of another structure{_difference(new, old)}")
+        different = trees.difference(given, state) or "the same paths, in other containers"
+        raise ValueError(f"{by} returned a state of another structure: {different}")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if given.global_step is not state.global_step and int(np.asarray(given.global_step)) != step:
@@ -381,14 +382,6 @@ def _without_aliases(leaves: list[Any]) -> list[Any]:
         distinct.append(leaf.copy() if id(leaf) in seen else leaf)
         seen.add(id(leaf))
     return distinct
-
-
-def _difference(new: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> str:
-    """Describe missing and additional paths."""
-    here, there = {path for path, _ in new}, {path for path, _ in old}
-    both = (("without", there - here), ("with", here - there))
-    words = [f"{what} {', '.join(map(repr, sorted(paths)[:5]))}" for what, paths in both if paths]
-    return f": {'; '.join(words)}" if words else ": the same paths, in other containers"
 
 
 # Checkpointing of hook state, keyed by `key` or class, not by position.

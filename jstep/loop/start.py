@@ -367,11 +367,10 @@ def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) ->
             f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
             f"{'' if segment.is_edge else _HINT}"
         ) from error
-    different = first_difference(state, new)
-    if different is not None:
+    if different := trees.difference(new, state):
         raise ValueError(
-            f"{name}: all training steps of a run share one structure of the state, but {different}; freeze "
-            "parameters with var_list, and give all stages optimizers with the same slots"
+            f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
+            f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
         )
 
 
@@ -379,24 +378,6 @@ def _compile(
     programs: Programs, segment: Segment, args: tuple[Any, ...] | None, state: Any, latest: tuple[Any, ...]
 ) -> bool:
     return programs.compile(segment.first, latest if args is None else args)
-
-
-def first_difference(state: Any, new: Any) -> str | None:
-    """Describe the first difference of two states in structure, shapes or dtypes; None if they agree."""
-    before = dict(trees.leaves_with_paths(state))
-    after = dict(trees.leaves_with_paths(new))
-    for path in before | after:
-        if path not in after:
-            return f"this one returns a state without {path!r}"
-        if path not in before:
-            return f"this one returns a state with {path!r}, which the state does not have"
-        one, other = before[path], after[path]
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return (
-                f"this one returns {path!r} as {other.dtype}{list(other.shape)}, but it is {one.dtype}"
-                f"{list(one.shape)} in the state"
-            )
-    return None
 
 
 # The start of a run: restore the state while the first batch is made and the first program is compiled.
