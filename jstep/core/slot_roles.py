@@ -397,7 +397,7 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str
 
 
 def _shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) if hasattr(leaf, "dtype") else leaf
+    return trees.shape_of(leaf) if hasattr(leaf, "dtype") else leaf
 
 
 def abstractly(fn: Callable[[Step], None]) -> None:

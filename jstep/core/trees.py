@@ -543,6 +543,18 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
     return value, narrow
 
 
+def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that an array, a number or a shape has on a device.
+
+    Args:
+        leaf: The leaf.
+        sharding: The sharding of the shape; by default it has none.
+        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
+    """
+    weak_type = weak and getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
+
+
 def is_like(params: Any, tree: Any) -> bool:
     """Whether a tree has the structure of params; leaves may be None."""
     try:

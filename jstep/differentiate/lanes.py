@@ -176,8 +176,7 @@ def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+_shape = functools.partial(trees.shape_of, weak=True)
 
 
 def isolated(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -127,7 +126,7 @@ class EvaluationBatches:
 
 def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """The shape and dtype that a leaf has on a device."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=fitting(sharding, np.shape(leaf)))
+    return trees.shape_of(leaf, fitting(sharding, np.shape(leaf)))
 
 
 def _check(batches: Any) -> None:

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.checkpoint.saver import Saver
+from jstep.core import trees
 from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import dims_of, in_background
 from jstep.loop.calls import CopiedBatches
@@ -252,13 +253,8 @@ def shapes_of(tree: Any) -> Any:
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
-        sharding = leaf.sharding if leaf.committed else None
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
-        )
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return leaf
+        return trees.shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
+    return trees.shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def type_text(leaf: Any) -> str:

@@ -153,7 +153,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
         known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
         return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(optimizers.seen, params))
+    shapes = jax.tree.map(trees.shape_of, jax.eval_shape(optimizers.seen, params))
     with optimizers.standard_promotion():
         state = jax.eval_shape(transformation.init, shapes)
         if any(map(_has_labels, jax.tree.leaves(state, is_leaf=_has_labels))):

@@ -78,10 +78,8 @@ def _shape_of(leaf: Any, path: str, argument: str) -> Any:
     """Return the shape of a leaf. Numbers and invalid leaves are treated as in an actual creation."""
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
-    if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
+        return trees.shape_of(leaf)
     return jax.eval_shape(lambda: trees.as_leaf(leaf, path, copy=False, argument=argument))
 
 

@@ -364,7 +364,7 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
 
     def here(leaf: Any) -> Any:
         is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_elsewhere else leaf
+        return trees.shape_of(leaf) if is_elsewhere else leaf
 
     return jax.tree.map(here, state), jax.tree.map(here, args)
 

@@ -226,9 +226,7 @@ def one_shape(leaf: Any) -> Any:
     """The shape of an argument of a step, as an array, also for a Python number, which is stacked as an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    aval = jax.typeof(leaf)
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+    return trees.shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
 
 
 def _traced_step(jaxpr: Any, out: Any) -> TracedStep:

@@ -200,40 +200,6 @@ def test_frozen_leaves_have_no_average() -> None:
         assert averaged["frozen"].tolist() == [7.0] * 3
 
 
-@pytest.mark.parametrize("ema", [EMA(0.9, zero_debias=True), EMA(0.9, zero_debias=True, every=2)])
-@pytest.mark.parametrize("scope", ["", "all/"])
-def test_checkpoints_of_earlier_versions_restore(
-    tmp_path: Any, ema: jstep.ExponentialMovingAverage, scope: str
-) -> None:
-    """They have one age for all labels, and averages and slow weights of frozen leaves."""
-
-    def label(path: str, leaf: Any) -> str | None:
-        return {"w": "a/b", "v": "c"}.get(path)
-
-    parts = {name: jstep.gradient_descent(0.5) for name in ("a/b", "c")}
-    optimizer = jstep.lookahead(jstep.with_moving_average(jstep.partition(parts, label), ema), 3)
-    optimizer = jstep.scope(scope[:-1], optimizer) if scope else optimizer
-    params = {"w": jnp.ones(2), "v": jnp.ones(3), "frozen": jnp.ones(4)}
-    values = {name: jax.tree.map(lambda p: 5 * p, params) for name in (NAME, "slow")}
-    ages = {"start_step": jnp.int32(3)}
-    if ema.every > 1:
-        ages[f"with_moving_average/{NAME}/start_step"] = jnp.int32(6)
-    slots = {f"{scope}{name}": slot for name, slot in (values | ages).items()}
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(jstep.TrainState(params, slots, jnp.int32(10)))
-        target = jstep.TrainState.create(params, optimizer)
-        for back in (saver.restore(target), saver.restore(jax.eval_shape(lambda: target))):
-            found = {name: int(back.slots[name]) for name in back.slots if name.endswith("start_step")}
-            of_average = "with_moving_average/" if ema.every == 1 else f"with_moving_average/{NAME}/"
-            assert found == {
-                f"{scope}{prefix}{label}/start_step": age
-                for prefix, age in (("lookahead/", 3), (of_average, 3 if ema.every == 1 else 6))
-                for label in ("a/b", "c")
-            }
-            assert back.slots[f"{scope}{NAME}"]["w"].tolist() == [5, 5]
-            assert back.slots[f"{scope}slow"]["frozen"] is None
-
-
 def test_without_labels_all_updates_count_and_nothing_is_added() -> None:
     """The slots of an ordinary optimizer are what they were."""
     for optimizer, age in (
