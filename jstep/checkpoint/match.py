@@ -15,7 +15,7 @@ from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, Keys, Kind
 from jstep.core import trees
 from jstep.core.checks import SHOWN, array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
-from jstep.core.selection import assign, entries, has_value, names_of
+from jstep.core.selection import assign, entries, has_value, kind_of, names_of
 from jstep.core.slot_roles import opened, roles_in, split
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
@@ -26,6 +26,9 @@ _NAMED = 5  # entries of params named in a message
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
 _FORM = "a mapping from paths of the target to paths in the checkpoint, or a function (path) -> path or None"
+_NO_KIND = (
+    "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
+)
 _Id = tuple[str, int]
 """A path, and the number of the leaf among those with that path."""
 
@@ -131,7 +134,8 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         keys = slots.keys_of(path)
-        leaves.append(Wanted("/".join(keys), keys, leaf, _kind(leaf, "/".join(keys))))
+        shape, dtype = kind_of(leaf, "/".join(keys), _NO_KIND)
+        leaves.append(Wanted("/".join(keys), keys, leaf, (shape, str(dtype))))
     steps = next((one.kind[0] for one in leaves if one.keys == (GLOBAL_STEP,)), ())
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
     own = [(renamed.get(path, path), number) for path, number in slots.ids(one.path for one in leaves)]
@@ -344,18 +348,6 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
                 "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
                 "slots."
             )
-
-
-def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    if isinstance(leaf, bool | int | float | complex):
-        return (), str(jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-    if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
-        return tuple(leaf.shape), str(dtype)
-    raise TypeError(
-        f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a shape for each leaf, such as "
-        "jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
-    )
 
 
 def match_params(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
@@ -262,3 +263,16 @@ def entries(names: Any, known: Sequence[tuple[str, ...]], what: str, form: str) 
 def has_value(leaf: Any) -> bool:
     """Return whether a leaf of a target is an array or number that can be read."""
     return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
+
+
+def kind_of(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype of a leaf of a target, into which an array is to be read; bytes in native order.
+
+    Raises:
+        TypeError: It has none; the error ends with the advice.
+    """
+    if isinstance(leaf, bool | int | float | complex):
+        return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+    if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
+        return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+    raise TypeError(f"target: {trees.quoted(path)} is {type(leaf).__name__}; {advice}")

@@ -18,7 +18,7 @@ from jstep.checkpoint.slots import as_integers
 from jstep.core import placement, trees
 from jstep.core.checks import array_type, kind, listing, note, shown
 from jstep.core.placement import ShardBounds
-from jstep.core.selection import ambiguous, assign, entries, names_of
+from jstep.core.selection import ambiguous, assign, entries, kind_of, names_of
 from jstep.weights.files import Tensor, dtype_of
 
 # Matching of tensors to the leaves of a target, by the `names` argument, and what does not fit.
@@ -263,19 +263,14 @@ def _problem(wanted: Wanted, tensor: Any) -> str:
 def _dtype(leaf: Any, path: str) -> Any:
     if trees.is_traced(leaf):
         raise TypeError(f"target: {trees.quoted(path)} is traced; load weights outside of jit")
-    if isinstance(leaf, bool | int | float | complex):
-        return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.newbyteorder("=")
-    if trees.is_key(leaf):
-        return np.dtype(np.uint32)
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
-        return leaf.dtype
-    raise TypeError(
-        f"target: {trees.quoted(path)} is {type(leaf).__name__}; pass an array or a jax.ShapeDtypeStruct for each "
-        "leaf, such as jax.eval_shape(init, key), and remove other leaves, for instance by "
-        "equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
-    )
+    dtype = kind_of(leaf, path, _NO_KIND)[1]
+    return np.dtype(np.uint32) if trees.is_key(leaf) else dtype
+
+
+_NO_KIND = (
+    "pass an array or a jax.ShapeDtypeStruct for each leaf, such as jax.eval_shape(init, key), and remove other "
+    "leaves, for instance by equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
+)
 
 
 # Reading of tensors, or only the parts that the devices of this process hold, and their placement as leaves.

@@ -35,10 +35,10 @@ _AT_ONCE = 2**26
 _ABANDONED = 86400.0
 """Seconds after which a temporary file of a process that cannot be looked up counts as left behind."""
 _TEMPORARY = re.compile(
-    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})(?:-(?P<started>[0-9a-z]+))?-[0-9a-f]{8}\.tmp",
+    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
     re.DOTALL,
 )
-"""Names of temporary files; those of older versions lack the time at which their process started."""
+"""Names of temporary files, with the process that writes them and the time at which it started."""
 
 
 class _Item(NamedTuple):
@@ -201,7 +201,7 @@ class Files:
     def _is_orphan(self, match: re.Match[str]) -> bool:
         mine = this_process()
         alive = None  # on another host, in another container, or before this host was started again
-        if match["place"] == _place(mine) and match["started"] is not None:
+        if match["place"] == _place(mine):
             alive = is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
         if alive is not None:
             return not alive
