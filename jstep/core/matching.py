@@ -1,6 +1,6 @@
-"""Matching gradients and slots to their parameters."""
+"""Matching gradients and slots to their parameters, and the difference of two states."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import note
+from jstep.core.checks import array_type, note
 from jstep.core.trees import IndexedSlices, Params, Slots, Updates
 
 
@@ -103,3 +103,26 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
                 "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
             )
     return {name: held[name] for name in names}
+
+
+def difference(new: Any, old: Any) -> str:
+    """Describe how the leaves of a tree differ from those of another, as in "a tree …"; the empty string if none does.
+
+    Args:
+        new: The tree to describe.
+        old: What it should be like, in paths, shapes and dtypes.
+    """
+    after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
+    both = (("without", _only_in(before, after)), ("with", _only_in(after, before)))
+    if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:
+        return "; ".join(words)
+    for path, leaf in after.items():
+        now, was = (array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path]))
+        if now != was:
+            return f"whose {path!r} is {now} instead of {was}"
+    return ""
+
+
+def _only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
+    known = set(others)
+    return [path for path in paths if path not in known]

@@ -416,10 +416,22 @@ def is_slow_in_loops(jaxpr: Any) -> bool:
     return is_cpu and any(eqn.primitive.name in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
+def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that an array, a number or a shape has on a device.
+
+    Args:
+        leaf: The leaf.
+        sharding: The sharding of the shape; by default it has none.
+        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
+    """
+    weak_type = weak and getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf), sharding=sharding, weak_type=weak_type)
+
+
 def first_row(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of an element, with the sharding of the stacked array."""
     if not isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+        return jax.ShapeDtypeStruct(np.shape(x)[1:], jax.numpy.result_type(x))
     whole: Any = jax.typeof(x).sharding
     sharding = None if whole.mesh.empty else NamedSharding(whole.mesh, PartitionSpec(*dims_of(whole.spec)[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)

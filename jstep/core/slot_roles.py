@@ -15,6 +15,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.calls import Made
 from jstep.core.checks import setting
+from jstep.core.placement import shape_of
 from jstep.core.programs import COPYING, Operation, body_of, evaluate
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, Params, Slots, Step
@@ -397,7 +398,7 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str
 
 
 def _shape(leaf: Any) -> Any:
-    return trees.shape_of(leaf) if hasattr(leaf, "dtype") else leaf
+    return shape_of(leaf) if hasattr(leaf, "dtype") else leaf
 
 
 def abstractly(fn: Callable[[Step], None]) -> None:

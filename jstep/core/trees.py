@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core.calls import call_of, typed
-from jstep.core.checks import array_type, first_beyond, kind, shown
+from jstep.core.checks import first_beyond, kind, shown
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -543,18 +543,6 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
     return value, narrow
 
 
-def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that an array, a number or a shape has on a device.
-
-    Args:
-        leaf: The leaf.
-        sharding: The sharding of the shape; by default it has none.
-        weak: Whether a dtype that is JAX's choice stays one (`weak_type`), so that JAX finds the leaf's own program.
-    """
-    weak_type = weak and getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
-
-
 def is_like(params: Any, tree: Any) -> bool:
     """Whether a tree has the structure of params; leaves may be None."""
     try:
@@ -600,7 +588,8 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
         return [path_str(k) for k, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=leaf)]
 
     want, have = paths(params), paths(tree)
-    missing, extra = _only_in(want, have), _only_in(have, want)
+    missing = [p for p in want if p not in set(have)]
+    extra = [p for p in have if p not in set(want)]
     text = f"{what} does not have the structure of params"
     if have == [""]:
         text += f"; got {kind(tree)}"
@@ -614,29 +603,6 @@ def _mismatch(params: Any, tree: Any, what: str, is_leaf: Any) -> str:
         if paths(part) == want:  # (loss, gradients), (gradients, norm)
             text += f"; element {i} of this tuple has it: unpack the tuple"
     return text
-
-
-def difference(new: Any, old: Any) -> str:
-    """Describe how the leaves of a tree differ from those of another, as in "a tree …"; the empty string if none does.
-
-    Args:
-        new: The tree to describe.
-        old: What it should be like, in paths, shapes and dtypes.
-    """
-    after, before = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
-    both = (("without", _only_in(before, after)), ("with", _only_in(after, before)))
-    if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:
-        return "; ".join(words)
-    for path, leaf in after.items():
-        now, was = (array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path]))
-        if now != was:
-            return f"whose {path!r} is {now} instead of {was}"
-    return ""
-
-
-def _only_in(paths: Iterable[str], others: Iterable[str]) -> list[str]:
-    known = set(others)
-    return [path for path in paths if path not in known]
 
 
 def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import programs, trees
 from jstep.core.checks import as_int, explain_jax
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
-from jstep.core.placement import on_devices, sharded, sharding_on_mesh, shardings_of
+from jstep.core.placement import on_devices, shape_of, sharded, sharding_on_mesh, shardings_of
 from jstep.core.programs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.trees import Array
 from jstep.differentiate.microbatches import specs_of_rows
@@ -176,7 +176,7 @@ def traced(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
 
-_shape = functools.partial(trees.shape_of, weak=True)
+_shape = functools.partial(shape_of, weak=True)
 
 
 def isolated(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jstep.core import trees
 from jstep.core.checks import kind, note, shown
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
+from jstep.core.placement import shape_of
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
@@ -126,7 +127,7 @@ class EvaluationBatches:
 
 def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """The shape and dtype that a leaf has on a device."""
-    return trees.shape_of(leaf, fitting(sharding, np.shape(leaf)))
+    return shape_of(leaf, fitting(sharding, np.shape(leaf)))
 
 
 def _check(batches: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jstep.core import tagged_json, trees
 from jstep.core.checks import kind, note, shown
+from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
 from jstep.core.tagged_arrays import UnsupportedError
@@ -335,7 +336,7 @@ def check_returned_state(given: TrainState, state: TrainState, step: int, by: st
     given = TrainState(given.params, given.slots, given.global_step, roles=roles_in(state))
     new, old = trees.leaves_with_paths(given), trees.leaves_with_paths(state)
     if trees.structure(given) != trees.structure(state):
-        different = trees.difference(given, state) or "the same paths, in other containers"
+        different = difference(given, state) or "the same paths, in other containers"
         raise ValueError(f"{by} returned a state of another structure: {different}")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]

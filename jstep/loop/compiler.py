@@ -22,9 +22,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.checkpoint.saver import Saver
-from jstep.core import trees
 from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import dims_of, in_background
+from jstep.core.placement import shape_of
 from jstep.loop.calls import CopiedBatches
 from jstep.loop.stopping import StopWaiting
 from jstep.stores.files import make_folders, sync_files, sync_folder
@@ -253,8 +253,8 @@ def shapes_of(tree: Any) -> Any:
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
-        return trees.shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
-    return trees.shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+        return shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
+    return shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def type_text(leaf: Any) -> str:

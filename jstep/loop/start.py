@@ -16,6 +16,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 from jstep.core.checks import note
+from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import RarePosition, Source, saved_position, source_of, with_files
 from jstep.data.sequence import BatchSequence, StateBatches
@@ -367,7 +368,7 @@ def _check(stage: Stage, state: Any, args: tuple[Any, ...], segment: Segment) ->
             f"{name}: it cannot take step {segment.first}{which}: {type(error).__name__}: {error}"
             f"{'' if segment.is_edge else _HINT}"
         ) from error
-    if different := trees.difference(new, state):
+    if different := difference(new, state):
         raise ValueError(
             f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"

@@ -14,6 +14,7 @@ import numpy as np
 from jstep.core import optimizers, trees
 from jstep.core.calls import has_init_and_update, makes_optimizer
 from jstep.core.checks import as_text, kind, shown
+from jstep.core.placement import shape_of
 from jstep.core.programs import Operation, Subprogram, apply, body_of, evaluate
 from jstep.core.slot_roles import Counted, Init, Roles, abstractly
 from jstep.core.trees import Held, Optimizer, Params, Step
@@ -153,7 +154,7 @@ def _slot_of_count(transformation: Any, name: str, params: Params) -> str | None
         known = {"value": loss, "grad": params, "value_fn": lambda tree: sum(map(jnp.sum, jax.tree.leaves(tree)), loss)}
         return transformation.update(params, state, params, **{key: x for key, x in known.items() if takes(key)})[1]
 
-    shapes = jax.tree.map(trees.shape_of, jax.eval_shape(optimizers.seen, params))
+    shapes = jax.tree.map(shape_of, jax.eval_shape(optimizers.seen, params))
     with optimizers.standard_promotion():
         state = jax.eval_shape(transformation.init, shapes)
         if any(map(_has_labels, jax.tree.leaves(state, is_leaf=_has_labels))):

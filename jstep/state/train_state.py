@@ -14,7 +14,15 @@ from jax.sharding import AxisType, Mesh
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, as_text, html_table, kind, size
 from jstep.core.optimizers import require_optimizer
-from jstep.core.placement import checked_memory, collecting_checks, compiles_only, is_shape, on_devices, run_checks
+from jstep.core.placement import (
+    checked_memory,
+    collecting_checks,
+    compiles_only,
+    is_shape,
+    on_devices,
+    run_checks,
+    shape_of,
+)
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks
@@ -79,7 +87,7 @@ def _shape_of(leaf: Any, path: str, argument: str) -> Any:
     if is_shape(leaf) or trees.is_traced(leaf):
         return leaf
     if isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
-        return trees.shape_of(leaf)
+        return shape_of(leaf)
     return jax.eval_shape(lambda: trees.as_leaf(leaf, path, copy=False, argument=argument))
 
 

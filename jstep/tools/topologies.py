@@ -22,7 +22,7 @@ from jstep.core import trees
 from jstep.core.checks import as_int, as_text, cut, kind, shown
 from jstep.core.devices import GPUS, TPUS, Name, parsed, target_config
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.placement import compiles_only, is_shape
+from jstep.core.placement import compiles_only, is_shape, shape_of
 from jstep.core.waiting import slow, without_noise
 from jstep.state.train_state import TrainState, shard_state
 from jstep.training.step import pure
@@ -364,7 +364,7 @@ def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any,
 
     def here(leaf: Any) -> Any:
         is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
-        return trees.shape_of(leaf) if is_elsewhere else leaf
+        return shape_of(leaf) if is_elsewhere else leaf
 
     return jax.tree.map(here, state), jax.tree.map(here, args)
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
-from jstep.core.placement import Unroll, as_unroll, first_row, is_slow_in_loops, scan
+from jstep.core.placement import Unroll, as_unroll, first_row, is_slow_in_loops, scan, shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, Metrics
 from jstep.training.step import PureStep, TrainStep, program_of, pure
@@ -226,7 +226,7 @@ def one_shape(leaf: Any) -> Any:
     """The shape of an argument of a step, as an array, also for a Python number, which is stacked as an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    return trees.shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
+    return shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
 
 
 def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
