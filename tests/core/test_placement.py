@@ -4,18 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import aligned
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jstep.core.placement import local_parts, place, place_anywhere, slices
-
-
-def aligned(shape, dtype):
-    """Memory that JAX may alias on the CPU."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    buffer = np.zeros(nbytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])

@@ -1,11 +1,13 @@
 """`gradients` of any function, and `compute_gradients` of a loss with the options of training."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 
 import jstep
 
@@ -24,16 +26,13 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((h @ params["decoder"]["kernel"] + params["decoder"]["bias"]) ** 2)
 
 
+close = functools.partial(assert_close, rtol=2e-5, atol=1e-6)
+
+
 def leaf(tree: Any, path: str) -> Any:
     for key in path.split("/"):
         tree = tree[key]
     return tree
-
-
-def close(a: Any, b: Any, **kwargs: float) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, **({"rtol": 2e-5, "atol": 1e-6} | kwargs))
 
 
 # gradients() and stop_gradient().

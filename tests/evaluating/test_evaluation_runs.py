@@ -6,16 +6,10 @@ import logging
 import jax
 import numpy as np
 import pytest
+from comparisons import same
 from evaluated_runs import make_state, rate, scripted, train
 
 import jstep
-
-
-def same(a, b):
-    return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])

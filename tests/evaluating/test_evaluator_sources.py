@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import aligned
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -13,14 +14,6 @@ ROWS = np.arange(40, dtype=np.float32).reshape(10, 4)
 
 def make_state(optimizer=None):
     return jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer or jstep.gradient_descent(0.1))
-
-
-def aligned(shape):
-    """Return an array that is aligned such that JAX uses its memory without a copy on a CPU."""
-    size = int(np.prod(shape))
-    memory = np.empty(size + 16, np.float32)
-    start = (-memory.ctypes.data % 64) // 4
-    return memory[start : start + size].reshape(shape)
 
 
 class Refilling:

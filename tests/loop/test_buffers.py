@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import aligned
 from loop_runs import DATA, OPTIMIZER, train
 
 import jstep
@@ -22,15 +23,8 @@ def make_state():
     return jstep.TrainState.create({"a": jnp.ones(1024)}, OPTIMIZER)
 
 
-def aligned(size, offset=0):
-    """Return an array whose memory JAX uses without a copy on the CPU, or copies if there is an offset."""
-    buffer = np.zeros(size + 32, np.float32)
-    start = (-buffer.ctypes.data % 64) // 4 + offset
-    return buffer[start : start + size]
-
-
 def reused_buffer(wait=0.0, offset=0, size=1024):
-    buffer = aligned(size, offset)
+    buffer = aligned((size,), offset=4 * offset)
     for n in itertools.count():
         time.sleep(wait)
         buffer[:] = n
@@ -176,7 +170,7 @@ def test_jax_arrays_are_not_copied_wherever_they_are():
 
 def test_the_copy_of_a_large_array_is_where_a_program_can_use_it():
     for size in (2**18, 2**18 + 1, 2**20):
-        copy = copied(aligned(size, offset=1))
+        copy = copied(aligned((size,), offset=4))
         assert copy.ctypes.data % 64 == 0
         assert copy.flags.c_contiguous
         assert copy.flags.writeable

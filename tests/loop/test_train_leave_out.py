@@ -7,8 +7,8 @@ import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from comparisons import bits
 
 import jstep
 
@@ -42,10 +42,6 @@ def leaves(path):
     with open(os.path.join(path, "manifest.json")) as file:
         manifest = json.load(file)
     return {leaf["path"] for leaf in manifest["leaves"]}, {leaf["path"] for leaf in manifest.get("left_out", ())}
-
-
-def bits(state):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
 def test_resume_is_bitwise(tmp_path, caplog):

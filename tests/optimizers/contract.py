@@ -54,6 +54,16 @@ def bitwise_equal(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.floating)))
 
 
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    differing = [
+        jax.tree_util.keystr(path)
+        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
+        if one.dtype != other.dtype or not bitwise_equal(one, other)
+    ]
+    assert not differing
+
+
 PARAMS = {"a": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, -0.5])}
 
 

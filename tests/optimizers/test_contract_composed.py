@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from contract import (
     PARAMS,
+    assert_same,
     avals,
     bitwise_equal,
     compile_step,
@@ -23,13 +24,6 @@ from contract import (
 from optimizer_table import TABLE
 
 import jstep
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert bitwise_equal(one, other)
-
 
 STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 

@@ -2,21 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from contract import bitwise_equal, each_optimizer, make_optimizer, mixed_gradients, mixed_params
+from contract import assert_same, each_optimizer, make_optimizer, mixed_gradients, mixed_params
 
 import jstep
 
 STEP = 7
-
-
-def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    differing = [
-        jax.tree_util.keystr(path)
-        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
-        if one.dtype != other.dtype or not bitwise_equal(one, other)
-    ]
-    assert not differing
 
 
 def trained_params():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,10 +27,6 @@ def clip(params):
 
 def unit_norms(params):
     return {**params, "w": params["w"] / jnp.linalg.norm(params["w"], axis=0, keepdims=True)}
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def stepped(optimizer, gradients=GRADIENTS, steps=1, params=PARAMS):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 
 import jstep
 
@@ -32,12 +33,6 @@ def run(optimizer, all_gradients, params=PARAMS, start=0):
 def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def assert_close(a, b):
-    """Compare up to rounding, because XLA fuses programs that differ by a select differently."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
 def without_start_steps(slots):

@@ -8,18 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import aligned
 
 import jstep
 
 OPTIMIZER = jstep.gradient_descent(jstep.held("learning_rate", 0.0))  # the parameters must stay
 SIZE = 1024
-
-
-def aligned(shape: tuple[int, ...] = (SIZE,)) -> np.ndarray[Any, Any]:
-    """An array whose memory JAX shares on a CPU, if it may."""
-    size = int(np.prod(shape))
-    memory = np.zeros(size + 64, np.float32)
-    return memory[(-memory.ctypes.data // 4) % 16 :][:size].reshape(shape)
 
 
 def make_state(params: Any = None) -> jstep.TrainState:
@@ -184,14 +178,14 @@ DOORS: list[Door] = [
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_memory_is_copied(door: Door, tmp_path: Path) -> None:
-    array = aligned()
+    array = aligned((SIZE,))
     state = door(array, tmp_path)
     filled(array, 1000.0)
     np.testing.assert_array_equal(np.asarray(state.params["w"]), np.full(SIZE, 5.0, np.float32))
 
 
 def test_a_held_value() -> None:
-    array = aligned((1,)).reshape(())
+    array = aligned(())
     state = jstep.set_hyperparameter(make_state(), "learning_rate", filled(array, 0.5))
     filled(array, 1000.0)
     assert jstep.get_hyperparameter(state, "learning_rate") == 0.5

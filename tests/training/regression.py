@@ -18,9 +18,3 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def fresh(optimizer: jstep.Optimizer, **kwargs: Any) -> jstep.TrainState:
     return jstep.TrainState.create({"w": jnp.ones(3), "b": 0.5}, optimizer, **kwargs)
-
-
-def close(a: Any, b: Any, rtol: float = 1e-6) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7)

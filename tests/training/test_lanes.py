@@ -1,11 +1,13 @@
 """Lanes: what they compute, and what they refuse before anything is computed or donated."""
 
+import functools
 import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,12 +26,11 @@ def state(optimizer=SGD, **more):
     return jstep.TrainState.create({"w": jnp.ones(4), "b": jnp.zeros(())}, optimizer, **more)
 
 
+close = functools.partial(assert_close, rtol=2e-5, atol=1e-6)
+
+
 def mesh(n=8, kind=AxisType.Auto, names=("data",), shape=None):
     return jax.make_mesh(shape or (n,), names, (kind,) * len(names), devices=jax.devices()[:n])
-
-
-def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), 2e-5, 1e-6), got, want)
 
 
 @pytest.mark.parametrize("lanes", [True, 8.0, "8", np.bool_(True), [8]])

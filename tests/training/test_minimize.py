@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from regression import X, Y, close, fresh, loss_fn
+from comparisons import assert_close
+from regression import X, Y, fresh, loss_fn
 
 import jstep
 
@@ -16,10 +17,10 @@ def test_minimize_computes_and_applies_gradients() -> None:
     optimizer = jstep.adam(0.1)
     state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
     loss, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
-    close(state, jstep.apply_gradients(fresh(optimizer), grads, optimizer), 1e-5)
+    assert_close(state, jstep.apply_gradients(fresh(optimizer), grads, optimizer), 1e-5)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     pure, again = jstep.minimize(loss_fn, optimizer, jit=False)(fresh(optimizer), X, Y)
-    close(pure, state, 1e-5)
+    assert_close(pure, state, 1e-5)
     assert again.keys() == metrics.keys()
 
 
@@ -40,7 +41,7 @@ def test_apply_gradients_is_pure() -> None:
     state = fresh(optimizer)
     grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
     first, second = (jstep.apply_gradients(state, grads, optimizer) for _ in range(2))
-    close(first, second)
+    assert_close(first, second)
     np.testing.assert_array_equal(state.params["w"], 1.0)
     assert jstep.global_step(state) == 0
 
@@ -123,12 +124,12 @@ def test_skipped_updates_advance_the_step_but_not_the_age() -> None:
         return state
 
     skipped, plain = run([bad, good, bad, bad, good]), run([good, good])
-    close(skipped.params, plain.params)
-    close([skipped.slots[k] for k in "mv"], [plain.slots[k] for k in "mv"])
+    assert_close(skipped.params, plain.params)
+    assert_close([skipped.slots[k] for k in "mv"], [plain.slots[k] for k in "mv"])
     assert jstep.global_step(skipped) == 5
     assert int(skipped.slots["start_step"]) == 3
     inf = jstep.apply_gradients(plain, {"w": jnp.array([0.0, jnp.inf, 0.0]), "b": None}, optimizer)
-    close(inf.params, plain.params)
+    assert_close(inf.params, plain.params)
 
 
 def test_resume_is_bitwise_identical() -> None:
@@ -230,7 +231,7 @@ def test_model_state_is_updated_per_microbatch(has_aux: bool, n: int) -> None:
     step = jstep.minimize(loss, optimizer, has_model_state=True, has_aux=has_aux, num_microbatches=n)
     plain = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)[0]
     state, metrics = step(state, X, Y)
-    close(state.params, plain.params, 1e-5)
+    assert_close(state.params, plain.params, 1e-5)
     mean = 0.0
     for i in range(n):
         mean = 0.5 * mean + 0.5 * np.asarray(X)[i::n].mean()
@@ -287,7 +288,7 @@ def test_microbatches_accumulate_into_one_update() -> None:
     optimizer = jstep.adam(0.1)
     full, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
     accumulated, accumulated_metrics = jstep.minimize(loss_fn, optimizer, num_microbatches=4)(fresh(optimizer), X, Y)
-    close(accumulated.params, full.params, 1e-4)
+    assert_close(accumulated.params, full.params, 1e-4)
     np.testing.assert_allclose(accumulated_metrics["loss"], metrics["loss"], rtol=1e-5)
     assert jstep.global_step(accumulated) == 1
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from regression import close, fresh, loss_fn
+from comparisons import assert_close
+from regression import fresh, loss_fn
 
 import jstep
 
@@ -26,7 +27,7 @@ def test_scan_steps_matches_k_steps(jit: bool) -> None:
         state, metrics = step(state, x, y)
         rates.append(float(metrics["learning_rate"]))
     scanned, all_metrics = jstep.scan_steps(step)(fresh(optimizer), xs, ys)
-    close(scanned, state, 1e-4)
+    assert_close(scanned, state, 1e-4)
     np.testing.assert_allclose(all_metrics["learning_rate"], rates, rtol=1e-6)
     assert all(value.shape == (4,) for value in all_metrics.values())
     assert sorted(all_metrics) == sorted(metrics)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from regression import X, Y, close, fresh, loss_fn
+from comparisons import assert_close
+from regression import X, Y, fresh, loss_fn
 
 import jstep
 
@@ -70,7 +71,7 @@ def test_step_inside_other_transformations() -> None:
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     state, _ = jax.jit(step)(fresh(optimizer), X, Y)
-    close(state.params, step(fresh(optimizer), X, Y)[0].params, 1e-5)
+    assert_close(state.params, step(fresh(optimizer), X, Y)[0].params, 1e-5)
     several = jax.vmap(lambda w: jstep.TrainState.create({"w": w, "b": 0.5}, optimizer))(jnp.eye(3))
     states, metrics = jax.vmap(step, in_axes=(0, None, None))(several, X, Y)
     np.testing.assert_array_equal(states.global_step, [1, 1, 1])
