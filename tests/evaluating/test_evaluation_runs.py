@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from comparisons import same
 from evaluated_runs import make_state, rate, scripted, train
+from positioned import Positioned
 
 import jstep
 
@@ -54,22 +55,9 @@ def test_a_restart_at_any_step_gives_an_identical_run(cut, tmp_path):
 def test_the_first_evaluation_of_a_finished_run_changes_nothing(tmp_path):
     """Its results are there; the checkpoint is not saved again."""
 
-    class CountingLoader:
-        at = 0
-
-        def __next__(self):
-            self.at += 1
-            return np.ones(2, np.float32)
-
-        def get_state(self):
-            return self.at
-
-        def set_state(self, at):
-            self.at = at
-
-    train(4, [], checkpoint_dir=tmp_path, batches=CountingLoader())
+    train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[jstep.EarlyStopping("loss", 2)])
-    train(4, [hook], checkpoint_dir=tmp_path, batches=CountingLoader())
+    train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     assert hook.results == {4: {"loss": 1.0}}
     extra = jstep.Saver(tmp_path).extra()
     assert extra["batches"] == {"value": 4}

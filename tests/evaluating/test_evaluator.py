@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from evaluated_runs import in_batches
 from jax.sharding import NamedSharding, PartitionSpec
+from positioned import Positioned
 
 import jstep
 
@@ -173,25 +174,6 @@ def test_the_state_is_not_donated_and_transfer_guards_do_not_apply():
 # Batches
 
 
-class Positioned:
-    """An iterator with `get_state` and `set_state`."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __next__(self):
-        if self.at == 23:
-            raise StopIteration
-        self.at += 1
-        return X[self.at - 1 : self.at]
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
-
-
 class Indexed:
     def __getitem__(self, number):
         return in_batches(5, X)[number]
@@ -204,7 +186,16 @@ class Loader:
 
 @pytest.mark.thorough(except_for=["Positioned", "ndarray"])
 @pytest.mark.parametrize(
-    "batches", [in_batches(5, X), tuple(in_batches(5, X)), Positioned(), Indexed(), Loader(), X[:, None]], ids=type
+    "batches",
+    [
+        in_batches(5, X),
+        tuple(in_batches(5, X)),
+        Positioned(lambda n: X[n : n + 1], end=23),
+        Indexed(),
+        Loader(),
+        X[:, None],
+    ],
+    ids=type,
 )
 def test_each_call_evaluates_all_batches_once(batches):
     evaluate = jstep.evaluator(metrics, batches)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from comparisons import aligned
 from loop_runs import DATA, OPTIMIZER, train
+from positioned import Positioned
 
 import jstep
 from jstep.data.to_devices import copied
@@ -206,21 +207,8 @@ def test_the_note_names_the_batch_that_failed(steps_per_call):
 def test_ragged_batches_keep_the_position(tmp_path):
     """A call of several steps that is split into single steps can be saved after each of them."""
 
-    class Loader:
-        at = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.at += 1
-            return np.full(1024 if self.at != 6 else 1, self.at, np.float32)
-
-        def get_state(self):
-            return self.at
-
-        def set_state(self, at):
-            self.at = at
+    def loader():
+        return Positioned(lambda n: np.full(1024 if n != 5 else 1, n + 1, np.float32), int)
 
     def stop(step, state, metrics):
         return step >= 6
@@ -229,11 +217,11 @@ def test_ragged_batches_keep_the_position(tmp_path):
         after_step = staticmethod(stop)
 
     kwargs = {"step": STEP, "steps_per_call": 4, "checkpoint_dir": tmp_path}
-    first = train(20, Loader(), state=make_state(), hooks=[Stop()], **kwargs)
+    first = train(20, loader(), state=make_state(), hooks=[Stop()], **kwargs)
     assert jstep.global_step(first) == 6
     assert jstep.Saver(tmp_path).extra(6)["batches"] == {"value": 6}
-    state = train(20, Loader(), state=make_state(), **kwargs)
-    uninterrupted = train(20, Loader(), state=make_state(), step=STEP)
+    state = train(20, loader(), state=make_state(), **kwargs)
+    uninterrupted = train(20, loader(), state=make_state(), step=STEP)
     np.testing.assert_allclose(state.params["a"], uninterrupted.params["a"], rtol=1e-5)
 
 

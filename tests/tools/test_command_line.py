@@ -5,30 +5,12 @@ import tomllib
 
 import jax.numpy as jnp
 import pytest
+from positioned import Positioned
 from source_files import ROOT, text_of
 
 import jstep
 from jstep.core.checks import columns
 from jstep.tools.cli import COMMANDS, OWN_EXTRA, main
-
-
-class Loader:
-    """A loader with a position."""
-
-    at = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 1
-        return jnp.ones(2)
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +24,9 @@ def run(tmp_path_factory):
     step = jstep.minimize(lambda params, x: (params["b"] * x).sum(), optimizer)
     # The position of a loader, states of hooks, and the hook that stopped the run.
     hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2), jstep.StopAtStepHook(last_step=4)]
-    jstep.train(step, state, Loader(), 9, checkpoint_dir=directory, hooks=hooks, progress=False)
+    jstep.train(
+        step, state, Positioned(lambda n: jnp.ones(2)), 9, checkpoint_dir=directory, hooks=hooks, progress=False
+    )
     return directory
 
 

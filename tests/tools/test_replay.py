@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from positioned import Positioned
 
 import jstep
 from jstep.loop import calls
@@ -99,28 +100,8 @@ def test_replay_with_several_steps_per_call(tmp_path):
         np.testing.assert_array_equal(args[0], batch(step))
 
 
-class Loader:
-    """An iterator over batches with a position."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.at += 1
-        return batch(self.at - 1)
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
-
-
 def test_iterator_position_is_restored(tmp_path):
-    loader = Loader()
+    loader = Positioned(batch)
     states = run(batches=loader, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
     state, args = jstep.replay(STEP, make_state(), loader, tmp_path, 6)
     assert digest(state) == states[6]
@@ -227,7 +208,7 @@ def test_no_state_before_the_step(finished_run, tmp_path):
 
 def test_iterator_without_a_saved_position(finished_run):
     with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
-        jstep.replay(STEP, make_state(), Loader(), finished_run[0], 6)  # that run used a function of the step
+        jstep.replay(STEP, make_state(), Positioned(batch), finished_run[0], 6)  # that run used a function of the step
 
 
 def test_batches_made_with_the_state_see_the_state_of_their_step():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from positioned import Positioned
 
 import jstep
 
@@ -28,21 +29,6 @@ def make_state():
     return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
 
 
-class Positioned:
-    def __init__(self):
-        self.at = 0
-
-    def __next__(self):
-        self.at += 1
-        return DATA[self.at - 1]
-
-    def get_state(self):
-        return b"%d" % self.at
-
-    def set_state(self, state):
-        self.at = int(state)
-
-
 class Loader:
     """An iterable that starts from scratch each time, without a position."""
 
@@ -57,7 +43,7 @@ def verify(batches=DATA, step=STEP, make_state=make_state, at=3, steps=7):
 @pytest.mark.thorough(except_for=["list", "position"])
 @pytest.mark.parametrize(
     "batches",
-    [DATA, DATA.__getitem__, [DATA[n] for n in range(7)], Positioned()],
+    [DATA, DATA.__getitem__, [DATA[n] for n in range(7)], Positioned(DATA.__getitem__, bytes)],
     ids=["indexed", "function", "list", "position"],
 )
 def test_identical_runs(batches):
@@ -70,7 +56,7 @@ def test_identical_runs(batches):
 
 def test_iterator_that_was_read_before():
     """Both runs begin at its current position."""
-    positioned = Positioned()
+    positioned = Positioned(DATA.__getitem__, bytes)
     next(positioned)
     assert verify(positioned)
 
@@ -153,7 +139,7 @@ def test_wrong_position():
         def set_state(self, state):
             self.at = int(state) - (int(state) > 0)
 
-    report = verify(Wrong())
+    report = verify(Wrong(DATA.__getitem__, bytes))
     assert report.first_difference == "params/w"
     assert report.cause
 
@@ -217,7 +203,7 @@ def test_a_loader_that_train_cannot_resume_is_not_reported_as_fine():
             return super().__next__()
 
     with pytest.raises(RuntimeError, match="created in another thread"):
-        verify(OfOneThread())
+        verify(OfOneThread(DATA.__getitem__, bytes))
 
 
 def test_a_step_that_advances_the_global_step_by_two_is_an_error():
