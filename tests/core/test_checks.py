@@ -9,6 +9,7 @@ import pytest
 
 import jstep
 from jstep.core import checks
+from jstep.core.matching import difference
 from jstep.core.placement import as_scalar
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import require_state, step_of
@@ -168,3 +169,12 @@ def test_scalars_are_in_their_range(make: Callable[[float], object]) -> None:
     assert as_scalar(make(np.inf), "x", low=0, finite=False) == np.inf
     with pytest.raises(ValueError, match="must be a number that fits in a float"):
         as_scalar(10**400, "x")
+
+
+def test_the_difference_of_two_trees_has_one_text() -> None:
+    old = {"w": np.ones((2, 3), np.float32), "wide": {"w": np.ones(2, np.int32)}, "b": 1.0}
+    assert difference({**old, "b": 2.0}, old) == difference(dict(reversed(old.items())), old) == ""
+    new = {"w": old["w"], "wide": {"v": 1, "u": 2}, "b": 1.0}
+    assert difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
+    assert difference({**old, "w": np.ones((3, 2), np.int8)}, old) == "whose 'w' is int8[3,2] instead of float32[2,3]"
+    assert difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
