@@ -57,8 +57,8 @@ from jstep.hooks.stock import StepCounterHook as StepCounterHook
 from jstep.hooks.stock import StopAtStepHook as StopAtStepHook
 from jstep.hooks.stock import every as every
 from jstep.loop.progress import ProgressHook as ProgressHook
+from jstep.loop.signals import Preempted as Preempted
 from jstep.loop.stalls import StallHook as StallHook
-from jstep.loop.stopping import Preempted as Preempted
 from jstep.loop.train import train as train
 from jstep.optimizers.adam import adabelief as adabelief
 from jstep.optimizers.adam import adam as adam

@@ -26,7 +26,7 @@ from jstep.core.checks import kind, scoped, shown
 from jstep.core.meshes import dims_of, in_background
 from jstep.core.placement import shape_of
 from jstep.loop.calls import CopiedBatches
-from jstep.loop.stopping import StopWaiting
+from jstep.loop.signals import StopWaiting
 from jstep.stores.files import make_folders, sync_files, sync_folder
 from jstep.stores.objects import is_url
 

@@ -12,7 +12,7 @@ from jstep.data.to_devices import Reader, copied
 from jstep.distributed import processes
 from jstep.hooks.timeline import Stopwatch
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
-from jstep.loop.stopping import StopSignals, StopWaiting
+from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
@@ -69,7 +69,7 @@ class BatchFeeder:
     def __next__(self) -> Call:
         self.waiting = True
         # From here on a signal interrupts the wait; check for one that arrived before.
-        if self._signals.interrupts:
+        if self._signals.is_stopping():
             raise StopWaiting
         watch = self._watch
         clock, mark, before, waiting = watch.clock, watch.mark, watch.current, watch.waiting

@@ -1,30 +1,19 @@
-"""Calling hooks when they are due, at the end, and when a signal or an error ends the run."""
+"""The hooks of a run: called when they are due, and at its end."""
 
 import contextlib
-import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
-import jax
-import numpy as np
-
-from jstep.checkpoint.names import checkpoint_name
 from jstep.core import trees
 from jstep.core.checks import note
-from jstep.core.meshes import internal_transfers
-from jstep.distributed import processes
 from jstep.hooks.base import Due, RunHook, cadence_of, next_end
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
-from jstep.hooks.metric_sums_program import host, is_bad
-from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
-from jstep.loop.run_record import ENDING, Run
-from jstep.loop.saving import ENDED, STOPPED, RunSaverHook
+from jstep.loop.run_record import Run
+from jstep.loop.saving import ENDED, RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries
-from jstep.state.contents import in_words
-from jstep.state.train_state import TrainState
 
 # Call hooks when they are due, and apply their results.
 
@@ -99,8 +88,7 @@ class HookRunner:
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
-        signals = run.signals
-        if (signals.received is not None or signals.is_shared) and signals.to_stop():
+        if run.signals.to_stop():
             run.is_interrupted = True
         return run.is_interrupted or run.stopped_by is not None
 
@@ -131,7 +119,7 @@ class HookRunner:
 
     def _call_due_hooks(self) -> None:
         """Call what is due; all of it, even if one raises, so that no output is missing after a restart."""
-        run, errors = self._run, _Errors(self._run)
+        run, errors = self._run, Errors(self._run)
         step, watch, pending = run.step, run.watch, tuple(run.pending)
         if pending:
             watch.switch(HOOKS)
@@ -184,7 +172,7 @@ class HookRunner:
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
-        run, errors = self._run, _Errors(self._run)
+        run, errors = self._run, Errors(self._run)
         if run.step == run.first or run.is_over:
             return
         run.is_over = True
@@ -217,7 +205,7 @@ class HookRunner:
         A start that takes no step only repeats the last evaluations, for whoever reads their results, unless the hooks
         of the checkpoint that it restored had not ended. The savers come last, each is tried.
         """
-        run, errors = self._run, _Errors(self._run)
+        run, errors = self._run, Errors(self._run)
         hooks = self._hooks
         if run.step == run.first and (run.restored is None or self.ended_at == run.step):
             left = [hook for hook in run.evaluations if hook.owes_end(run.step)]
@@ -306,7 +294,7 @@ class HookRunner:
         return [name_of(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
-class _Errors:
+class Errors:
     """The errors of hooks all of which are called; `run.calling` becomes the call that raised the first of them.
 
     Attributes:
@@ -367,224 +355,3 @@ def _overrides(hook: Any, method: str) -> bool:
     own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
     does_nothing = getattr(RunHook if isinstance(hook, RunHook) else Hook, method)
     return own is not None and own is not does_nothing
-
-
-# Messages about runs that end before their last step, or take no step.
-
-_logger = logging.getLogger("jstep")
-
-
-def report_early_end(run: Run) -> None:
-    """Log that the batches ended before the run did.
-
-    Raises:
-        ValueError: There is no batch at all, and the run was not restored.
-    """
-    start, last_step = run.first, run.last_step
-    if run.step == start and run.restored is not None:
-        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
-        return
-    if run.step == start:
-        lower = "" if last_step is None else ", or a lower last_step"
-        raise ValueError(
-            f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
-            "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
-            f"step 0){lower}"
-        )
-    if last_step is None:
-        _logger.info("the batches ended after step %d, and so does the run", run.step)
-        return
-    _logger.warning(
-        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
-        "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
-        run.step,
-        last_step,
-    )
-
-
-def reason_done(run: Run) -> str:
-    """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
-    by = run.extra.get(STOPPED)
-    if run.first >= run.options.last_step:
-        return ""
-    if by is None:
-        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
-        return next((f". {why}" for why in reasons if isinstance(why, str)), "")
-    return (
-        f". {by} stopped it at step {run.first}; to continue, remove that hook, change its settings, or reset its "
-        "state: EarlyStopping(reset=True)"
-    )
-
-
-# The end of a run that fails or that a signal stops: save the state, and say where it was.
-
-
-def rescue(run: Run, error: BaseException) -> None:
-    """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
-    runner, run.phase = run.runner, ENDING
-    where = "" if runner is None else f"jstep: {_doing(run)}"
-    is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
-    if runner is not None and not run.signals.at_once:
-        runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
-    lost = trees.donated_leaf(run.state) is not None
-    with contextlib.suppress(Exception):
-        error.state = None if lost else run.state  # type: ignore[attr-defined]
-    if runner is None:
-        return
-    if lost:
-        note(error, f"{where}. The state was donated to a step: it is lost.")
-        return
-    saved = ""
-    # Otherwise it is saved already, or must not be.
-    if run.feeder is not None and run.savers and not is_saved and run.step > run.first:
-        saved = _saved(run, error)
-    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{saved}.")
-
-
-def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
-    """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
-    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {run.step}")
-    again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
-    raise again.with_traceback(None) from None
-
-
-def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
-    """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
-    stopped = run.signals.stopped(f"after step {run.step}, while it closed")
-    stopped.state = state  # type: ignore[attr-defined]
-    raise stopped
-
-
-def exit_on_signal(run: Run) -> NoReturn:
-    """Save the state and leave, after a signal."""
-    when = f"after step {run.step}"
-    why = why_not_finite(run) if run.savers else ""
-    savers = [hook for hook in run.savers if not why or hook.allows_nonfinite]
-    outcomes, errors = run.runner.save(savers), _Errors(run)
-    for hook, outcome in outcomes:
-        if isinstance(outcome, Exception):
-            run.calling = (hook, "save")
-            errors.add(outcome)
-    errors.end()
-    if len(savers) < len(run.savers):
-        run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        raise run.nonfinite or run.signals.stopped(f"{when}, which is not saved: {why}")
-    if outcomes:
-        is_saved = all(outcome for _, outcome in outcomes)
-        when += (
-            f", which {'is saved; start the run again to resume' if is_saved else 'is not saved, as a hook demands'}"
-        )
-    raise run.signals.stopped(when)
-
-
-def save_while_it_hangs(run: Run) -> str:
-    """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
-    step, (hook, method) = run.step, run.calling or (None, "")
-    try:
-        why = "" if run.saver.allow_nonfinite else why_not_finite(run)
-        if why := why or run.why_position_lost():
-            return f"step {step} is not saved: {why}"
-        next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
-    except Exception as error:
-        return f"step {step} could not be saved: {_text(error)}"
-    later = run.runner.not_called() if method == "after_step" else []
-    missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
-    name = checkpoint_name(run.saver.prefix, step)
-    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
-
-
-def _saved(run: Run, error: BaseException) -> str:
-    """Save the state and return the outcome, as the end of a sentence."""
-    if not processes.is_single_process():
-        return ", and is not saved: the other processes may be elsewhere"
-    is_prevented = getattr(error, "prevents_saving", False)
-    why = "" if is_prevented else why_not_finite(run)
-    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.allows_nonfinite]
-    if not savers:
-        return f", and is not saved{why and ': '}{why}"
-    try:
-        lost = run.why_position_lost()
-    except Exception as failure:  # of an earlier save
-        return f", and could not be saved: {_text(failure)}"
-    others = run.runner.save([hook for hook in savers if not (lost and isinstance(hook, RunSaverHook))])
-    first = None if lost else others.pop(0)
-    for hook, outcome in others:
-        if isinstance(outcome, Exception) and str(outcome) != str(error):
-            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(outcome)}")
-    if first is None:
-        return f", and is not saved: {lost}"
-    hook, outcome = first
-    if isinstance(outcome, Exception):
-        return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
-    if not outcome:
-        return ", and is not saved, as a hook demands"
-    return f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _doing(run: Run) -> str:
-    """Describe what the run was doing, with the step and the batch."""
-    at_step = f"at step {run.step}"
-    if run.step > run.first:
-        at_step += f", after the update with batch {run.step - 1}"
-    if run.calling is not None:
-        hook, method = run.calling
-        hook = run.transfers.failed_owner or hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {name_of(hook)}.{method}"
-    if run.feeder is None:
-        return f"at step {run.step}"
-    if run.feeder.waiting:
-        # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
-    is_over = run.signals.received is not None or run.step >= run.options.last_step
-    if is_over or run.is_checking or run.stopped_by is not None:
-        return at_step
-    return f"{at_step}, while running the step on {_batches(run.step, run.feeder.steps)}"
-
-
-def _batches(first: int, steps: int) -> str:
-    """`batch 7`, or `batches 7 to 9`."""
-    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
-
-
-def why_not_finite(run: Run) -> str:
-    """Describe why the state must not be saved: a loss that is not finite, or parameters; empty if all are.
-
-    Parameters that were not finite when the run began do not count. The result is the same on all processes.
-    """
-    if _is_loss_nonfinite(run):
-        return "its loss is not finite"
-    try:
-        return in_words(nonfinite_params(run))
-    except Exception:  # the device failed; the save reports it
-        return ""
-
-
-def _is_loss_nonfinite(run: Run) -> bool:
-    """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
-
-    The losses of skipped updates are ignored. The result is the same on all processes.
-    """
-    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
-    loss = metrics.get("loss")
-    if loss is None or not (processes.is_single_process() or _is_on_all(loss)):
-        return False
-    try:
-        with internal_transfers():
-            latest, skip_metric = run.sums.latest(), run.programs.constants.skipped
-            if latest is not None and latest.bad is not None:
-                return True
-            finite = np.isfinite(host(loss).astype(np.float64))
-            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return bool(np.any(is_bad(finite, skipped)))
-    except (TypeError, ValueError):
-        return False
-    except Exception:  # the device failed, so the loss cannot be read
-        return True
-
-
-def _is_on_all(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated

@@ -26,8 +26,8 @@ from jstep.hooks.metric_sums_program import Accumulate, skip_metric_of
 from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.calls import AUTO, AutoSteps, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
+from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import Stage, TrainSteps, made_stages
-from jstep.loop.stopping import StopWaiting
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
 from jstep.training.explain import explain, explain_one_argument

@@ -28,8 +28,8 @@ from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter
 from jstep.loop.in_flight import InFlight
 from jstep.loop.programs import Programs
+from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
-from jstep.loop.stopping import StopSignals, StopWaiting
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, require_state
 
@@ -252,15 +252,11 @@ class Run(RunInfo):
         """Begin the run at a step."""
         self.start = self.first = self.step = step
 
-    def is_stopping(self) -> bool:
-        """Whether a signal was received, so that the run must not wait for a batch or a program."""
-        return self.signals.interrupts
-
     def may_leave_call(self) -> bool:
         """Whether the run is stopping, and need not run the call that was fetched: its batches will be made again."""
         feeder = self.feeder
         is_lost = feeder is not None and feeder.is_position_lost(self.step - self.first)
-        return self.signals.interrupts and not is_lost
+        return self.signals.is_stopping() and not is_lost
 
     def on_signal(self) -> None:
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""
@@ -269,17 +265,6 @@ class Run(RunInfo):
         is_waiting = self.feeder is not None and self.feeder.may_be_interrupted
         if self.phase == RUNNING and (is_waiting or (self.programs.may_be_left and self.may_leave_call())):
             raise StopWaiting
-
-    def why_position_lost(self) -> str:
-        """Describe why the state must not be saved: the batches have moved on past it; empty if they have not."""
-        if self.saver is None or self.feeder is None or not self.feeder.is_position_lost(self.step - self.first):
-            return ""
-        newest = self.saver.latest_step()
-        name = "" if newest is None else checkpoint_name(self.saver.prefix, newest)
-        return (
-            "the object that makes the batches has moved on, and its position is too large (above 64 kB) to be copied "
-            f"before each batch; {f'the newest is {name}' if name else 'there is no checkpoint'}"
-        )
 
     def release(self) -> None:
         """Drop references to the run's parts: hooks and signal handlers must not keep its state alive."""

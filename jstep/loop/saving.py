@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jstep.checkpoint.manifest import Extra
+from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.tagged_json import Files, as_json
@@ -16,11 +18,13 @@ from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
 from jstep.hooks.base import Cadence
 from jstep.hooks.hook import Metrics, get_states
+from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.loop.calls import AUTO
 from jstep.loop.run_record import Run
+from jstep.state.contents import in_words
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url
 
@@ -224,3 +228,58 @@ class RunSaverHook(CheckpointSaverHook):
         held = {HELD: self._loop.held} if self._loop.held else {}
         values = positions.values | self._past() | hooks.values | held
         return Extra(values, {**positions.files, **hooks.files})
+
+
+# What prevents a save at the end of a run: at any other time, `before_save` of the hooks decides.
+
+
+def why_not_finite(run: Run) -> str:
+    """Describe why the state must not be saved: a loss that is not finite, or parameters; empty if all are.
+
+    Parameters that were not finite when the run began do not count. The result is the same on all processes.
+    """
+    if _is_loss_nonfinite(run):
+        return "its loss is not finite"
+    try:
+        return in_words(nonfinite_params(run))
+    except Exception:  # the device failed; the save reports it
+        return ""
+
+
+def _is_loss_nonfinite(run: Run) -> bool:
+    """Whether a loss of the last call was not finite; `NanLossHook` may not have checked it yet.
+
+    The losses of skipped updates are ignored. The result is the same on all processes.
+    """
+    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
+    loss = metrics.get("loss")
+    if loss is None or not (processes.is_single_process() or _is_on_all(loss)):
+        return False
+    try:
+        with internal_transfers():
+            latest, skip_metric = run.sums.latest(), run.programs.constants.skipped
+            if latest is not None and latest.bad is not None:
+                return True
+            finite = np.isfinite(host(loss).astype(np.float64))
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            return bool(np.any(is_bad(finite, skipped)))
+    except (TypeError, ValueError):
+        return False
+    except Exception:  # the device failed, so the loss cannot be read
+        return True
+
+
+def _is_on_all(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated
+
+
+def why_position_lost(run: Run) -> str:
+    """Describe why the state must not be saved: the batches have moved on past it; empty if they have not."""
+    if run.saver is None or run.feeder is None or not run.feeder.is_position_lost(run.step - run.first):
+        return ""
+    newest = run.saver.latest_step()
+    name = "" if newest is None else checkpoint_name(run.saver.prefix, newest)
+    return (
+        "the object that makes the batches has moved on, and its position is too large (above 64 kB) to be copied "
+        f"before each batch; {f'the newest is {name}' if name else 'there is no checkpoint'}"
+    )

@@ -35,9 +35,10 @@ from jstep.hooks.hook import Hook, name_of
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import CALL, SAVING, STALL, STARTING, STEPPING, WAITING, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
-from jstep.loop.hook_runner import FIRST_CALL, part_of, save_while_it_hangs, thing_of
+from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
 from jstep.loop.run_record import ENDING, Run
 from jstep.loop.run_record import STARTING as BEGINNING
+from jstep.loop.stopping import save_while_it_hangs
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location

@@ -32,11 +32,12 @@ from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
-from jstep.loop.hook_runner import HookRunner, reason_done
+from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Programs
 from jstep.loop.run_record import RUNNING, Options, Run
 from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
 from jstep.loop.stages import Segment, Stage, StageBoundaries
+from jstep.loop.stopping import reason_done
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
@@ -294,7 +295,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
             continue
         if segment is not first:
             jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
-    programs.ahead_compiler = BackgroundCompiler(jobs, run.is_stopping)
+    programs.ahead_compiler = BackgroundCompiler(jobs, run.signals.is_stopping)
     run.closing.callback(programs.ahead_compiler.close)
 
 
@@ -330,7 +331,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             return programs.compile(start, args)
 
-    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.is_stopping, is_quiet=True)
+    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.signals.is_stopping, is_quiet=True)
     programs.first_compiler = compiler
     run.closing.callback(compiler.close)
     compiler.begin(programs.state_shapes)

@@ -1,224 +1,215 @@
-"""When a run stops before its end: signals, a time limit, and processes that stop together.
+"""The end of a run: what happens, what is saved, and how the process ends.
 
-| received | one process | several processes |
-|---|---|---|
-| SIGTERM | a handler notes it; the run saves, exit code 143 | JAX's preemption service stops all after one call |
-| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service |
-| SIGINT | the same, KeyboardInterrupt; a second one leaves at once | forwarded to that service |
-| `stop_secs` | a timer does what SIGTERM does | all look at the clock of process 0 |
+| phase | a signal or `stop_secs` | a second SIGINT | an error | a hang, with `StallHook(exit_secs=…)` |
+|---|---|---|---|---|
+| start | leaves at once; nothing to save | leaves at once | is raised; nothing to save | ends; nothing to save |
+| waiting for a batch | stops waiting, saves | leaves at once | saves | another thread saves |
+| compiling | stops tracing, or leaves XLA at it, saves | leaves at once | saves | ends; nothing is saved |
+| in a call | finishes it and the hooks due then, saves | leaves at once | the state is lost | ends; nothing is saved |
+| in a hook | finishes it and the others, saves | leaves at once | calls the others, saves | another thread saves |
+| in an evaluation | gives it up for the restart, saves | leaves at once | saves | another thread saves |
+| in a save | finishes it | leaves at once | is raised, with what is saved | ends; the save may be there |
+| closing | closes what is left; all is saved | leaves at once | closes what is left | ends; all is saved |
 
-The first signal also ends what waits: the start of a run, the wait for a batch, and the tracing of a program.
+The exit code is that of `Preempted` after SIGTERM, SIGUSR1, SIGHUP and `stop_secs` (128 + signal, 143 after the last),
+of `KeyboardInterrupt` after SIGINT, of the error, and 75 after a hang. What is saved is the state after the last call
+that is complete, unless a loss or the parameters are not finite, or a hook prevents it. Several processes stop after
+the same call; an error or a hang of one of them saves nothing.
 """
 
 import contextlib
 import logging
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from typing import NoReturn
 
-import numpy as np
-
+from jstep.checkpoint.names import checkpoint_name
+from jstep.core import trees
+from jstep.core.checks import note
 from jstep.distributed import processes
+from jstep.hooks.hook import name_of
+from jstep.loop.hook_runner import Errors
+from jstep.loop.run_record import ENDING, Run
+from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
+from jstep.state.train_state import TrainState
+
+# A run that ends by itself, or takes no step.
 
 _logger = logging.getLogger("jstep")
 
-_OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
-"""Signals that schedulers and terminals send; they stop a run only if nothing else is done with them."""
 
+def report_early_end(run: Run) -> None:
+    """Log that the batches ended before the run did.
 
-class Preempted(SystemExit):
-    """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished and saved.
-
-    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`.
-
-    Attributes:
-        state: The state after that step.
+    Raises:
+        ValueError: There is no batch at all, and the run was not restored.
     """
-
-    def __init__(self, message: str, code: int = 128 + signal.SIGTERM) -> None:
-        super().__init__(code)
-        self.message = message
-        self.state: Any = None
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class StopWaiting(BaseException):
-    """Interruption of a wait when the run stops, for a batch or a program; never propagates out of `train`."""
-
-
-class StopSignals:
-    """The signals that stop a run, and its time limit, from `begin` to `end`.
-
-    Signal handlers can be set in the main thread only; in another thread it handles none. A SIGINT that is ignored, as
-    under `nohup` or in a background job of a script, stays ignored, and so does SIGHUP. In a process that is forked
-    during the run, every handler is that of before.
-
-    Args:
-        stop_secs: Seconds until the run stops; None for no limit.
-        clock: Returns seconds.
-
-    Attributes:
-        on_first: Called by the handler at the first signal.
-        is_shared: Whether there are several processes, so that `to_stop` must be called after each call.
-        received: The first signal; None until one is received. SIGTERM at the end of the time limit.
-        is_over: Whether the time limit stops the run.
-        at_once: Whether a second SIGINT was received.
-        interrupts: Whether to stop waiting for batches: a signal was received, and this is the only process.
-    """
-
-    def __init__(self, stop_secs: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.on_first: Callable[[], None] = lambda: None
-        self._alone = processes.is_single_process()
-        self.is_shared = not self._alone
-        self._before: dict[signal.Signals, Any] = {}
-        self.received: signal.Signals | None = None
-        self.is_over = self.at_once = self.interrupts = self._agreed = False
-        self._timer: threading.Timer | None = None
-        self._limit: processes.AgreedClock | None = None
-        self._polls = 0
-        self._ending = threading.Lock()
-        if stop_secs is not None and self._alone:
-            # A longer wait is an error; this one is 292 years.
-            self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
-            self._timer.daemon = True
-        elif stop_secs is not None:
-            self._limit = processes.AgreedClock(stop_secs, clock)
-
-    def begin(self) -> None:
-        """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
-                if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._handle(number)
-            for number in filter(_is_free, _OTHERS):
-                self._handle(number)
-            _active.append(self)
-        if self._timer is not None:
-            self._timer.start()
-
-    def end(self) -> None:
-        """Handle no more signals."""
-        with self._ending:  # the timer sends a signal now, or never
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = None
-        if self in _active:
-            _active.remove(self)
-        self.restore()
-
-    def _handle(self, number: signal.Signals) -> None:
-        self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
-        signal.signal(number, self._note)
-
-    def restore(self) -> None:
-        """Restore the handlers of before, in this process or in one that was forked from it."""
-        for number, handler in self._before.items():
-            # None: the handler was not set from Python, so Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
-
-    def _expire(self) -> None:
-        """Do what SIGTERM does; called by the timer."""
-        with self._ending:
-            if self._timer is None or self.received is not None:
-                return
-            self.is_over = True
-            main = threading.main_thread().ident
-            if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
-                signal.pthread_kill(main, signal.SIGTERM)  # interrupts what the loop waits for
-            else:  # the run is in another thread, or a hook has set a handler
-                self.received, self.interrupts = signal.SIGTERM, True
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            if number == signal.SIGINT:
-                self.at_once = True
-                raise KeyboardInterrupt
-            return
-        self.received = signal.Signals(number)
-        if self._alone:
-            self.interrupts = True
-            self.on_first()
-        else:
-            processes.request_stop()
-
-    def to_stop(self) -> bool:
-        """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
-        if self._alone:
-            return self.received is not None
-        if not self._agreed:
-            self._polls += 1
-            is_over = self._limit is not None and self._limit.due(self._polls)
-            is_preempted = processes.reached_stop()
-            self._agreed = is_over or is_preempted
-            if self._agreed:
-                self.is_over = is_over
-                self._agree_on_signal()
-        return self._agreed
-
-    def agree_at_end(self) -> None:
-        """Let all processes leave if one of them received a signal too late for the others to hear of it in the run.
-
-        Must be called on all processes whose run has ended without an error.
-        """
-        if self.is_shared and processes.any_process(self.received is not None):
-            self._agree_on_signal()
-
-    def _agree_on_signal(self) -> None:
-        """Leave with one exit code on all processes, except for those that received SIGINT."""
-        mine = self.received if self.received in _OTHERS else 0
-        (number,) = processes.max_over_processes(np.array([mine], np.int32))
-        if self.received != signal.SIGINT:
-            self.received = signal.Signals(int(number) or signal.SIGTERM)
-
-    def stopped(self, when: str) -> BaseException:
-        """Log the signal and return the exception for `train` to raise."""
-        received = self.received or signal.SIGTERM
-        message = f"{'stop_secs' if self.is_over else received.name} stopped the run {when}"
-        _logger.info(message)
-        return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
+    start, last_step = run.first, run.last_step
+    if run.step == start and run.restored is not None:
+        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+        return
+    if run.step == start:
+        lower = "" if last_step is None else ", or a lower last_step"
+        raise ValueError(
+            f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
+            "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
+            f"step 0){lower}"
+        )
+    if last_step is None:
+        _logger.info("the batches ended after step %d, and so does the run", run.step)
+        return
+    _logger.warning(
+        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
+        "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
+        run.step,
+        last_step,
+    )
 
 
-def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has its default action: handlers set in C, such as those of faulthandler, are not Python's."""
-    if signal.getsignal(number) != signal.SIG_DFL:
-        return False
-    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/self/status") as file:
-        caught = next(line for line in file if line.startswith("SigCgt:"))
-        return not int(caught.split()[1], 16) >> (number - 1) & 1
-    return True
+def reason_done(run: Run) -> str:
+    """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
+    by = run.extra.get(STOPPED)
+    if run.first >= run.options.last_step:
+        return ""
+    if by is None:
+        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
+        return next((f". {why}" for why in reasons if isinstance(why, str)), "")
+    return (
+        f". {by} stopped it at step {run.first}; to continue, remove that hook, change its settings, or reset its "
+        "state: EarlyStopping(reset=True)"
+    )
 
 
-# Processes that are forked in a run.
-#
-# A handler of the run would note the signal that ends a child, and the child would live on. Its signals wait until it
-# has the handlers of before.
-
-_active: list[StopSignals] = []
-"""The runs whose handlers are set, the innermost last."""
-_masked = threading.local()
+# A signal, or the end of `stop_secs`.
 
 
-def _before_fork() -> None:
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {n for one in _active for n in one._before})
+def exit_on_signal(run: Run) -> NoReturn:
+    """Save the state and leave, after a signal."""
+    when = f"after step {run.step}"
+    why = why_not_finite(run) if run.savers else ""
+    savers = [hook for hook in run.savers if not why or hook.allows_nonfinite]
+    outcomes, errors = run.runner.save(savers), Errors(run)
+    for hook, outcome in outcomes:
+        if isinstance(outcome, Exception):
+            run.calling = (hook, "save")
+            errors.add(outcome)
+    errors.end()
+    if len(savers) < len(run.savers):
+        run.before_save(run.step)  # `NanLossHook` raises a more specific error
+        raise run.nonfinite or run.signals.stopped(f"{when}, which is not saved: {why}")
+    if outcomes:
+        is_saved = all(outcome for _, outcome in outcomes)
+        when += (
+            f", which {'is saved; start the run again to resume' if is_saved else 'is not saved, as a hook demands'}"
+        )
+    raise run.signals.stopped(when)
 
 
-def _in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masked.before)
+def leave_at_once(run: Run, error: KeyboardInterrupt) -> NoReturn:
+    """Leave after a second Ctrl-C, which interrupted code anywhere: its traceback would fill many pages."""
+    again = KeyboardInterrupt(f"SIGINT came twice: the run was left at once, at step {run.step}")
+    again.state = getattr(error, "state", None)  # type: ignore[attr-defined]
+    raise again.with_traceback(None) from None
 
 
-def _in_child() -> None:
-    while _active:
-        _active.pop().restore()
-    _in_parent()
+def leave_after_closing(run: Run, state: TrainState | None) -> NoReturn:
+    """Leave after a signal that arrived when the run had ended, or failed, and closed what it had opened."""
+    stopped = run.signals.stopped(f"after step {run.step}, while it closed")
+    stopped.state = state  # type: ignore[attr-defined]
+    raise stopped
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+# An error, or a hang.
+
+
+def rescue(run: Run, error: BaseException) -> None:
+    """Attach the last complete state to the exception, save it if possible, and add a note on where the run failed."""
+    runner, run.phase = run.runner, ENDING
+    where = "" if runner is None else f"jstep: {_doing(run)}"
+    is_saved = run.signals.at_once or (run.signals.received is not None and not isinstance(error, Exception))
+    if runner is not None and not run.signals.at_once:
+        runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
+    lost = trees.donated_leaf(run.state) is not None
+    with contextlib.suppress(Exception):
+        error.state = None if lost else run.state  # type: ignore[attr-defined]
+    if runner is None:
+        return
+    if lost:
+        note(error, f"{where}. The state was donated to a step: it is lost.")
+        return
+    saved = ""
+    # Otherwise it is saved already, or must not be.
+    if run.feeder is not None and run.savers and not is_saved and run.step > run.first:
+        saved = _saved(run, error)
+    note(error, f"{where}; the state after step {run.step} is in the exception's `state`{saved}.")
+
+
+def save_while_it_hangs(run: Run) -> str:
+    """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
+    step, (hook, method) = run.step, run.calling or (None, "")
+    try:
+        why = "" if run.saver.allow_nonfinite else why_not_finite(run)
+        if why := why or why_position_lost(run):
+            return f"step {step} is not saved: {why}"
+        next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
+    except Exception as error:
+        return f"step {step} could not be saved: {_text(error)}"
+    later = run.runner.not_called() if method == "after_step" else []
+    missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
+    name = checkpoint_name(run.saver.prefix, step)
+    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
+
+
+def _saved(run: Run, error: BaseException) -> str:
+    """Save the state and return the outcome, as the end of a sentence."""
+    if not processes.is_single_process():
+        return ", and is not saved: the other processes may be elsewhere"
+    is_prevented = getattr(error, "prevents_saving", False)
+    why = "" if is_prevented else why_not_finite(run)
+    savers = [hook for hook in run.savers if not (is_prevented or why) or hook.allows_nonfinite]
+    if not savers:
+        return f", and is not saved{why and ': '}{why}"
+    try:
+        lost = why_position_lost(run)
+    except Exception as failure:  # of an earlier save
+        return f", and could not be saved: {_text(failure)}"
+    others = run.runner.save([hook for hook in savers if not (lost and isinstance(hook, RunSaverHook))])
+    first = None if lost else others.pop(0)
+    for hook, outcome in others:
+        if isinstance(outcome, Exception) and str(outcome) != str(error):
+            note(error, f"Additionally, {name_of(hook)} could not save step {run.step}: {_text(outcome)}")
+    if first is None:
+        return f", and is not saved: {lost}"
+    hook, outcome = first
+    if isinstance(outcome, Exception):
+        return ", and is not saved" if str(outcome) == str(error) else f", and could not be saved: {_text(outcome)}"
+    if not outcome:
+        return ", and is not saved, as a hook demands"
+    return f", and is saved as {checkpoint_name(hook.prefix, run.step)}; start the run again to resume"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _doing(run: Run) -> str:
+    """Describe what the run was doing, with the step and the batch."""
+    at_step = f"at step {run.step}"
+    if run.step > run.first:
+        at_step += f", after the update with batch {run.step - 1}"
+    if run.calling is not None:
+        hook, method = run.calling
+        hook = run.transfers.failed_owner or hook  # a hook may deliver the metrics of another
+        return f"{at_step}, in {name_of(hook)}.{method}"
+    if run.feeder is None:
+        return f"at step {run.step}"
+    if run.feeder.waiting:
+        # A call of several steps may have fetched some of its batches already.
+        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
+    is_over = run.signals.received is not None or run.step >= run.options.last_step
+    if is_over or run.is_checking or run.stopped_by is not None:
+        return at_step
+    return f"{at_step}, while running the step on {_batches(run.step, run.feeder.steps)}"
+
+
+def _batches(first: int, steps: int) -> str:
+    """`batch 7`, or `batches 7 to 9`."""
+    return f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

@@ -23,13 +23,13 @@ from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
-from jstep.loop.hook_runner import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.progress import shown
 from jstep.loop.run_record import ENDING, Options, Run, check, new_run
+from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
-from jstep.loop.stopping import StopWaiting
+from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import measured
 from jstep.state.train_state import TrainState
@@ -218,7 +218,7 @@ def _take_steps(run: Run) -> None:
     try:
         for call in fetched_by_all(run.feeder or ()):
             in_flight.make_room()
-            if run.signals.interrupts and run.may_leave_call():  # a signal arrived meanwhile
+            if run.signals.is_stopping() and run.may_leave_call():  # a signal arrived meanwhile
                 raise StopWaiting
             if runner.precedes_calls:
                 runner.before()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import signal
 import threading
 import weakref
 
@@ -17,7 +18,7 @@ from jstep.data.loaders import Source, source_of
 from jstep.loop import feeder as feeder_module
 from jstep.loop.calls import AHEAD, make_calls
 from jstep.loop.feeder import BatchFeeder, copied_batches
-from jstep.loop.stopping import StopSignals, StopWaiting
+from jstep.loop.signals import StopSignals, StopWaiting
 
 # From batches to the arguments of calls
 
@@ -223,13 +224,13 @@ def test_waiting_is_true_only_during_a_wait(way):
 def test_a_run_that_stops_does_not_wait_for_a_batch(way, at):
     """A signal can arrive between two checks; it is checked again before each wait."""
     signals = StopSignals()
-    signals.interrupts = not at
+    signals.received = None if at else signal.SIGTERM
     feeder, got = make_feeder(Positioned(), way, signals=signals), 0
     with pytest.raises(StopWaiting):  # noqa: PT012
         for _ in feeder:
             got += 1
             if got == at:
-                signals.interrupts = True
+                signals.received = signal.SIGTERM
     assert got == at
     assert feeder.position == {"value": got}
     feeder.close()

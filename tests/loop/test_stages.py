@@ -11,7 +11,7 @@ from loop_runs import train
 
 import jstep
 from jstep.loop.compiler import BackgroundCompiler, CompileJob
-from jstep.loop.stopping import StopWaiting
+from jstep.loop.signals import StopWaiting
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 

@@ -1,0 +1,224 @@
+"""When a run stops before its end: signals, a time limit, and processes that stop together.
+
+| received | one process | several processes |
+|---|---|---|
+| SIGTERM | a handler notes it; the run saves, exit code 143 | JAX's preemption service stops all after one call |
+| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service |
+| SIGINT | the same, KeyboardInterrupt; a second one leaves at once | forwarded to that service |
+| `stop_secs` | a timer does what SIGTERM does | all look at the clock of process 0 |
+
+The first signal also ends what waits: the start of a run, the wait for a batch, and the tracing of a program.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from jstep.distributed import processes
+
+_logger = logging.getLogger("jstep")
+
+_OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
+"""Signals that schedulers and terminals send; they stop a run only if nothing else is done with them."""
+
+
+class Preempted(SystemExit):
+    """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished and saved.
+
+    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`.
+
+    Attributes:
+        state: The state after that step.
+    """
+
+    def __init__(self, message: str, code: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(code)
+        self.message = message
+        self.state: Any = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StopWaiting(BaseException):
+    """Interruption of a wait when the run stops, for a batch or a program; never propagates out of `train`."""
+
+
+class StopSignals:
+    """The signals that stop a run, and its time limit, from `begin` to `end`.
+
+    Signal handlers can be set in the main thread only; in another thread it handles none. A SIGINT that is ignored, as
+    under `nohup` or in a background job of a script, stays ignored, and so does SIGHUP. In a process that is forked
+    during the run, every handler is that of before.
+
+    Args:
+        stop_secs: Seconds until the run stops; None for no limit.
+        clock: Returns seconds.
+
+    Attributes:
+        on_first: Called by the handler at the first signal.
+        received: The first signal; None until one is received. SIGTERM at the end of the time limit.
+        is_over: Whether the time limit stops the run.
+        at_once: Whether a second SIGINT was received.
+    """
+
+    def __init__(self, stop_secs: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on_first: Callable[[], None] = lambda: None
+        self._alone = processes.is_single_process()
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+        self.is_over = self.at_once = self._agreed = False
+        self._timer: threading.Timer | None = None
+        self._limit: processes.AgreedClock | None = None
+        self._polls = 0
+        self._ending = threading.Lock()
+        if stop_secs is not None and self._alone:
+            # A longer wait is an error; this one is 292 years.
+            self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
+            self._timer.daemon = True
+        elif stop_secs is not None:
+            self._limit = processes.AgreedClock(stop_secs, clock)
+
+    def begin(self) -> None:
+        """Handle signals, and start to count the seconds; `end` must follow, also if a signal interrupts this."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
+                if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                self._handle(number)
+            for number in filter(_is_free, _OTHERS):
+                self._handle(number)
+            _active.append(self)
+        if self._timer is not None:
+            self._timer.start()
+
+    def end(self) -> None:
+        """Handle no more signals."""
+        with self._ending:  # the timer sends a signal now, or never
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+        if self in _active:
+            _active.remove(self)
+        self.restore()
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._before[number] = signal.getsignal(number)  # known before a signal can interrupt this
+        signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Restore the handlers of before, in this process or in one that was forked from it."""
+        for number, handler in self._before.items():
+            # None: the handler was not set from Python, so Python cannot restore it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _expire(self) -> None:
+        """Do what SIGTERM does; called by the timer."""
+        with self._ending:
+            if self._timer is None or self.received is not None:
+                return
+            self.is_over = True
+            main = threading.main_thread().ident
+            if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
+                signal.pthread_kill(main, signal.SIGTERM)  # interrupts what the loop waits for
+            else:  # the run is in another thread, or a hook has set a handler
+                self.received = signal.SIGTERM
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if number == signal.SIGINT:
+                self.at_once = True
+                raise KeyboardInterrupt
+            return
+        self.received = signal.Signals(number)
+        if self._alone:
+            self.on_first()
+        else:
+            processes.request_stop()
+
+    def is_stopping(self) -> bool:
+        """Whether to stop waiting for a batch or a program: a signal was received, and this is the only process."""
+        return self._alone and self.received is not None
+
+    def to_stop(self) -> bool:
+        """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
+        if self._alone:
+            return self.received is not None
+        if not self._agreed:
+            self._polls += 1
+            is_over = self._limit is not None and self._limit.due(self._polls)
+            is_preempted = processes.reached_stop()
+            self._agreed = is_over or is_preempted
+            if self._agreed:
+                self.is_over = is_over
+                self._agree_on_signal()
+        return self._agreed
+
+    def agree_at_end(self) -> None:
+        """Let all processes leave if one of them received a signal too late for the others to hear of it in the run.
+
+        Must be called on all processes whose run has ended without an error.
+        """
+        if not self._alone and processes.any_process(self.received is not None):
+            self._agree_on_signal()
+
+    def _agree_on_signal(self) -> None:
+        """Leave with one exit code on all processes, except for those that received SIGINT."""
+        mine = self.received if self.received in _OTHERS else 0
+        (number,) = processes.max_over_processes(np.array([mine], np.int32))
+        if self.received != signal.SIGINT:
+            self.received = signal.Signals(int(number) or signal.SIGTERM)
+
+    def stopped(self, when: str) -> BaseException:
+        """Log the signal and return the exception for `train` to raise."""
+        received = self.received or signal.SIGTERM
+        message = f"{'stop_secs' if self.is_over else received.name} stopped the run {when}"
+        _logger.info(message)
+        return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether a signal has its default action: handlers set in C, such as those of faulthandler, are not Python's."""
+    if signal.getsignal(number) != signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/self/status") as file:
+        caught = next(line for line in file if line.startswith("SigCgt:"))
+        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    return True
+
+
+# Processes that are forked in a run.
+#
+# A handler of the run would note the signal that ends a child, and the child would live on. Its signals wait until it
+# has the handlers of before.
+
+_active: list[StopSignals] = []
+"""The runs whose handlers are set, the innermost last."""
+_masked = threading.local()
+
+
+def _before_fork() -> None:
+    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {n for one in _active for n in one._before})
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masked.before)
+
+
+def _in_child() -> None:
+    while _active:
+        _active.pop().restore()
+    _in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
