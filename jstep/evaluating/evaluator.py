@@ -22,7 +22,8 @@ from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, s
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
-from jstep.hooks.base import OwnRun, RunHook, cadence, check_writer, scalar
+from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
+from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.metric_sums_program import numbers_of, read, text
 from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
@@ -140,9 +141,8 @@ class EvaluationHook(RunHook):
             raise TypeError("then and callbacks are two names of one argument: give one of them")
         self._callbacks = Callbacks(then, "then") if callbacks is None else Callbacks(callbacks, "callbacks")
         # The state is sharded over all processes, so all of them evaluate it.
-        self.cadence = cadence(
-            clock, together=True, steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs)
-        )
+        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None
         self._reported_step: int | None = None

@@ -15,7 +15,8 @@ from jstep.core.checks import as_bool, as_int, note, one_of
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook, every
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
@@ -105,7 +106,7 @@ class FingerprintHook(RunHook):
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
-        self.cadence = every("every_n_steps", every_n_steps)
+        self.cadence = cadence(steps=("every_n_steps", every_n_steps))
         self._given = None if path is None else location(path, "path")
         self._is_directory = path is not None and os.fspath(path).endswith("/")
         self._per_leaf = as_bool(per_leaf, "per_leaf")

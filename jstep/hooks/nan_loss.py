@@ -6,9 +6,10 @@ import logging
 import jax
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core.checks import as_bool
+from jstep.core.checks import as_bool, as_int
 from jstep.distributed import processes
-from jstep.hooks.base import RunHook, every, positive
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
@@ -110,9 +111,13 @@ class NanLossHook(RunHook):
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
         # The sums of a call are the same wherever it ends, so no call must end for this hook.
-        self.cadence = every("every_n_steps", every_n_steps, ends_calls=False)
+        self.cadence = cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
-        self.max_skipped_steps: int | None = positive("max_skipped_steps", max_skipped_steps)
+        self.max_skipped_steps = (
+            None
+            if max_skipped_steps is None
+            else as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
+        )
         self._reset(None)
 
     def _reset(self, state: TrainState | None) -> None:

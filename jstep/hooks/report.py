@@ -13,7 +13,8 @@ import jax
 from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
 from jstep.hooks import base
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import UNSET, ReportingHook, Selection
+from jstep.hooks.base import ReportingHook, Selection
+from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.metric_sums_program import LeaveOut, PendingValues
 from jstep.hooks.stock import StepCounterHook, shown_share
@@ -100,8 +101,7 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        cadence = base.cadence(clock, steps=steps, secs=secs, at_last=True)
-        super().__init__(cadence, mean, self._log)
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, self._log)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
         self._given_counter = counter
@@ -179,7 +179,7 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
-        super().__init__(base.every("every_n_steps", every_n_steps, at_last=True), mean, self._give)
+        super().__init__(cadence(steps=("every_n_steps", every_n_steps), at_last=True), mean, self._give)
 
     def begin(self, state: TrainState) -> bool | None:
         """Reset the hook for a new run."""
@@ -293,8 +293,8 @@ class SummarySaverHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         # The state is sharded over all processes, so all of them compute histograms.
-        cadence = base.cadence(clock, together=True, steps=("save_steps", save_steps), secs=("save_secs", save_secs))
-        super().__init__(cadence, mean, self._write)
+        steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, self._write)
         self._given_writer = base.check_writer(summary_writer)
         self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self.takes_writer = summary_writer is None

@@ -16,7 +16,8 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int, as_number, kind, setting, shown
 from jstep.core.meshes import internal_transfers
 from jstep.hooks import hook
-from jstep.hooks.base import UNSET, RunHook, cadence, cadence_or_never, check_writer, positive, scalar
+from jstep.hooks.base import RunHook, check_writer, scalar
+from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, StopWith, step_of
 from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.state.global_step import get_global_step, require_alive
@@ -116,7 +117,8 @@ class StepCounterHook(RunHook):
         flops_per_step: float | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.cadence = cadence(clock, steps=("every_n_steps", every_n_steps), secs=("every_n_secs", every_n_secs))
+        steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock)
         self._given_writer, self._clock = check_writer(summary_writer), clock
         self._peak = _positive(peak_flops, "peak_flops", "operations a second of one device")
         self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
@@ -274,9 +276,8 @@ class CheckpointSaverHook(RunHook):
         before_save: tuple[Callable[[int], bool | None], ...] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        self.cadence = cadence_or_never(
-            clock, together=True, steps=("save_steps", save_steps), secs=("save_secs", save_secs)
-        )
+        steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
+        self.cadence = cadence(steps=steps, secs=secs, clock=clock, required=False, together=True)
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._before_save = _functions(before_save, "before_save", "of the step")
         self._directory = None if isinstance(saver, Saver) else saver
@@ -456,8 +457,8 @@ class StopAtStepHook(Hook):
     def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
-        self._num_steps = positive("num_steps", num_steps)
-        self._last_step: int | None = positive("last_step", last_step)
+        self._num_steps = None if num_steps is None else as_int(num_steps, "num_steps", 1, "a number of steps")
+        self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
 
     def begin(self, state: TrainState) -> bool:
         """Count num_steps from here; return True if the state is already at last_step."""

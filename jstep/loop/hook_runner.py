@@ -7,7 +7,8 @@ from typing import Any
 
 from jstep.core import trees
 from jstep.core.checks import note
-from jstep.hooks.base import Due, RunHook, cadence_of, next_end
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import Due, next_call
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import EVALUATING, HOOKS, SAVING, STEPPING
@@ -81,7 +82,7 @@ class HookRunner:
         if first >= self._next_check:
             self._check_step(first)
         for due in self._timed:
-            if due.clock() >= due.deadline:
+            if due.cadence.clock() >= due.deadline:
                 self._next_due = step
         if step >= self._next_due or run.pending:
             self._count_examples(step)
@@ -104,7 +105,7 @@ class HookRunner:
         if first == run.first:
             run.watch.started()
             for due in self._due:  # intervals of saves that the run makes by itself begin with its first step
-                if callable(getattr(cadence_of(due.hook), "secs", None)):
+                if callable(due.cadence.secs):
                     due.done(run.step)
             if run.logs_lines:
                 run.times.log()
@@ -276,7 +277,7 @@ class HookRunner:
             for hook in known:
                 run.calling = (hook, "next_due")
                 try:
-                    due = min(due, next_end(hook, step))
+                    due = min(due, next_call(hook, step)[1])
                 except Exception as error:  # raised once the run is there
                     note(error, f"jstep: in {name_of(hook)}.next_due({step}), which says where calls end")
                     raise

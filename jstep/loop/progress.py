@@ -18,7 +18,8 @@ import jax
 from jstep.core.checks import as_int, as_number, scoped
 from jstep.core.waiting import Ticker, slow
 from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import Cadence, RunHook
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.stock import shown_share
 from jstep.loop.run_record import Run

@@ -12,11 +12,11 @@ import numpy as np
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int, kind, shown
+from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
-from jstep.hooks.base import positive, positive_secs
+from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import RunInfo, list_of_hooks
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.metric_sums_program import TransferQueue
@@ -37,7 +37,6 @@ from jstep.state.train_state import TrainState, require_state
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
-_CADENCES = ("save_checkpoint_secs", "save_checkpoint_steps", "save_summaries_steps", "log_steps")
 _KEPT_SECS = 600.0
 """The interval between checkpoints in seconds where only the one in steps is given."""
 
@@ -81,7 +80,9 @@ class Options:
             "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
             "steps_per_call": as_steps_per_call(self.steps_per_call),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
-            "stop_secs": positive_secs("stop_secs", self.stop_secs),
+            "stop_secs": None
+            if self.stop_secs is None
+            else as_number(self.stop_secs, "stop_secs", low=0, above=True, expected="a number of seconds"),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -92,9 +93,11 @@ class Options:
                 f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "
                 "steps alone), or 'auto'"
             )
-        for name in _CADENCES:
-            value = None if (value := getattr(self, name)) == AUTO else value
-            (positive_secs if name.endswith("_secs") else positive)(name, value)
+        secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
+        steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
+        cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
+        for name in ("save_summaries_steps", "log_steps"):
+            cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
 
 

@@ -16,7 +16,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tagged_json import Files, as_json
 from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
-from jstep.hooks.base import Cadence
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics, get_states
 from jstep.hooks.metric_sums_program import host, is_bad
 from jstep.hooks.nan_loss import nonfinite_params

@@ -22,7 +22,9 @@ from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.base import RunHook, cadence_of
+from jstep.hooks.audit import AuditHook
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import cadence_of
 from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.foresight import rates_of, scheduled_rates
@@ -40,8 +42,8 @@ def steps_of(hook: Any, start: int, last_step: int) -> Any:
     For an `AuditHook`, these are the steps that it repeats.
     None if the hook is due only by time, or never.
     """
-    if isinstance(hook, RunHook) and (steps := hook.steps_between(start, last_step)) is not None:
-        return steps
+    if isinstance(hook, AuditHook):
+        return hook.steps_between(start, last_step)
     cadence = cadence_of(hook)
     if cadence is not None:
         if cadence.steps is None:

@@ -7,7 +7,7 @@ import pytest
 from hook_fakes import Clock, SaverAndHook, Writer, state_at
 
 import jstep
-from jstep.hooks.base import Due, next_end
+from jstep.hooks.cadence import Due, next_call
 from jstep.hooks.hook import NEVER
 
 CADENCED = {
@@ -31,7 +31,7 @@ def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
     assert due_steps == [first, first + steps, first + 2 * steps]
     assert first > start
     assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # next_due has no side effects
-    assert next_end(hook, start) == first  # calls of several steps end there
+    assert next_call(hook, start)[1] == first  # calls of several steps end there
 
 
 SECONDS = {
@@ -48,7 +48,7 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     clock = Clock()
     hook = SECONDS[name](clock)
     assert hook.next_due(3) is None  # checked after every call
-    assert next_end(hook, 3) == NEVER
+    assert next_call(hook, 3)[1] == NEVER
     due, due_steps = Due(hook, 0), []
     for step in range(1, 20):
         clock.now += 1
@@ -66,7 +66,7 @@ def test_seconds_or_steps_whichever_comes_first(tmp_path):
         clock.now += 1 if step < 6 else 5
         saves.hook.after_step(step, state_at(step), {})
     assert saves.steps() == [4, *range(6, 14)]
-    assert next_end(saves.hook, 5) == 8  # calls of several steps end there
+    assert next_call(saves.hook, 5)[1] == 8  # calls of several steps end there
     assert saves.hook.next_due(5) is None
 
 
@@ -142,7 +142,7 @@ BOTH = {
 def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
     """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
     hook = BOTH[name](Clock(), steps)
-    assert next_end(hook, 3) == steps
+    assert next_call(hook, 3)[1] == steps
     due = Due(hook, 3)
     assert [due.now(step) for step in (4, steps)] == [False, True]
 

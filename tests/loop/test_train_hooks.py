@@ -10,7 +10,8 @@ import pytest
 from loop_runs import DATA, STEP, Calls, by_hand, make_state, same, train
 
 import jstep
-from jstep.hooks.base import Cadence, RunHook
+from jstep.hooks.base import RunHook
+from jstep.hooks.cadence import Cadence
 
 # Functions
 
