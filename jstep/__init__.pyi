@@ -46,11 +46,11 @@ from jstep.hooks.audit import AuditHook as AuditHook
 from jstep.hooks.audit import DivergenceError as DivergenceError
 from jstep.hooks.audit import FingerprintHook as FingerprintHook
 from jstep.hooks.hook import Hook as Hook
+from jstep.hooks.logs import log_every_n as log_every_n
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
 from jstep.hooks.report import LoggingHook as LoggingHook
 from jstep.hooks.report import MetricsHook as MetricsHook
 from jstep.hooks.report import SummarySaverHook as SummarySaverHook
-from jstep.hooks.report import log_every_n as log_every_n
 from jstep.hooks.stock import CheckpointSaverHook as CheckpointSaverHook
 from jstep.hooks.stock import ProfilerHook as ProfilerHook
 from jstep.hooks.stock import StepCounterHook as StepCounterHook

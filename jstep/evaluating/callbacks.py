@@ -16,7 +16,7 @@ from jstep.core.checks import as_bool, as_int, as_number, as_text, kind, one_of,
 from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import RunInfo, key_of
-from jstep.hooks.metric_sums_program import is_number, read
+from jstep.hooks.numbers import is_number, read
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, listed
 from jstep.state.global_step import global_step

@@ -24,7 +24,7 @@ from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.data.to_devices import as_shardings, copied, fitting, is_axes, over_axes, owners_of, place_rows, placement
 from jstep.distributed import processes
-from jstep.hooks.metric_sums_program import host, is_number, is_numeric
+from jstep.hooks.numbers import host, is_number, is_numeric
 from jstep.queues.queues import until_end
 
 # Batches of an evaluation: iteration over all of them, from the start each time, and their placement.

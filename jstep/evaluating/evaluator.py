@@ -25,7 +25,7 @@ from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metri
 from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
-from jstep.hooks.metric_sums_program import numbers_of, read, text
+from jstep.hooks.numbers import numbers_of, read, text
 from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
 from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params

@@ -1,17 +1,14 @@
 """The base classes of jstep's hooks."""
 
-import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jstep import summary
-from jstep.core import trees
-from jstep.core.checks import as_bool, shown
+from jstep.core.checks import shown
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics, RunInfo
-from jstep.hooks.metric_sums import MetricSums, PendingMeans
-from jstep.hooks.metric_sums_program import PendingScalars, PendingValues, TransferQueue, is_ready, read, scalars
+from jstep.hooks.metric_sums import MetricSums
+from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.timeline import HOOKS
 from jstep.state.train_state import TrainState
 
@@ -122,89 +119,12 @@ class OwnRun(RunInfo):
             self._due.done(step)
 
 
-# Base class of hooks that report scalar metrics of a step, or means over an interval.
-
-
-class ReportingHook(RunHook):
-    """A hook that delivers scalar metrics when due, as soon as they have arrived from the device.
-
-    Args:
-        cadence: The cadence.
-        mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
-        deliver: Called with a step and its values as Python numbers, in the order of the steps.
-    """
-
-    def __init__(self, cadence: Cadence, mean: Any, deliver: Callable[[int, dict[str, Any]], None]) -> None:
-        self.cadence = cadence
-        self._mean = as_bool(mean, "mean")
-        self._deliver = deliver
-
-    def use_run(self, run: RunInfo) -> None:
-        """Use the sums of the run."""
-        super().use_run(run)
-        if self._mean:
-            self._number = run.sums.subscribe()
-
-    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Queue the metrics of this step, and deliver what is ready."""
-        self._hold(step, metrics)
-        self.run.transfers.deliver_ready()
-
-    def end(self, step: int, state: TrainState) -> None:
-        """Deliver all pending rows."""
-        self.run.transfers.deliver_all()
-
-    def _hold(self, step: int, metrics: Metrics) -> None:
-        self.run.transfers.add(step, self._numbers(metrics), self._deliver, self)
-
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
-        """The numbers to deliver for a step; means start from zero again."""
-        if not self._mean:
-            return PendingScalars(scalars(metrics, leave_out))
-        return PendingMeans(self.run.sums.take(self._number), leave_out)
-
-
-# Create summaries of metrics and states.
-
-Selection = str | Sequence[str]
+# What hooks write to event files.
 
 
 def scalar(tag: str, value: Any) -> Any:
     """A scalar summary that is not added to any collection."""
     return summary.scalar(tag, value, collections=())
-
-
-def merged_summary(values: Mapping[str, Any], metrics: Metrics) -> Any:
-    """One summary of some numbers, and of the summaries among the metrics; None without any."""
-    if is_ready(values):  # numbers of the host are the quickest to write
-        values = read(values)
-    merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics))])
-    return merged if merged.parts else None
-
-
-def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
-    """One summary with a histogram of each floating leaf of the state whose path matches.
-
-    The values are counted before the state is donated to the next step; only the counts are kept.
-
-    Raises:
-        ValueError: A glob matches nothing.
-    """
-    leaves = [
-        (path, leaf)
-        for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})
-        if trees.is_trainable(leaf)
-    ]
-    chosen: dict[str, Any] = {}
-    for glob in globs:
-        found = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
-        if not found:
-            raise ValueError(
-                f"histograms: {glob!r} matches nothing{trees.nearest(glob, [path for path, _ in leaves])}; parameters "
-                "are 'params/…', slots 'slots/name/…'"
-            )
-        chosen |= found
-    return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
 
 
 def check_writer(summary_writer: Any) -> Any:

@@ -13,6 +13,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.hooks import metric_sums_program as device
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums_program import Columns, Sums
+from jstep.hooks.numbers import host, is_number, is_ready, start_transfer
 from jstep.training.metrics import Constants
 
 NONE = Constants({})
@@ -86,14 +87,14 @@ class Piece(NamedTuple):
 
     def is_ready(self) -> bool:
         """Whether `totals` would not wait."""
-        return not isinstance(self.array, jax.Array) or device.is_ready({"": self.array})
+        return not isinstance(self.array, jax.Array) or is_ready({"": self.array})
 
     def totals(self) -> Totals:
         """The sums; waits for the device."""
         if self.array is None:
             return Totals(self.last, self.fixed)
         with internal_transfers():
-            row = device.host(self.array)
+            row = host(self.array)
         m, sums = len(self.columns.names), dict(self.fixed)
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _plus(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
@@ -155,21 +156,6 @@ class Interval:
     def skipped_since(self, start: int) -> bool:
         """Whether all updates after a step were skipped, up to the last step of the interval; waits for the device."""
         return self.totals is not None and self.totals.skips >= self.totals.last - start
-
-
-class PendingMeans:
-    """The means of an interval, in display order, being transferred to the host."""
-
-    def __init__(self, interval: Interval, leave_out: Collection[str] = ()) -> None:
-        self._names = device.shown(interval.names(), leave_out)
-        self.is_ready, self._means = interval.is_ready, interval.means
-
-    def start(self) -> None:
-        """Do nothing: the transfer has started already."""
-
-    def read(self) -> dict[str, Any]:
-        """Wait for the means and return them."""
-        return self._means(self._names)
 
 
 class Layout(NamedTuple):
@@ -296,7 +282,7 @@ class MetricSums:
         for name, value in metrics.items():
             if isinstance(value, jax.Array):
                 computed[name] = value
-            elif device.is_number(value):
+            elif is_number(value):
                 if name == skip or not math.isfinite(value):  # it depends on the others of the step whether it counts
                     computed[name] = np.float32(value)
                 else:
@@ -337,7 +323,7 @@ class MetricSums:
         if self._stop <= self._first:
             return
         piece = self._piece()
-        device.start_transfer({"": piece.array})
+        start_transfer({"": piece.array})
         for interval in self._intervals:
             interval.add(piece)
         self._first, self._fixed = self._stop, {}
@@ -373,7 +359,7 @@ class MetricSums:
         """Add up the constants of the latest steps."""
         steps, self._constant_steps = self._constant_steps, 0
         for name, value in self._constants.values.items() if steps else ():
-            if device.is_number(value):
+            if is_number(value):
                 _plus(self._fixed, name, float(value) * steps, steps)
 
     def _layout_of(self, metrics: Metrics, skip: str | None) -> Layout:
@@ -390,7 +376,7 @@ class MetricSums:
             empty, skips = self.empty(columns, like), self._skips
             if skips is not None and _sharding_of(skips) != (sharding := _sharding_of(like)):  # on other devices
                 with internal_transfers():
-                    skips = _put(device.host(skips), sharding)
+                    skips = _put(host(skips), sharding)
             self._sums = empty if skips is None else empty._replace(skips=skips)
         return self._sums
 

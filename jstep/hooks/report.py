@@ -1,69 +1,71 @@
-"""Hooks that report: log lines, the progress line, summaries."""
+"""Hooks that report the numbers of steps: log lines, rows for a function, summaries."""
 
+import fnmatch
 import logging
-import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jstep.core.checks import as_function, as_int, kind, note, scoped, shown
-from jstep.hooks import base
-from jstep.hooks import metric_sums_program as sums
-from jstep.hooks.base import ReportingHook, Selection
-from jstep.hooks.cadence import UNSET, cadence
-from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.metric_sums_program import LeaveOut, PendingValues
+from jstep import summary
+from jstep.core import trees
+from jstep.core.checks import as_bool, as_function, kind, note, shown
+from jstep.hooks.base import RunHook, check_writer, scalar
+from jstep.hooks.cadence import UNSET, Cadence, cadence
+from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.logs import as_level
+from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
 from jstep.hooks.stock import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
-# Rate-limited logging.
+LeaveOut = Callable[[], Collection[str]]
+Selection = str | Sequence[str]
 
 _logger = logging.getLogger("jstep")
-_counts: Counter[tuple[str, int]] = Counter()
-_lock = threading.Lock()
+
+# The numbers of a step, or their means over an interval.
 
 
-def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
-    """Log `msg % args` at the first call from this line of code, and at every n-th call after it.
+class ReportingHook(RunHook):
+    """A hook that delivers scalar metrics when due, as soon as they have arrived from the device.
 
     Args:
-        level: A level of `logging`, such as `logging.INFO` or `"INFO"`.
-        msg: The message, with %-placeholders.
-        n: The interval in calls, ≥ 1.
-        *args: Arguments of the message. Device arrays are waited for only when the message is logged.
-
-    Example:
-        >>> import logging, jstep
-        >>> for step in range(1000):
-        ...     jstep.log_every_n(logging.DEBUG, "at step %d", 100, step)
-
-    Source: `tf.logging.log_every_n`.
+        when: The cadence.
+        mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
+        deliver: Called with a step and its values as Python numbers, in the order of the steps.
+        leave_out: Returns the names of metrics that are left out.
     """
-    n = as_int(n, "n", 1)
-    number = as_level(level)
-    frame = sys._getframe(1)
-    place = (frame.f_code.co_filename, frame.f_lineno)
-    with _lock:
-        count = _counts[place]
-        _counts[place] += 1
-    if count % n == 0:
-        _logger.log(number, msg, *args, stacklevel=2)
 
+    def __init__(
+        self, when: Cadence, mean: Any, deliver: Callable[[int, dict[str, Any]], None], leave_out: LeaveOut = tuple
+    ) -> None:
+        self.cadence, self._deliver = when, deliver
+        self._mean = as_bool(mean, "mean")
+        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
 
-def as_level(level: Any) -> int:
-    """Return the number of a `logging` level, given its number or name.
+    def use_run(self, run: RunInfo) -> None:
+        """Use the sums of the run."""
+        super().use_run(run)
+        if self._mean:
+            self._number = run.sums.subscribe()
 
-    Raises:
-        ValueError: There is no such level.
-    """
-    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
-    return number
+    def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Queue the metrics of this step, and deliver what is ready."""
+        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self._deliver, self)
+        self.run.transfers.deliver_ready()
+
+    def end(self, step: int, state: TrainState) -> None:
+        """Deliver all pending rows."""
+        self.run.transfers.deliver_all()
+
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
+        """The numbers to deliver for a step; means start from zero again."""
+        if not self._mean:
+            return transferred(scalars(metrics, leave_out))
+        interval = self.run.sums.take(self._number)
+        names = in_order(interval.names(), leave_out)
+        return Pending(interval.is_ready, lambda: interval.means(names))
 
 
 # Log metrics.
@@ -95,25 +97,21 @@ class LoggingHook(ReportingHook):
         every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
         counter: StepCounterHook | None = None,
-        leave_out: LeaveOut = sums.nothing,
+        leave_out: LeaveOut = tuple,
         level: int | str = logging.INFO,
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, self._log)
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, at_last=True), mean, self._log, leave_out)
         if counter is not None and not hasattr(counter, "steps_per_sec"):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {type(counter).__name__}")
         self._given_counter = counter
-        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
         self._level = as_level(level)
-
-    def _hold(self, step: int, metrics: Metrics) -> None:
-        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self._log, self)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, sums.text(values), self._speed(step))
+            _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
     def _speed(self, step: int) -> str:
         counter, share = self._given_counter or self.run.counter, None
@@ -186,9 +184,9 @@ class MetricsHook(ReportingHook):
         self._named = set()
         return super().begin(state)
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str] = ()) -> PendingValues:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to pass on; metrics that are arrays are logged once per run."""
-        names = sorted({*sums.names_of_arrays(metrics)} - self._named)
+        names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
             _logger.info(
@@ -206,50 +204,6 @@ class MetricsHook(ReportingHook):
         except Exception as error:
             note(error, f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
             raise
-
-
-# Show log lines on standard error if logging is not configured.
-
-
-@scoped
-def log_to_stderr() -> Iterator[None]:
-    """Write the lines of the logger `jstep` to standard error, if logging is not configured for it.
-
-    A handler of the root logger alone does not count as configured: some libraries add one for warnings.
-    """
-    if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
-        yield
-        return
-    handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
-    _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _logger.propagate = propagate
-        _logger.removeHandler(handler)
-        _logger.setLevel(level)
-
-
-class _LineHandler(logging.StreamHandler[Any]):
-    """Handler that writes lines above a progress bar, which is drawn again below them.
-
-    Handlers of the root logger that do not write to the terminal still receive the records.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm = sys.modules.get("tqdm")
-        if tqdm is None:
-            super().emit(record)
-        else:
-            tqdm.tqdm.write(self.format(record), file=self.stream)
-        root = logging.getLogger()
-        for handler in root.handlers:
-            to_terminal = getattr(handler, "stream", None) in (sys.stderr, sys.stdout, self.stream)
-            if not to_terminal and record.levelno >= max(root.level, handler.level):
-                handler.handle(record)
 
 
 # Write summaries of metrics.
@@ -288,15 +242,14 @@ class SummarySaverHook(ReportingHook):
         save_steps: int | None = UNSET,
         save_secs: float | None = None,
         histograms: Selection = (),
-        leave_out: LeaveOut = sums.nothing,
+        leave_out: LeaveOut = tuple,
         mean: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         # The state is sharded over all processes, so all of them compute histograms.
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
-        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, self._write)
-        self._given_writer = base.check_writer(summary_writer)
-        self._leave_out = as_function(leave_out, "leave_out", "() -> names")
+        super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, self._write, leave_out)
+        self._given_writer = check_writer(summary_writer)
         self.takes_writer = summary_writer is None
         self._histograms = _globs(histograms)
 
@@ -319,14 +272,47 @@ class SummarySaverHook(ReportingHook):
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
-        self._write(step, {} if self._mean else sums.scalars(metrics, leave_out), metrics)
+        self._write(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
-            self._writer.add_summary(base.histograms_of(state, self._histograms), step)
+            self._writer.add_summary(histograms_of(state, self._histograms), step)
         self.run.transfers.deliver_ready()
 
     def _write(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        if (summary := base.merged_summary(values, metrics or {})) is not None:
+        if (summary := merged_summary(values, metrics or {})) is not None:
             self._writer.add_summary(summary, step)
+
+
+def merged_summary(values: Mapping[str, Any], metrics: Metrics) -> Any:
+    """One summary of some numbers, and of the summaries among the metrics; None without any."""
+    if is_ready(values):  # numbers of the host are the quickest to write
+        values = read(values)
+    merged = summary.merge([*map(scalar, values, values.values()), summary.summaries_in(dict(metrics))])
+    return merged if merged.parts else None
+
+
+def histograms_of(state: TrainState, globs: Sequence[str]) -> Any:
+    """One summary with a histogram of each floating leaf of the state whose path matches.
+
+    The values are counted before the state is donated to the next step; only the counts are kept.
+
+    Raises:
+        ValueError: A glob matches nothing.
+    """
+    leaves = [
+        (path, leaf)
+        for path, leaf in trees.leaves_with_paths({"params": state.params, "slots": state.slots})
+        if trees.is_trainable(leaf)
+    ]
+    chosen: dict[str, Any] = {}
+    for glob in globs:
+        found = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
+        if not found:
+            raise ValueError(
+                f"histograms: {glob!r} matches nothing{trees.nearest(glob, [path for path, _ in leaves])}; parameters "
+                "are 'params/…', slots 'slots/name/…'"
+            )
+        chosen |= found
+    return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:

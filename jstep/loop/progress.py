@@ -17,10 +17,10 @@ import jax
 
 from jstep.core.checks import as_int, as_number, scoped
 from jstep.core.waiting import Ticker, slow
-from jstep.hooks import metric_sums_program as sums
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, step_of
+from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.stock import shown_share
 from jstep.loop.run_record import Run
 from jstep.optimizers.hyperparameters import held_values
@@ -145,13 +145,13 @@ class ProgressHook(RunHook):
             self.end(step, state)
             return
         numbers = self._numbers()
-        sums.start_transfer(numbers)
+        start_transfer(numbers)
         self._pending.append((step, numbers))
         finished = self._finished()
         ready: dict[str, Any] = {}
         while self._pending and self._pending[0][0] <= finished:
             finished_numbers = self._pending.popleft()[1]
-            ready = finished_numbers if sums.is_ready(finished_numbers) else ready
+            ready = finished_numbers if is_ready(finished_numbers) else ready
         if ready:
             self._show(ready)
         self._count(finished)
@@ -163,7 +163,7 @@ class ProgressHook(RunHook):
             flight.look()
             return self._bar.n if flight.finished is None else int(flight.finished)
         # By hand: the last step whose numbers are ready.
-        return max((step for step, numbers in self._pending if sums.is_ready(numbers)), default=self._bar.n)
+        return max((step for step, numbers in self._pending if is_ready(numbers)), default=self._bar.n)
 
     def _count(self, step: int) -> None:
         self._stop_ticking()
@@ -181,11 +181,11 @@ class ProgressHook(RunHook):
         self._bar.refresh()
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: value for name, value in sums.scalars(self.run.metrics or {}).items() if name in self._names}
+        return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
-        results = [sums.numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
-        words = sums.text(functools.reduce(operator.or_, results, numbers))
+        results = [numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
+        words = text(functools.reduce(operator.or_, results, numbers))
         counter = self.run.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []

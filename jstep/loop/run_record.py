@@ -19,8 +19,8 @@ from jstep.data.to_devices import placement
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import RunInfo, list_of_hooks
 from jstep.hooks.metric_sums import MetricSums
-from jstep.hooks.metric_sums_program import TransferQueue
 from jstep.hooks.nan_loss import NanLossHook
+from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.hooks.timeline import STEPPING, Stopwatch, Timeline
 from jstep.loop.calls import AUTO

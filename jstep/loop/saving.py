@@ -18,8 +18,9 @@ from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Metrics, get_states
-from jstep.hooks.metric_sums_program import host, is_bad
+from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
+from jstep.hooks.numbers import host
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.loop.calls import AUTO

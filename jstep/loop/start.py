@@ -25,8 +25,8 @@ from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_owners, get_states, name_of, set_states, step_of
-from jstep.hooks.metric_sums_program import read
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
+from jstep.hooks.numbers import read
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of

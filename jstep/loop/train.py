@@ -17,7 +17,7 @@ from jstep.data.to_devices import over_axes
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
-from jstep.hooks.report import log_to_stderr
+from jstep.hooks.logs import log_to_stderr
 from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache

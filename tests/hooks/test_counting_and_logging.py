@@ -75,14 +75,14 @@ class PendingValue:
 @pytest.fixture
 def pending_value(monkeypatch):
     """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import base, metric_sums_program
+    from jstep.hooks import numbers, report
 
-    monkeypatch.setattr(base, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(metric_sums_program, "start_transfer", lambda values: None)
-    monkeypatch.setattr(metric_sums_program, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(metric_sums_program, "read", lambda values: values)
+    monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
+    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(numbers, "read", lambda values: values)
     monkeypatch.setattr(
-        metric_sums_program, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
+        report, "text", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
     )
     return PendingValue
 

@@ -54,13 +54,13 @@ class PendingValue:
 
 
 def test_the_loop_does_not_wait_for_the_device(monkeypatch):
-    from jstep.hooks import base, metric_sums_program
+    from jstep.hooks import numbers, report
 
-    monkeypatch.setattr(base, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(metric_sums_program, "start_transfer", lambda values: None)
-    monkeypatch.setattr(metric_sums_program, "is_ready", lambda values: values["loss"].ready)
-    monkeypatch.setattr(metric_sums_program, "read", lambda values: {"loss": 1.0})
-    monkeypatch.setattr(metric_sums_program, "names_of_arrays", lambda metrics: [])
+    monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
+    monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
+    monkeypatch.setattr(numbers, "is_ready", lambda values: values["loss"].ready)
+    monkeypatch.setattr(numbers, "read", lambda values: {"loss": 1.0})
+    monkeypatch.setattr(report, "names_of_arrays", lambda metrics: [])
     rows, values = [], [PendingValue() for _ in range(5)]
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10)
     hook.begin(None)
@@ -219,7 +219,7 @@ def test_the_last_step_is_always_logged(caplog):
 
 
 def test_values_that_are_not_real_numbers_are_not_metrics():
-    from jstep.hooks.metric_sums_program import is_number, scalars
+    from jstep.hooks.numbers import is_number, scalars
 
     found = scalars({"a": jnp.float32(1), "key": jax.random.key(0), "z": jnp.complex64(1j), "b": True})
     assert list(found) == ["a", "b"]

@@ -11,7 +11,7 @@ from waiting import wait_until
 
 import jstep
 from jstep.core import waiting
-from jstep.hooks import metric_sums_program as sums
+from jstep.hooks import numbers
 from jstep.loop import in_flight, progress
 
 
@@ -30,10 +30,10 @@ class Later:
 
 def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(sums, "is_ready", lambda values: all(value.ready for value in values.values()))
-    monkeypatch.setattr(sums, "start_transfer", lambda values: None)
+    monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values.values()))
+    monkeypatch.setattr(progress, "start_transfer", lambda values: None)
     read = []
-    monkeypatch.setattr(sums, "read", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
+    monkeypatch.setattr(numbers, "read", lambda values: read.append(values) or {k: v.value for k, v in values.items()})
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
     hook.begin(state_at(10))

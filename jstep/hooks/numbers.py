@@ -1,0 +1,156 @@
+"""The numbers of a log line: which values are numbers, their order and text, and their way from the device."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jstep.core.meshes import internal_transfers
+from jstep.core.placement import is_on_cpus
+from jstep.hooks.hook import Metrics
+
+# Which values are numbers, their order, and their text.
+
+
+def text(values: Mapping[str, Any]) -> str:
+    """Format values as `loss 0.1234  learning_rate 0.001`; reads them from the device."""
+    numbers = values if all(type(value) in (float, int, bool) for value in values.values()) else read(values)
+    return "  ".join([f"{name} {_short(number)}" for name, number in numbers.items()])
+
+
+def _short(number: Any) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
+
+
+def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The scalar metrics: `loss` first, then learning rates, then the others by name."""
+    return {name: metrics[name] for name in in_order(metrics, leave_out) if is_number(metrics[name])}
+
+
+def in_order(names: Collection[str], leave_out: Collection[str]) -> list[str]:
+    """The order of metrics in a line, without those in `leave_out`; the loss and learning rates are always kept."""
+
+    def rank(name: str) -> tuple[int, str]:
+        return (0 if name == "loss" else 1 if name.rsplit("/", 1)[-1] == "learning_rate" else 2, name)
+
+    return sorted([name for name in names if name not in leave_out or rank(name)[0] < 2], key=rank)
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among some results."""
+    return {name: value for name, value in results.items() if is_number(value)}
+
+
+def names_of_arrays(metrics: Metrics) -> list[str]:
+    """The names of metrics that are arrays of numbers, not scalars."""
+    arrays = jax.Array | np.ndarray
+    return [name for name, value in metrics.items() if isinstance(value, arrays) and value.ndim and is_numeric(value)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of one without axes, or the type of such an array."""
+    return is_numeric(value) and getattr(value, "ndim", 0) == 0
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of these with any shape, or its type."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not hasattr(value, "ndim"):
+        return isinstance(value, int | float)
+    if getattr(dtype, "kind", "") in ("b", "i", "u", "f"):  # the dtype of a PRNG key has no kind
+        return True
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+
+
+# Their way to the host.
+
+
+def start_transfer(values: Mapping[str, Any]) -> None:
+    """Start the transfer of values to the host, without waiting."""
+    for value in values.values():
+        # From a CPU there is nothing to transfer, and the call takes as long as a small step.
+        if isinstance(value, jax.Array) and not is_on_cpus(value):
+            value.copy_to_host_async()
+
+
+def is_ready(values: Mapping[str, Any]) -> bool:
+    """Whether reading the values would not wait."""
+    arrays: list[Any] = [value for value in values.values() if isinstance(value, jax.Array)]
+    return all(array.is_ready() for array in arrays)
+
+
+def read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait for the values and return them as Python numbers."""
+    with internal_transfers():
+        return {name: host(value).item() for name, value in values.items()}
+
+
+def host(value: Any) -> np.ndarray[Any, Any]:
+    """Copy a value to the host; of an array replicated over several processes, this process's copy."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+        value = value.addressable_data(0)
+    return np.asarray(value)
+
+
+class Pending(NamedTuple):
+    """What is being transferred to the host.
+
+    Attributes:
+        is_ready: Returns whether `read` would not wait.
+        read: Waits for it and returns it.
+    """
+
+    is_ready: Callable[[], bool]
+    read: Callable[[], Any]
+
+
+def transferred(values: Mapping[str, Any]) -> Pending:
+    """Start the transfer of values to the host, which become Python numbers there."""
+    start_transfer(values)
+    return Pending(lambda: is_ready(values), lambda: read(values))
+
+
+class TransferQueue:
+    """A queue of what is on its way to the host. All hooks of a run share one, so that rows are delivered in order.
+
+    Args:
+        waiting: Makes the context in which the device is waited for.
+
+    Attributes:
+        failed_owner: The hook whose `deliver` raised last; None if none did.
+    """
+
+    def __init__(
+        self, waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        self._queue: deque[tuple[int, Pending, Callable[[int, Any], None], Any]] = deque()
+        self._waiting = waiting
+        self.failed_owner: Any = None
+
+    def add(self, step: int, pending: Pending, deliver: Callable[[int, Any], None], owner: Any) -> None:
+        """Queue what belongs to a step; `deliver(step, what was read)` receives it, on behalf of a hook, the owner."""
+        self._queue.append((step, pending, deliver, owner))
+
+    def deliver_ready(self) -> None:
+        """Deliver what is ready, up to the first that is not."""
+        while self._queue and self._queue[0][1].is_ready():
+            self._next()
+
+    def deliver_all(self) -> None:
+        """Deliver everything; wait for the device."""
+        while self._queue:
+            self._next()
+
+    def _next(self) -> None:
+        step, pending, deliver, owner = self._queue.popleft()
+        try:
+            with contextlib.nullcontext() if pending.is_ready() else self._waiting():
+                found = pending.read()
+            deliver(step, found)
+        except BaseException:
+            self.failed_owner = owner
+            raise
