@@ -21,12 +21,18 @@ from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
 from jstep.distributed import processes
 from jstep.evaluating import evaluation_batches
+from jstep.evaluating.callbacks import (
+    Callbacks,
+    EvaluationAbandoned,
+    EvaluationCallback,
+    interruptible,
+    raise_if_stop_requested,
+)
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
 from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.numbers import numbers_of, read, text
-from jstep.hooks.stock import Callbacks, EvaluationAbandoned, EvaluationCallback, interruptible, raise_if_stop_requested
 from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params

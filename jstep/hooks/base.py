@@ -3,7 +3,7 @@
 from typing import Any
 
 from jstep import summary
-from jstep.core.checks import shown
+from jstep.core.checks import kind, shown
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics, RunInfo
@@ -141,3 +141,21 @@ def check_writer(summary_writer: Any) -> Any:
             "jstep.summary.SummaryWriter"
         )
     return summary_writer
+
+
+# Functions that hooks are given.
+
+
+def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
+    """Return functions as a tuple; refuse anything but a sequence of them."""
+    try:
+        if callable(functions):
+            raise TypeError
+        given = tuple(functions)
+    except TypeError:
+        what = f"{argument}: must be a sequence of functions {form}, got {kind(functions)}"
+        raise TypeError(f"{what}; give a list: {argument}=[…]") from None
+    for i, function in enumerate(given):
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(f"{argument}[{i}]={shown(function)}: must be a function {form}, got {kind(function)}")
+    return given

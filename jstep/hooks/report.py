@@ -16,7 +16,7 @@ from jstep.hooks.cadence import UNSET, Cadence, cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo
 from jstep.hooks.logs import as_level
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
-from jstep.hooks.stock import StepCounterHook, shown_share
+from jstep.hooks.speed import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
 LeaveOut = Callable[[], Collection[str]]

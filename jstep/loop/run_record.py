@@ -21,7 +21,8 @@ from jstep.hooks.hook import RunInfo, list_of_hooks
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
+from jstep.hooks.speed import StepCounterHook
+from jstep.hooks.stock import CheckpointSaverHook
 from jstep.hooks.timeline import STEPPING, Stopwatch, Timeline
 from jstep.loop.calls import AUTO
 from jstep.loop.compiler import StartTimes

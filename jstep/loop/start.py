@@ -28,7 +28,8 @@ from jstep.hooks.hook import check_owners, get_states, name_of, set_states, step
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.numbers import read
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.stock import CheckpointSaverHook, StepCounterHook
+from jstep.hooks.speed import StepCounterHook
+from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
 from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead

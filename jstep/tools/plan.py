@@ -22,8 +22,8 @@ from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches, weights_of
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.audit import AuditHook
 from jstep.hooks.base import RunHook
+from jstep.hooks.bits import AuditHook
 from jstep.hooks.cadence import cadence_of
 from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.stock import StopAtStepHook

@@ -8,7 +8,7 @@ from hook_fakes import Clock, state_at
 from hooked_runs import train
 
 import jstep
-from jstep.hooks import stock
+from jstep.hooks import speed
 
 
 class Marker:
@@ -35,7 +35,7 @@ class PointRecorder:
 
 @pytest.fixture
 def hook_clock_and_writer(monkeypatch):
-    monkeypatch.setattr(stock, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
+    monkeypatch.setattr(speed, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
     clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())

@@ -12,7 +12,7 @@ from hook_fakes import Writer, state_at
 
 import jstep
 from jstep.core import devices
-from jstep.hooks import stock
+from jstep.hooks import speed
 from jstep.loop.utilization import DispatchedSteps
 
 SIDE = 16
@@ -209,7 +209,7 @@ def test_outside_of_train_there_is_no_utilization():
         hook.after_step(step, state_at(step), {})
     assert hook.steps_per_sec is not None
     assert hook.mfu is None
-    assert stock.shown_share(hook.figure_at(8).utilization) == []
+    assert speed.shown_share(hook.figure_at(8).utilization) == []
 
 
 @pytest.mark.parametrize("name", ["peak_flops", "flops_per_step"])

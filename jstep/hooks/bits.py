@@ -1,4 +1,4 @@
-"""Fingerprints during training: logged, compared with an earlier log, and computed twice."""
+"""Hooks that watch the bits of a run: logged, compared with an earlier log, and computed twice."""
 
 import contextlib
 import functools
