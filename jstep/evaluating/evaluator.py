@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_text, explain_jax, kind, note, shown
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
+from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, of_each_lane, on_lanes, sum_over_lanes
@@ -33,7 +34,6 @@ from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
 from jstep.hooks.numbers import numbers_of, read, text
-from jstep.hooks.timeline import EVALUATING, STEPPING
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive

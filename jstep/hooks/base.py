@@ -4,12 +4,12 @@ from typing import Any
 
 from jstep import summary
 from jstep.core.checks import kind, shown
+from jstep.core.stopwatch import HOOKS
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
 from jstep.hooks.hook import Hook, Metrics, RunInfo
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.timeline import HOOKS
 from jstep.state.train_state import TrainState
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.

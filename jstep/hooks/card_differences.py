@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from jstep.core.checks import cut
-from jstep.hooks.timeline import START, fields_with
+from jstep.stores.timeline import START, fields_with
 
 VERSION = 1
 """The version of the cards."""

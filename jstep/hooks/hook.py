@@ -15,8 +15,8 @@ from jstep.core.checks import kind, note, shown
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
+from jstep.core.stopwatch import Stopwatch
 from jstep.core.tagged_arrays import UnsupportedError
-from jstep.hooks.timeline import Stopwatch
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 

@@ -7,13 +7,13 @@ import jax
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool, as_int
+from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
-from jstep.hooks.timeline import STEPPING
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, in_words, listed
 from jstep.state.train_state import TrainState
 

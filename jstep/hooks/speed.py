@@ -9,10 +9,10 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_number
+from jstep.core.stopwatch import STEPPING
 from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, cadence
 from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.timeline import STEPPING
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 

@@ -11,11 +11,11 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import SAVING
 from jstep.hooks import hook
 from jstep.hooks.base import RunHook, as_functions
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import NEVER, Clock, Hook, Metrics, step_of
-from jstep.hooks.timeline import SAVING
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url, location

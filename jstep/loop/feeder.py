@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import LivePosition, Source
 from jstep.data.to_devices import Reader, copied
 from jstep.distributed import processes
-from jstep.hooks.timeline import Stopwatch
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end

@@ -19,11 +19,11 @@ from jstep.core import trees
 from jstep.core.checks import shown
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import shards_arrays
+from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.data.to_devices import mesh_without_batch
 from jstep.distributed import processes
 from jstep.hooks.metric_sums import NONE, MetricSums
 from jstep.hooks.metric_sums_program import Accumulate, skip_metric_of
-from jstep.hooks.timeline import STARTING, Stopwatch
 from jstep.loop.calls import AUTO, AutoSteps, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
 from jstep.loop.compiler import BackgroundCompiler, compile_apart, compiled_here, shapes_of, stacked_shapes, type_text
 from jstep.loop.signals import StopWaiting

@@ -14,6 +14,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number, kind, shown
 from jstep.core.placement import refuse_compile_only
+from jstep.core.stopwatch import STEPPING, Stopwatch
 from jstep.data.sequence import StateBatches
 from jstep.data.to_devices import placement
 from jstep.hooks.cadence import cadence
@@ -23,7 +24,6 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import STEPPING, Stopwatch, Timeline
 from jstep.loop.calls import AUTO
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter
@@ -33,6 +33,7 @@ from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState, require_state
+from jstep.stores.timeline import Timeline
 
 # The arguments of `train`, validated.
 

@@ -13,6 +13,7 @@ from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import scoped
 from jstep.core.meshes import internal_transfers
+from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.core.tagged_json import Files, as_json
 from jstep.data.loaders import gather_positions, kept_positions
 from jstep.distributed import processes
@@ -22,7 +23,6 @@ from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import SAVING, STEPPING
 from jstep.loop.calls import AUTO
 from jstep.loop.run_record import Run
 from jstep.state.contents import in_words

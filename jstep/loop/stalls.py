@@ -26,14 +26,15 @@ import jax.numpy as jnp
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_number
 from jstep.core.meshes import Thread, in_background
+from jstep.core.stopwatch import SAVING, STARTING, STEPPING, WAITING
 from jstep.data.to_devices import serve
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_batches import taken
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.hooks.timeline import CALL, SAVING, STALL, STARTING, STEPPING, WAITING, WITH_OTHERS, StallFiles, silent
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
 from jstep.loop.run_record import ENDING, Run
@@ -42,6 +43,7 @@ from jstep.loop.stopping import save_while_it_hangs
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
 from jstep.stores.objects import absolute, location
+from jstep.stores.timeline import STALL
 from jstep.training.step import TRACED
 
 EXIT_CODE = 75

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from jstep.checkpoint.saver import Saver
-from jstep.hooks import timeline
-from jstep.hooks.timeline import AGAIN, START, TIMES, VERSION, Timeline
+from jstep.core import stopwatch
 from jstep.loop.run_record import Run
 from jstep.stores.objects import location
+from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 _EVERY_SECS = 1.0
 _logger = logging.getLogger("jstep")
@@ -29,7 +29,7 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
     def __init__(self, run: Run) -> None:
         self.run, options = run, run.options
         run.at_opening.append(self.opened)
-        self._wall = timeline.CLOCKS.wall() - sum(run.watch.seconds().values())
+        self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
         if isinstance(self._directory, Saver):

@@ -11,6 +11,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.core.stopwatch import HOOKS, SAVING, new_watch
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import check_batches
 from jstep.data.to_devices import over_axes
@@ -18,7 +19,6 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.logs import log_to_stderr
-from jstep.hooks.timeline import HOOKS, SAVING, new_watch
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import fetched_by_all

@@ -11,9 +11,9 @@ import numpy as np
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.checks import columns, is_inexact
 from jstep.hooks.card_differences import VERSION, Start, card_difference, changes, starts_of
-from jstep.hooks.timeline import is_seconds
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split
+from jstep.stores.timeline import is_seconds
 from jstep.tools import cli_common
 from jstep.tools.cli_common import DIFFERENT, OK, Checkpoint, Command
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jstep.core.checks import cut, figure
-from jstep.hooks.timeline import read_stalls, silent, waited_for
+from jstep.hooks.stall_files import read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location
 from jstep.summary import read

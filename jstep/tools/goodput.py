@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import columns, html_table
-from jstep.hooks.timeline import PARTS, STALL, STEPPING, fields_with, is_seconds, read
+from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.stores.objects import absolute, location
+from jstep.stores.timeline import STALL, fields_with, is_seconds, read
 from jstep.tools.cli_common import OK, Command, as_json, show
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)

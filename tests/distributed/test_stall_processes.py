@@ -10,7 +10,7 @@ from processes import start, wait_for
 
 import jstep
 from jstep.distributed import processes as agreement
-from jstep.hooks.timeline import read_stalls
+from jstep.hooks.stall_files import read_stalls
 from jstep.tools.cli import main
 
 TRAIN = """

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import jstep
-from jstep.hooks.timeline import StallFiles, read_stalls, silent, waited_for
+from jstep.hooks.stall_files import StallFiles, read_stalls, silent, waited_for
 from jstep.tools.cli import main
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jstep.hooks.timeline import PARTS, Stopwatch, seconds_before_training
+from jstep.core.stopwatch import PARTS, Stopwatch, seconds_before_training
 
 
 class Clock:
@@ -104,12 +104,12 @@ def test_durations_of_parts_and_calls_are_kept():
 
 
 def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
-    monkeypatch.setattr("jstep.hooks.timeline._trained", set())
+    monkeypatch.setattr("jstep.core.stopwatch._trained", set())
     assert seconds_before_training() >= 0.0
     assert seconds_before_training() == 0.0
 
 
 def test_a_system_that_does_not_say_when_a_process_started(monkeypatch):
-    monkeypatch.setattr("jstep.hooks.timeline._trained", set())
+    monkeypatch.setattr("jstep.core.stopwatch._trained", set())
     monkeypatch.delattr("time.CLOCK_BOOTTIME", raising=False)
     assert seconds_before_training() == 0.0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks import timeline
+from jstep.core import stopwatch
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -23,7 +23,7 @@ class Clock:
         self.now, self.before = now, before
 
     def clocks(self):
-        return timeline.Clocks(seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before)
+        return stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, before=lambda: self.before)
 
     def advancing(self, seconds, result=None):
         def function(*args):
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timeline, "CLOCKS", clock.clocks())
+    monkeypatch.setattr(stopwatch, "CLOCKS", clock.clocks())
     return clock
 
 
@@ -92,7 +92,7 @@ def test_audits_are_not_productive(clock, tmp_path):
 
 
 def test_a_later_compilation_is_not_productive(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "CLOCKS", timeline.Clocks(before=lambda: 0.0))
+    monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(before=lambda: 0.0))
 
     def loss(params, x):
         time.sleep(len(x) - 1.0)  # while it is traced
@@ -155,10 +155,10 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog)
 KILLED = """
 import json, os, signal, sys, time
 import jax.numpy as jnp, jstep
-from jstep.hooks import timeline
+from jstep.core import stopwatch
 directory, now, before, die_at, last_step = sys.argv[1], *map(float, sys.argv[2:4]), *map(int, sys.argv[4:6])
 clock = [now]
-timeline.CLOCKS = timeline.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
+stopwatch.CLOCKS = stopwatch.Clocks(lambda: clock[0], lambda: clock[0], lambda: before)
 optimizer = jstep.gradient_descent(0.25)
 minimize = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 steps = []

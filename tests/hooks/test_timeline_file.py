@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks import timeline
-from jstep.hooks.timeline import AGAIN, START, TIMES, VERSION, Timeline
+from jstep.core import stopwatch
 from jstep.loop import timeline as recorder
-from jstep.stores import files
+from jstep.stores import files, timeline
 from jstep.stores.files import LocalLines
+from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
 
 def times(writer, second, kind=TIMES, checkpoint=None, **fields):
@@ -62,7 +62,7 @@ def test_lines_after_an_hour(tmp_path, monkeypatch):
             now[0] += seconds
             return self.seconds > 3600
 
-    monkeypatch.setattr(timeline, "CLOCKS", timeline.Clocks(lambda: now[0], lambda: now[0], lambda: 0.0))
+    monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(lambda: now[0], lambda: now[0], lambda: 0.0))
     monkeypatch.setattr(recorder, "threading", types.SimpleNamespace(Event=Hour, Thread=threading.Thread))
     optimizer = jstep.gradient_descent(0.25)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.hooks.timeline import Timeline
+from jstep.stores.timeline import Timeline
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 """A large constant that a traced program contains."""

@@ -17,8 +17,8 @@ from cards import card_of, loss
 
 import jstep
 from jstep.hooks.card_differences import card_difference
-from jstep.hooks.timeline import Timeline
 from jstep.loop import card
+from jstep.stores.timeline import Timeline
 
 
 @pytest.fixture(scope="module")

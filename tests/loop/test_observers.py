@@ -20,7 +20,7 @@ OF = {
     "loop/stalls": {"stalls"},
     "loop/utilization": {"utilization"},
     "loop/progress": {"progress"},
-    "hooks/audit": {"audits"},
+    "hooks/bits": {"audits"},
     "tools/goodput": {"goodput"},
 }
 """File → what is gone without it."""

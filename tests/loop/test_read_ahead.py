@@ -8,8 +8,8 @@ import pytest
 from sources import in_loops
 
 import jstep
+from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import source_of
-from jstep.hooks.timeline import Stopwatch
 from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copied_batches
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.hooks.timeline import StallFiles, read_stalls
+from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

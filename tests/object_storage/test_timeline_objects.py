@@ -1,6 +1,6 @@
 """The timeline of a run below a URL that does not respond: it does not delay the run."""
 
-from jstep.hooks.timeline import TIMES, Timeline
+from jstep.stores.timeline import TIMES, Timeline
 
 
 def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):

@@ -21,8 +21,8 @@ from disk_states import State, write
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.hooks import timeline as timeline_lines
 from jstep.state import fingerprints
+from jstep.stores import timeline as timeline_lines
 from jstep.summary.read import read_scalars
 
 ACCEPTABLE = "acceptable"

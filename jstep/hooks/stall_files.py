@@ -1,0 +1,148 @@
+"""The files `stalls/PROCESS.json` of a run: what each process that hangs waits for, for the others and for people."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+from jstep.checkpoint.directory import is_alive, this_process
+from jstep.stores.files import is_directory, names_in, opened, replace_file
+from jstep.stores.objects import Objects, is_url, join
+
+_logger = logging.getLogger("jstep")
+
+FOLDER, STALLS_VERSION = "stalls", 1
+CALL, WITH_OTHERS = "call", "agreement"
+"""The kinds of waits that are usually for other processes."""
+_TYPES = {"process": int, "processes": int, "host": str, "pid": int, "stall": bool, "since": float, "renewed": float}
+_TEXTS = ("kind", "what", "line")
+_SILENT = 60.0
+"""Seconds without a renewal after which the file of another host is stale; hosts' clocks may differ."""
+
+Fields = Mapping[str, Any]
+"""The fields of a file."""
+
+
+def read_stalls(where: str) -> tuple[list[Fields], list[str]]:
+    """Return what the processes of a run wait for, the oldest first, and the problems of files that cannot be read.
+
+    Files of processes that have ended, or that do not renew them, are left out. A process that does not hang writes a
+    file while others do, whose `stall` is false.
+
+    Args:
+        where: A directory or URL.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    found, problems, folder = [], [], join(where, FOLDER)
+    # Not `Directory`: nothing is lost if a list is not whole.
+    names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
+    for name in [name for name in names if name.endswith(".json")]:
+        try:
+            with opened(join(folder, name)) as file:
+                one = json.loads(file.read())
+            if isinstance(one, dict) and type(one.get("version")) is int and one["version"] > STALLS_VERSION:
+                raise ValueError("it was written by a newer jstep")
+            if not isinstance(one, dict) or not all(isinstance(one.get(key), kind) for key, kind in _TYPES.items()):
+                raise ValueError("it is not the file of a stall")
+        except FileNotFoundError:  # the process continued meanwhile
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{join(folder, name)} is skipped: {error}")
+            continue
+        alive = is_alive(one)
+        is_current = time.time() - one["renewed"] < _SILENT if alive is None else alive
+        if is_current and "exit_code" not in one:
+            found.append({**one, **{key: str(one.get(key, "")) for key in _TEXTS}})
+    return sorted(found, key=lambda one: float(one["since"])), problems
+
+
+def waited_for(found: Sequence[Fields]) -> list[Fields]:
+    """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
+    own = [one for one in found if one["kind"] not in (CALL, WITH_OTHERS)]
+    often = Counter(one["what"] for one in found)
+    smaller = [one for one in found if often[one["what"]] < max(often.values())]
+    return own if len(own) < len(found) else smaller
+
+
+def silent(found: Sequence[Fields], count: int) -> list[int]:
+    """The processes of a run, of so many, of which there is no file."""
+    return sorted(set(range(count)) - {one["process"] for one in found})
+
+
+class StallFiles:
+    """The file of one process, and what the others wrote, kept up to date by a thread of its own: a disk may hang.
+
+    Args:
+        where: The directory or URL of the run; None if it has none, so that nothing is written.
+        process: The index of the process.
+        warn_secs: Those of the `StallHook`.
+
+    Attributes:
+        others: What the other processes wrote when their files were last read.
+        reads: How often they were read.
+        shown: When the file was first written; None if there is none.
+        period: The seconds after which the file is renewed, and those of the others are looked for.
+    """
+
+    def __init__(self, where: str | None, process: int, warn_secs: float) -> None:
+        self._where, self._process = where or "", process
+        self._folder = join(self._where, FOLDER)
+        self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
+        self._job: Any = None
+        self._begun, self._may_exist, self._has_warned = -self.period, True, False  # that of an earlier start
+        self.others: list[Fields] = []
+        self.reads = 0
+        self.shown: float | None = None
+
+    def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
+        """Begin to write the file (None: to remove it), and to read those of the others, if it is time for that."""
+        from jstep.core.meshes import in_background  # not at the top: it imports JAX
+
+        is_wanted = fields is not None or read or self._may_exist
+        is_time = at_once or time.monotonic() - self._begun >= self.period or (fields is None and self._may_exist)
+        if self._where and is_wanted and is_time and (self._job is None or self._job.done()):
+            mine = None if fields is None else fields()
+            self._begun = time.monotonic()
+            self._job = in_background(lambda: self._exchange(mine, read), name="jstep-stall-files", daemon=True)
+
+    def settle(self, fields: Callable[[], Fields] | None) -> None:
+        """Write or remove the file now, but do not wait long for a disk."""
+        for begin in (bool, functools.partial(self.exchange, fields, at_once=True)):
+            begin()
+            futures.wait([] if self._job is None else [self._job], timeout=5.0)
+
+    def _exchange(self, mine: Fields | None, read: bool) -> None:
+        try:
+            if mine is not None or self._may_exist:
+                self._may_exist = mine is not None
+                self._write(mine)
+                self.shown = None if mine is None else self.shown or time.monotonic()
+        except OSError as error:
+            if mine is not None and not self._has_warned:
+                _logger.warning("%s: the stall cannot be written: %s", self._folder, error)
+                self._has_warned = True
+        try:
+            if read:
+                self.others = [one for one in read_stalls(self._where)[0] if one["process"] != self._process]
+        finally:
+            self.reads += read
+
+    def _write(self, mine: Fields | None) -> None:
+        name = f"{self._process}.json"
+        own = {"version": STALLS_VERSION, "process": self._process, "renewed": time.time()}
+        data = json.dumps({**own, **this_process(), **(mine or {})}).encode()
+        if is_url(self._folder):
+            Objects(self._folder).delete(name) if mine is None else Objects(self._folder).write(name, data)
+        elif mine is not None:
+            replace_file(join(self._folder, name), data)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(join(self._folder, name))

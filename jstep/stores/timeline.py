@@ -1,0 +1,284 @@
+"""The timeline of a run, the file or objects that keep its times: its lines, read and written."""
+
+import json
+import logging
+import math
+import secrets
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jstep.core.checks import as_text, shown
+from jstep.core.stopwatch import PARTS
+from jstep.stores.files import LocalLines, ObjectLines, is_directory, names_in, opened
+from jstep.stores.objects import Directory, absolute, is_url, join, location
+
+# Reading the lines of a timeline, from a file or from the objects of all starts.
+
+NAME = "timeline.jsonl"
+OBJECTS = "timeline."
+"""The beginning of object names; they end like `NAME`."""
+VERSION = 1
+START, TIMES = "start", "parts"
+"""The kinds of lines that contain times."""
+AGAIN = "time_again"
+"""The last field of a line with times, equal to its `time` unless the line was only partly written."""
+STALL = "stall"
+"""The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
+
+_logger = logging.getLogger("jstep")
+
+
+class Times(Sequence[dict[str, Any]]):
+    """The lines with times of one start, in an array for each number: a dictionary a line takes ten times the file."""
+
+    def __init__(self) -> None:
+        self._seconds = {part: array("d") for part in PARTS}
+        self._time = array("d")
+        self._first, self._now, self._checkpoint = array("q"), array("q"), array("q")  # -1 for none
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line that `_line` returned."""
+        first, now = line["step"] or (-1, -1)
+        checkpoint: Any = line.get("checkpoint")
+        self._time.append(line["time"])
+        self._first.append(first)
+        self._now.append(now)
+        self._checkpoint.append(checkpoint if isinstance(checkpoint, int) and _is_step(checkpoint) else -1)
+        for part, seconds in self._seconds.items():
+            seconds.append(line["seconds"].get(part, 0.0))
+
+    def __len__(self) -> int:
+        return len(self._time)
+
+    def __getitem__(self, n: Any) -> Any:
+        first, checkpoint = self._first[n], self._checkpoint[n]
+        return {
+            "time": self._time[n],
+            "step": None if first < 0 else [first, self._now[n]],
+            "seconds": {part: seconds[n] for part, seconds in self._seconds.items()},
+            "checkpoint": None if checkpoint < 0 else checkpoint,
+        }
+
+
+def read(path: Any, prefix: str = "model") -> list[Times]:
+    """Return the lines with times of each start of a run, in the order of its starts.
+
+    A torn last line is skipped silently; other corrupted lines are skipped with a warning.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, a timeline in it, or a URL of one of these.
+        prefix: The prefix of the run's checkpoints.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        ValueError: The timeline has no start with this prefix, or was written by a newer version of jstep.
+        OSError: The timeline cannot be read.
+    """
+    where, prefix = absolute(location(path, "path")), as_text(prefix, "prefix")
+    starts: defaultdict[str, Times] = defaultdict(Times)
+    others: dict[str, None] = {}
+    known: set[str] = set()
+    places = _places(where)
+    for place in places:
+        with opened(place) as file:
+            for number, raw in enumerate(file, 1):
+                line = _line(raw)
+                if line is None:
+                    if raw.strip() and raw.endswith(b"\n"):
+                        text = shown(raw.decode(errors="replace").strip(), 60)
+                        _logger.warning(
+                            "%s: line %d is not a line of a timeline and is skipped: %s", place, number, text
+                        )
+                    continue
+                if line["prefix"] != prefix:
+                    others.setdefault(line["prefix"])
+                    continue
+                if line["kind"] == START:
+                    _check_version(line.get("version"), place, number)
+                    known.add(line["start"])
+                if line["kind"] in (START, TIMES):
+                    starts[line["start"]].append(line)
+    if not known:
+        raise ValueError(
+            f"prefix={prefix!r}: expected the prefix of a run in {where}, which has "
+            f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
+        )
+    found = [lines for start, lines in starts.items() if start in known]
+    return sorted(found, key=lambda lines: lines[0]["time"]) if len(places) > 1 else found
+
+
+def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]]:
+    """Return the fields of each line that has one of these words, of all runs, in the order of their starts.
+
+    The other lines, most of a timeline, are not parsed. Corrupted ones are skipped.
+
+    Args:
+        where: A directory or URL.
+        words: Keys or values of the lines.
+        start: The name of the start that is looked for; the objects of others are not read.
+
+    Raises:
+        FileNotFoundError: There is no timeline.
+        OSError: The directory or a timeline cannot be read.
+    """
+    marks, begins = [f'"{word}"'.encode() for word in words], f'"{START}", "start"'.encode()
+    found: list[dict[str, Any]] = []
+    began: dict[str, float] = {}
+    places = [place for place in _places(where) if not start or place.endswith((NAME, f"-{start}.jsonl"))]
+    for place in places:
+        with opened(place) as file:
+            for raw in file:
+                is_wanted = any(mark in raw for mark in marks)
+                if not (is_wanted or begins in raw) or not isinstance(line := _parsed(raw), dict):
+                    continue
+                if line.get("kind") == START and is_seconds(line.get("time")):
+                    began.setdefault(str(line.get("start")), line["time"])
+                if is_wanted:
+                    found.append(line)
+    return sorted(found, key=lambda line: began.get(str(line.get("start")), 0.0)) if len(places) > 1 else found
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _places(where: str) -> list[str]:
+    missing = f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
+    if where.endswith(".jsonl"):
+        return [where]
+    if is_url(where):
+        names = sorted(Directory(where).listing(OBJECTS))
+    elif is_directory(where):
+        names = names_in(where)
+    else:
+        raise FileNotFoundError(f"{where}: no such directory")
+    # A run that was copied between a disk and a bucket, and resumed there, has the file and objects.
+    places = [join(where, name) for name in names if _is_timeline(name)]
+    if not places:
+        raise FileNotFoundError(missing)
+    return places
+
+
+def _is_timeline(name: str) -> bool:
+    return name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name
+
+
+def _check_version(version: Any, place: str, number: int) -> None:
+    if type(version) is not int or version > VERSION:
+        raise ValueError(
+            f"{place}: line {number} has version={shown(version)}: expected at most {VERSION}; it was written by a "
+            "newer jstep, which can read it"
+        )
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    found = _parsed(raw)
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("kind", "start", "prefix")):
+        return None
+    newer = found["kind"] == START and found.get("version") != VERSION  # reported by _check_version
+    return found if newer or found["kind"] not in (START, TIMES) or _has_times(found) else None
+
+
+def _has_times(found: dict[str, Any]) -> bool:
+    step, seconds = found.get("step"), found.get("seconds")
+    if not is_seconds(found.get("time")) or not isinstance(seconds, dict):
+        return False
+    if found.get(AGAIN, found["time"]) != found["time"]:  # partly written over the one before
+        return False
+    if not (step is None or (isinstance(step, list) and len(step) == 2 and all(_is_step(one) for one in step))):
+        return False
+    return all(name in PARTS and is_seconds(value) for name, value in seconds.items())
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether a value is a number of seconds."""
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+# Writing the timeline of a run, one line per write.
+
+
+class Timeline:
+    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
+
+    In a directory, the timeline is one file that every start appends to; a torn last line of a killed process is
+    removed. Below a URL, each start has an object, which is uploaded every ten seconds and before each checkpoint. In
+    both, the newest times replace the previous ones, but not those of a checkpoint.
+
+    Args:
+        where: The directory or URL, as returned by `jstep.stores.objects.location`.
+        prefix: The prefix of the run's checkpoints.
+
+    Attributes:
+        where: The directory or URL.
+        start: The name of this start, which all of its lines have.
+
+    Raises:
+        OSError: The timeline cannot be created or written.
+    """
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
+        self._lock = threading.Lock()
+        self._failing = False
+        self._is_object = is_url(where)
+        if self._is_object:
+            now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
+            path = join(where, f"{OBJECTS}{now}-{self.start}.jsonl")
+            self._lines: LocalLines | ObjectLines = ObjectLines(path, resume=False)
+        else:
+            self._lines = LocalLines(join(where, NAME))
+
+    def write(self, kind: str, *, to_disk: bool = False, **fields: Any) -> None:
+        """Write a line.
+
+        Args:
+            kind: The kind of the line.
+            to_disk: Whether to upload it at once, below a URL.
+            **fields: Other fields, with JSON values.
+        """
+        line = {"kind": kind, "start": self.start, "prefix": self._prefix, **fields}
+        text = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with self._lock:
+            try:
+                self._lines.write(text, replaceable=kind == TIMES and not to_disk)
+                if self._is_object:
+                    self._lines.sync(to_disk=to_disk)
+            except OSError as error:
+                self._warn(error)
+            else:
+                self._failing = False
+
+    def flush(self) -> None:
+        """Flush the lines to the disk, if it is a file: `write` uploads objects."""
+        if self._is_object:
+            return
+        with self._lock:
+            try:
+                self._lines.sync(to_disk=True)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failing:
+            _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+        self._failing = True
+
+    def close(self) -> None:
+        """Close the timeline."""
+        with self._lock:
+            try:
+                self._lines.close()
+            except OSError as error:
+                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
