@@ -56,7 +56,9 @@ def test_the_first_evaluation_of_a_finished_run_changes_nothing(tmp_path):
     """Its results are there; the checkpoint is not saved again."""
 
     train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)])
+    hook = jstep.EvaluationHook(
+        lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)]
+    )
     train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     assert hook.results == {4: {"loss": 1.0}}
     extra = jstep.Saver(tmp_path).extra()
