@@ -9,9 +9,13 @@ import numpy as np
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
-from jstep.data import rows as row_numbers
-from jstep.data.rows import NO_END, Counts, Lookahead, RowNumbers, Run, Share, Sizes, Staircase, Weights, count_of
+from jstep.data import permutation
+from jstep.data.permutation import Lookahead, RowNumbers
+from jstep.data.proportions import Counts, Weights, as_weights, counts_of
 from jstep.data.sequence import BatchSequence, Rows, SourceRows, open_rows
+from jstep.data.sizes import Run, Share, Sizes, given_process
+from jstep.data.staircase import Staircase, as_staircase
+from jstep.data.steps import NO_END, Steps, count_of
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
@@ -103,16 +107,16 @@ def batches(
             raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays{hint}")
         return size
 
-    sizes = row_numbers.as_staircase(batch_size, "batch_size", check)
+    sizes = as_staircase(batch_size, "batch_size", check)
     seed = as_int(seed, "seed", 0)
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
-    process = row_numbers.given_process(process_index, process_count)
+    process = given_process(process_index, process_count)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     plan = _Plan(len(rows), each, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
     end = NO_END if num_epochs is None else each.runs[-1].stop
-    return Batches(plan, {"": rows}, row_numbers.Steps([range(end)]))
+    return Batches(plan, {"": rows}, Steps([range(end)]))
 
 
 class Batches(BatchSequence):
@@ -348,18 +352,18 @@ def mixture(
     """
     rows = _open(sources)
     names = sorted(rows)
-    stairs = row_numbers.as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
+    stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
     runs, before = [], 0
     for first, stop, size in stairs.stages():
         runs.append(Run(first, NO_END if stop is None else stop, size, 1, size, before))
         before = runs[-1].before_step(runs[-1].stop)
     sizes = Sizes(tuple(runs))
-    stages = row_numbers.as_weights(weights, names)
+    stages = as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
-    share = Share(stairs, row_numbers.given_process(process_index, process_count))
+    share = Share(stairs, given_process(process_index, process_count))
     streams = tuple((len(rows[name]), _derived_seed(seed, _ROWS, name)) for name in names)
-    mix = _Mix(streams, sizes, row_numbers.counts_of(stages, sizes), share, seed, shuffle, stages)
-    return Mixture(mix, rows, row_numbers.Steps([range(NO_END)]))
+    mix = _Mix(streams, sizes, counts_of(stages, sizes), share, seed, shuffle, stages)
+    return Mixture(mix, rows, Steps([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -484,7 +488,7 @@ class _MixtureReader:
     def __init__(self, mix: _Mix, share: Share) -> None:
         self._mix, self._share, self._seed = mix, share, _derived_seed(mix.seed, _ORDER)
         self._ahead = [Lookahead(*stream) for stream in mix.streams]
-        self._domain = row_numbers.domain(mix.sizes.runs[0].size)
+        self._domain = permutation.domain(mix.sizes.runs[0].size)
         self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
 
     def __call__(self, step: int) -> list[SourceRows]:
@@ -509,11 +513,11 @@ class _MixtureReader:
             found.append(SourceRows(source, indices, rows))
         return found
 
-    def _order(self, step: int, size: int) -> row_numbers.Rows:
+    def _order(self, step: int, size: int) -> permutation.Rows:
         domain = self._domain
         if domain.n != size:
-            self._domain = domain = row_numbers.domain(size)
-        return row_numbers.permute(domain, row_numbers.draw_keys(domain, self._seed, step), np.arange(size))
+            self._domain = domain = permutation.domain(size)
+        return permutation.permute(domain, permutation.draw_keys(domain, self._seed, step), np.arange(size))
 
 
 # The definition of a batch sequence as JSON, for the records of runs and of their checkpoints.

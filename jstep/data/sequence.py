@@ -15,7 +15,8 @@ from jstep.core.checks import as_function, as_int, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees, structure
-from jstep.data.rows import RowNumbers, Steps
+from jstep.data.permutation import RowNumbers
+from jstep.data.steps import Steps
 
 # Batches that are made with the state of the run, such as those of environments and self-play.
 

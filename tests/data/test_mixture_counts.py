@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import examples
 
-from jstep.data import rows as row_numbers
-from jstep.data.rows import Counts
+from jstep.data import proportions
+from jstep.data.proportions import Counts
 
 
 def normalize(weights):
@@ -126,7 +126,7 @@ def test_integers_stay_small_with_many_stages():
 
 def test_comparisons_per_source(monkeypatch):
     """Which rows are due next is found in a heap: a few comparisons for each source, not one for each other source."""
-    compared, due = [], row_numbers.CountStage._due
+    compared, due = [], proportions.CountStage._due
 
     class Counted(Fraction):
         def __lt__(self, other):
@@ -138,8 +138,8 @@ def test_comparisons_per_source(monkeypatch):
 
         __hash__ = Fraction.__hash__
 
-    monkeypatch.setattr(row_numbers.CountStage, "_due", lambda *args: Counted(due(*args)))
+    monkeypatch.setattr(proportions.CountStage, "_due", lambda *args: Counted(due(*args)))
     names = [f"source {n}" for n in range(300)]
-    weights = row_numbers.as_weights({name: n + 1 for n, name in enumerate(names)}, names).at(0)
-    assert sum(row_numbers.Counts([(0, weights)]).at(1000)) == 1000
+    weights = proportions.as_weights({name: n + 1 for n, name in enumerate(names)}, names).at(0)
+    assert sum(proportions.Counts([(0, weights)]).at(1000)) == 1000
     assert 0 < len(compared) < 20 * len(names)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.data.rows import domain, draw_keys, permute
+from jstep.data.permutation import domain, draw_keys, permute
 
 
 def permutation(n, seed=0, stream=0):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jstep.core.checks import as_int
-from jstep.data.rows import Stage, as_staircase, constant, staircase
+from jstep.data.staircase import Stage, as_staircase, constant, staircase
 
 
 def positive(value, name):

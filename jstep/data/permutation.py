@@ -1,0 +1,158 @@
+"""Shuffling without a stored permutation: a keyed bijection of range(n).
+
+`permute` evaluates one permutation of `range(n)` at any positions, in time and memory proportional to
+the number of positions. It is a Feistel network over the digits (left, right) of a number in base
+`width`, that is, over `height · width ≥ n` numbers. An output of n or above is fed back in until it is
+below n, which preserves the bijection ("cycle walking": Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002, method 2 and their generalized Feistel network). The sides are chosen such that
+this is rarely needed.
+
+A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that
+round. It is not a cipher, but passes as a random permutation in the statistics of
+tests/test_permutation.
+"""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
+RowNumbers: TypeAlias = Rows | slice
+"""Row numbers in any order, or a contiguous range of them."""
+
+# With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
+_MAX_32 = 2**24
+# A digit with few values has few functions, so small domains need more rounds to mix.
+_SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
+# Row numbers to compute at once when they are read in sequence, to amortize the overhead of NumPy calls.
+_LOOKAHEAD_ROWS = 16384
+
+
+class Domain(NamedTuple):
+    """The key-independent parameters of a network on range(n); words are 0-d arrays, which are fastest for ufuncs."""
+
+    n: int
+    rounds: int
+    dtype: type[np.unsignedinteger[Any]]
+    height: Words
+    width: Words
+    half: Words
+    shift: Words
+    mixer: Words
+
+
+def domain(n: int) -> Domain:
+    """Return the domain for n ≥ 1 numbers."""
+    low = max(math.isqrt(n), min(n, 2))
+    # Nearly square, with height · width barely above n.
+    height = min(range(low, min(low + 64, 2 * low) + 1), key=lambda h: h * _width(n, h))
+    dtype, bits, mixer = (np.uint32, 32, 0x9E3779B1) if n <= _MAX_32 else (np.uint64, 64, 0x9E3779B97F4A7C15)
+    words: Any = (np.array(x, dtype) for x in (height, _width(n, height), bits // 2, bits // 2 - 1, mixer))
+    return Domain(n, _SMALL_ROUNDS if n < _SMALL else _ROUNDS, dtype, *words)
+
+
+def _width(n: int, height: int) -> int:
+    return max(-(-n // height), min(n, 2))
+
+
+def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
+    """Return the keys of permutation number `stream` of a seed: a pair for each round, as 0-d arrays."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(stream,))
+    keys = sequence.generate_state(2 * domain.rounds, domain.dtype)
+    keys[::2] |= domain.dtype(1)  # multipliers are odd
+    return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
+
+
+def permute(domain: Domain, keys: list[Words], positions: Rows) -> Rows:
+    """Return the numbers at `positions` of the permutation; positions must be in range(n)."""
+    numbers = _encipher(domain, keys, positions.astype(domain.dtype))
+    outside = np.flatnonzero(numbers >= domain.n)
+    while outside.size:
+        numbers[outside] = _encipher(domain, keys, numbers[outside])
+        outside = outside[numbers[outside] >= domain.n]
+    return numbers.astype(np.intp)
+
+
+def _encipher(domain: Domain, keys: list[Words], numbers: Words) -> Words:
+    _, rounds, _, side, other_side, half, shift, mixer = domain
+    digit = numbers // other_side
+    other = numbers - digit * other_side
+    h, t = np.empty_like(numbers), np.empty_like(numbers)
+    for r in range(rounds):
+        # h = a hash of the other digit in range(side)
+        np.multiply(other, keys[2 * r], h)
+        np.add(h, keys[2 * r + 1], h)
+        np.right_shift(h, shift, t)
+        np.bitwise_xor(h, t, h)
+        np.multiply(h, mixer, h)
+        np.right_shift(h, half, h)
+        np.multiply(h, side, h)
+        np.right_shift(h, half, h)
+        # digit = (digit + h) mod side; a negative difference wraps around
+        np.add(digit, h, digit)
+        np.subtract(digit, side, t)
+        np.minimum(digit, t, out=digit)
+        digit, other, side, other_side = other, digit, other_side, side
+    # After an even number of rounds the digits are in their original positions.
+    np.multiply(digit, other_side, digit)
+    np.add(digit, other, digit)
+    return digit
+
+
+class Lookahead:
+    """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
+
+    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
+
+    Args:
+        num_rows: The number of rows of an epoch.
+        seed: Determines the permutations, together with the epoch.
+    """
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._domain = domain(num_rows)
+        self._seed = seed
+        self._keys: tuple[int, list[Words]] = (-1, [])  # an epoch, and its keys
+        # The epoch, the position of the first line in it, the distance from line to line, and the lines.
+        self._block: tuple[int, int, int, Rows] = (-1, 0, 1, np.empty((0, 0), np.intp))
+
+    def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Rows:
+        """Return the row numbers at positions of an epoch, as lines of an array.
+
+        Args:
+            epoch: The epoch.
+            start: The position at which the first line begins.
+            width: The number of positions in a line.
+            distance: The distance from the beginning of a line to the next, for the rows of other processes.
+            least: The number of lines that are needed; there may be more.
+        """
+        known, first, apart, block = self._block
+        line, between = divmod(start - first, apart)
+        is_known = (epoch, width, distance) == (known, block.shape[1], apart)
+        if not is_known or between or not 0 <= line <= len(block) - least:
+            passed = (epoch - known) * self._domain.n + start - first
+            count = least
+            if 0 <= passed <= len(block) * apart + least * distance:  # read in sequence, perhaps with gaps
+                count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), (self._domain.n - start) // distance))
+            drawn, keys = self._keys
+            keys = keys if drawn == epoch else draw_keys(self._domain, self._seed, epoch)
+            self._keys = (epoch, keys)
+            positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
+            block = permute(self._domain, keys, positions.ravel()).reshape(count, width)
+            self._block, line = (epoch, start, distance, block), 0
+        return block[line:]
+
+    def stream(self, start: int, count: int, shuffle: bool) -> RowNumbers:
+        """Return `count` rows of the endless sequence of epochs, from row `start` on; in order without `shuffle`."""
+        pieces: list[RowNumbers] = []
+        while count:
+            epoch, offset = divmod(start, self._domain.n)
+            taken = min(count, self._domain.n - offset)
+            rows = slice(offset, offset + taken)
+            pieces.append(self.lines(epoch, offset, 1, 1, taken)[:taken, 0] if shuffle else rows)
+            start, count = start + taken, count - taken
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])

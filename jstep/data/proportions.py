@@ -1,0 +1,188 @@
+"""The weights of a mixture, and the number of rows that come from each source, in exact arithmetic.
+
+`counts` returns how many of the first T rows are from each source. Consider a stage that begins with counts c and
+ideals I, and whose weights w sum to 1. A fluid flows into the sources at one row per time unit. It first fills the
+sources that are furthest behind, measured by c - I, until they are level with the next, and then follows the weights:
+
+    F_s(t) = max(c_s, I_s + w_s·t + level(t)),   sum of F_s(t) = sum of c_s + t
+
+Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due. Counts therefore
+never decrease and do not depend on later stages. The level never falls within a stage, because a waiting source is
+ahead of its ideal. It follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2, for any weights
+and stages (levelling keeps the bound, and rounding adds at most b·(m - b)/2 for b of m sources that are level): a
+single source is never further than (n - 1)/2 from its ideal.
+"""
+
+import bisect
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jstep.core.checks import as_number, kind, shown
+from jstep.data.sizes import Sizes
+from jstep.data.staircase import Staircase, constant, staircase
+
+Weights = tuple[Fraction, ...]
+"""The weight of each source; they sum to 1."""
+
+_HALF = Fraction(1, 2)
+_PRECISION = 2**128
+"""Errors are carried from stage to stage in units of 1/_PRECISION row, which bounds the length of all numbers."""
+
+
+class Phase(NamedTuple):
+    """A period in which every source fills at a constant rate, with floor((offset + rate·t) / unit) rows at time t.
+
+    Attributes:
+        start: The time at which it begins, in rows since the stage began.
+        unit: The common denominator of offsets and rates.
+        offsets: The offset of each source.
+        rates: The rate of each source; 0 for a waiting one.
+    """
+
+    start: Fraction
+    unit: int
+    offsets: tuple[int, ...]
+    rates: tuple[int, ...]
+
+
+class CountStage(NamedTuple):
+    """A stage with constant weights.
+
+    Attributes:
+        first: The number of rows before the stage.
+        phases: The phases of the stage.
+        slack: The number of sources with a positive weight; rounding shifts rows by up to half of that.
+    """
+
+    first: int
+    phases: tuple[Phase, ...]
+    slack: int
+
+    def counts(self, rows: int) -> tuple[int, ...]:
+        """Return the number of rows from each source among the first `rows`."""
+        # Twice a time at which at most `rows` rows are due: rounding up adds half a row for each source.
+        twice = max(2 * (rows - self.first) - self.slack, 0)
+        number = bisect.bisect_right(self.phases, Fraction(twice, 2), key=lambda phase: phase.start) - 1
+        phase = self.phases[number]
+        found = [
+            (2 * offset + rate * twice) // (2 * phase.unit)
+            for offset, rate in zip(phase.offsets, phase.rates, strict=True)
+        ]
+        missing = rows - sum(found)  # fewer than there are sources
+        due = [(self._due(source, count, number), source) for source, count in enumerate(found)] if missing else []
+        heapq.heapify(due)
+        for _ in range(missing):
+            source = due[0][1]  # of those that are due at the same time, the first
+            found[source] += 1
+            heapq.heapreplace(due, (self._due(source, found[source], number), source))
+        return tuple(found)
+
+    def _due(self, source: int, count: int, number: int) -> Fraction | float:
+        """Return when row number `count` of a source is due, from a phase on; infinity if never."""
+        for i, phase in enumerate(self.phases[number:], number + 1):
+            if phase.rates[source]:
+                time = Fraction((count + 1) * phase.unit - phase.offsets[source], phase.rates[source])
+                if i == len(self.phases) or time <= self.phases[i].start:
+                    return time
+        return math.inf
+
+
+class Counts:
+    """The number of rows from each source among the first T rows.
+
+    Args:
+        stages: The number of rows before each stage, ascending from 0, and its weights.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, Weights]]) -> None:
+        self._stages: list[CountStage] = []
+        counts = (0,) * len(stages[0][1])
+        ideals: list[Fraction] = [Fraction(0)] * len(counts)
+        previous = stages[0]
+        for first, weights in stages:
+            if self._stages:
+                grown = [i + w * (first - previous[0]) for i, w in zip(ideals, previous[1], strict=True)]
+                counts = self._stages[-1].counts(first)
+                errors = [round((c - i) * _PRECISION) for c, i in zip(counts, grown, strict=True)]
+                ideals = [c - Fraction(e, _PRECISION) for c, e in zip(counts, errors, strict=True)]
+            self._stages.append(CountStage(first, _phases(counts, ideals, weights), sum(w > 0 for w in weights)))
+            previous = first, weights
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        """Return the number of rows from each source among the first `rows`."""
+        return self._stages[bisect.bisect_right(self._stages, rows, key=lambda stage: stage.first) - 1].counts(rows)
+
+
+def _phases(counts: tuple[int, ...], ideals: list[Fraction], weights: Weights) -> tuple[Phase, ...]:
+    excess = [c - i for c, i in zip(counts, ideals, strict=True)]
+    waiting = {s for s, weight in enumerate(weights) if weight > 0}
+    level, time = min(excess[s] for s in waiting), Fraction(0)
+    filling: set[int] = set()
+    found = []
+    while True:
+        filling |= {s for s in waiting if excess[s] - weights[s] * time <= level}
+        waiting -= filling
+        rise = (1 - sum(weights[s] for s in filling)) / Fraction(len(filling))
+        at_zero = [
+            (i + level - rise * time if s in filling else c) + _HALF
+            for s, (c, i) in enumerate(zip(counts, ideals, strict=True))
+        ]
+        rates = [w + rise if s in filling else Fraction(0) for s, w in enumerate(weights)]
+        unit = math.lcm(*(x.denominator for x in (*at_zero, *rates)))
+        found.append(Phase(time, unit, tuple(int(x * unit) for x in at_zero), tuple(int(x * unit) for x in rates)))
+        if not waiting:
+            return tuple(found)
+        # A waiting source has an excess of excess - weight·time, a filling one an excess of level.
+        times = [(excess[s] - level + rise * time) / (weights[s] + rise) for s in waiting]
+        level, time = level + rise * (min(times) - time), min(times)
+
+
+def as_weights(given: Any, names: Sequence[str]) -> Staircase[Weights]:
+    """Return the weights of each stage, normalized to sum to 1, in the order of `names`.
+
+    Args:
+        given: Name → weight, or step → such a mapping.
+        names: The names of the sources.
+
+    Raises:
+        TypeError: `given` is not a mapping of numbers.
+        ValueError: A name is missing or unknown, a weight is negative or not finite, or all are 0.
+    """
+    known = set(names)
+
+    def check(value: Any, argument: str) -> Weights:
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"{argument}={shown(value)}: expected a mapping from the name of each source to its weight, got "
+                f"{kind(value)}"
+            )
+        missing = [name for name in names if name not in value]
+        unknown = [name for name in value if name not in known]
+        if missing or unknown:
+            found = [f"none for {shown(missing)}"] * bool(missing) + [f"one for {shown(unknown)}"] * bool(unknown)
+            raise ValueError(
+                f"{argument}={shown(value)}: expected a weight for each of the sources {shown(list(names))}, got "
+                f"{' and '.join(found)}; a source that gives no rows has the weight 0"
+            )
+        exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
+        if not any(exact):
+            raise ValueError(f"{argument}={shown(value)}: expected a weight above 0 for at least one source, got none")
+        total = sum(exact)
+        return tuple(weight / total for weight in exact)
+
+    if isinstance(given, Mapping) and any(not isinstance(k, str) or isinstance(v, Mapping) for k, v in given.items()):
+        return staircase(given, "weights", check)
+    return constant(check(given, "weights"))
+
+
+def counts_of(weights: Staircase[Weights], sizes: Sizes) -> Counts:
+    """Return the counts of rows from each source, for weights that change at given steps."""
+    # A stage with the same weights as the previous one continues its order.
+    stages: list[tuple[int, Weights]] = []
+    for first, _, value in weights.stages():
+        if not stages or stages[-1][1] != value:
+            stages.append((sizes.before(first), value))
+    return Counts(stages)
