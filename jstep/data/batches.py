@@ -1,21 +1,16 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
-import functools
-import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
 from jstep.core.checks import as_bool, as_int, as_text, kind, shown
 from jstep.core.trees import leaves_with_paths, quoted, structure
-from jstep.data import permutation
-from jstep.data.permutation import Lookahead, RowNumbers
-from jstep.data.proportions import Counts, Weights, as_weights, counts_of
-from jstep.data.sequence import BatchSequence, Rows, SourceRows, open_rows
+from jstep.data.plan import ROWS, Plan, derived_seed
+from jstep.data.proportions import as_weights, counts_of
+from jstep.data.sequence import BatchSequence, Rows, open_rows
 from jstep.data.sizes import Run, Share, Sizes, given_process
 from jstep.data.staircase import Staircase, as_staircase
-from jstep.data.steps import NO_END, Steps, count_of
+from jstep.data.steps import NO_END, Steps
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
@@ -114,7 +109,10 @@ def batches(
     process = given_process(process_index, process_count)
     shuffle, drop_remainder = as_bool(shuffle, "shuffle"), as_bool(drop_remainder, "drop_remainder")
     each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
-    plan = _Plan(len(rows), each, Share(sizes, process), seed, shuffle, drop_remainder, num_epochs)
+    streams = ((len(rows), seed),)
+    plan = Plan(
+        streams, each, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
+    )
     end = NO_END if num_epochs is None else each.runs[-1].stop
     return Batches(plan, {"": rows}, Steps([range(end)]))
 
@@ -129,11 +127,6 @@ class Batches(BatchSequence):
 
     _ways_to_end = "give num_epochs, or the slice a stop; see steps_per_epoch"
 
-    def _reader(self) -> Callable[[int], Any]:
-        """As for all sequences, without the indices in the batch: all rows are of one source, in order."""
-        (rows,) = self._rows.values()
-        return functools.partial(_batch, self._plan.reader(self._plan.share).numbers, rows.take)
-
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
         return f"<Batches of {shown(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"
@@ -141,7 +134,7 @@ class Batches(BatchSequence):
     @property
     def num_rows(self) -> int:
         """The number of rows of each source."""
-        return self._plan.num_rows
+        return len(self._rows[""])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,46 +163,7 @@ class Batches(BatchSequence):
         return self._counts_before(step)[""]
 
 
-class _Plan(NamedTuple):
-    """The assignment of rows to steps, without the data of the sources.
-
-    Attributes:
-        num_rows: The number of rows of the sources.
-        sizes: The number of rows of each batch, and the position in the epochs.
-        share: This process's share of a batch.
-        seed: Determines the permutations.
-        shuffle: Whether to permute the rows.
-        drop_remainder: Whether to drop rows that do not fill a batch at the end of an epoch.
-        num_epochs: The number of epochs; None for no end.
-    """
-
-    num_rows: int
-    sizes: Sizes
-    share: Share
-    seed: int
-    shuffle: bool
-    drop_remainder: bool
-    num_epochs: int | None
-
-    def reader(self, share: Share) -> "_Reader":
-        """Return a function from step to the rows of a share of its batch."""
-        return _Reader(self, share)
-
-    def counts_of(self, steps: range) -> tuple[int, ...]:
-        """Return the number of rows in the batches of some steps."""
-        rows = 0
-        for inner, run in self.sizes.split(steps):
-            if run.last == run.size:
-                rows += count_of(inner) * run.size
-            elif abs(inner.step) == 1:
-                first = min(inner[0], inner[-1])
-                rows += run.before_step(first + count_of(inner)) - run.before_step(first)
-            else:
-                rows += sum(map(run.at, inner))
-        return (rows,)
-
-
-def _steps_in(num_rows: int, size: int, drop_remainder: bool) -> int:
+def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
     """Return the number of batches of `size` in `num_rows` rows of an epoch."""
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
@@ -232,7 +186,7 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
                 continue
             run_stop = min(stop, first + (1 if offset else end - epoch) * period)
             last = size if drop_remainder else left - (period - 1) * size
-            run = Run(first, run_stop, size, period, last, before, epoch, offset)
+            run = Run(first, run_stop, size, period, last, before, epoch * num_rows + offset, num_rows)
             runs.append(run)
             epochs, i = divmod(run_stop - 1 - first, period)
             epoch, offset = epoch + epochs, min(offset + (i + 1) * size, num_rows)
@@ -240,49 +194,7 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
     return Sizes(tuple(runs))
 
 
-class _Reader:
-    """A function from step to the rows of a share of its batch, for one iterator.
-
-    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
-    """
-
-    def __init__(self, plan: _Plan, share: Share) -> None:
-        self._plan, self._share = plan, share
-        self._ahead = Lookahead(plan.num_rows, plan.seed)
-        self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
-
-    def __call__(self, step: int) -> list[SourceRows]:
-        """Return the rows of the batch of a step."""
-        rows = self.numbers(step)
-        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        return [SourceRows(0, slice(0, count), rows)]
-
-    def numbers(self, step: int) -> RowNumbers:
-        """Return the row numbers of the batch of a step."""
-        first, lines = self._known
-        if 0 <= step - first < len(lines):
-            found: RowNumbers = lines[step - first]
-            return found
-        plan = self._plan
-        run = plan.sizes.run_of(step)
-        epochs, i = divmod(step - run.first, run.period)
-        low, high = self._share.of(run.at(step))
-        start = run.offset + i * run.size + low
-        if not plan.shuffle:
-            return slice(start, start + high - low)
-        lines = self._ahead.lines(run.epoch + epochs, start, high - low, run.size)[: run.stop - step]
-        self._known = (step, lines)
-        return lines[0]
-
-
-def _batch(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int) -> Any:
-    return take(numbers(step))
-
-
 # Weighted mixtures of data sources, as batches by step.
-
-_ROWS, _ORDER = 1, 2
-"""The purposes that seeds are derived for."""
 
 
 def mixture(
@@ -353,17 +265,14 @@ def mixture(
     rows = _open(sources)
     names = sorted(rows)
     stairs = as_staircase(batch_size, "batch_size", lambda value, name: as_int(value, name, 1))
-    runs, before = [], 0
-    for first, stop, size in stairs.stages():
-        runs.append(Run(first, NO_END if stop is None else stop, size, 1, size, before))
-        before = runs[-1].before_step(runs[-1].stop)
-    sizes = Sizes(tuple(runs))
+    sizes = _sizes_in_epochs(NO_END, stairs, True, None)  # without a last batch of an epoch
     stages = as_weights(weights, names)
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, given_process(process_index, process_count))
-    streams = tuple((len(rows[name]), _derived_seed(seed, _ROWS, name)) for name in names)
-    mix = _Mix(streams, sizes, counts_of(stages, sizes), share, seed, shuffle, stages)
-    return Mixture(mix, rows, Steps([range(NO_END)]))
+    streams = tuple((len(rows[name]), derived_seed(seed, ROWS, name)) for name in names)
+    counts = counts_of(stages, sizes) if len(names) > 1 else None
+    plan = Plan(streams, sizes, share, seed, shuffle, stages, counts)
+    return Mixture(plan, rows, Steps([range(NO_END)]))
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -435,162 +344,3 @@ class Mixture(BatchSequence):
         """
         counts = self._counts_before(step)
         return {name: counts[name] for name in self._rows}
-
-
-class _Mix(NamedTuple):
-    """The definition of a mixture, without the data of its sources.
-
-    Attributes:
-        streams: For each source the number of its rows, and the seed of their permutations.
-        sizes: The number of rows of each batch.
-        counts: The number of rows from each source among the first T rows.
-        share: This process's share of a batch.
-        seed: Determines the order within batches, together with the step, and the seeds of the streams.
-        shuffle: Whether the rows of each source are permuted in each epoch.
-        weights: The weights of the sources, by step.
-    """
-
-    streams: tuple[tuple[int, int], ...]
-    sizes: Sizes
-    counts: Counts
-    share: Share
-    seed: int
-    shuffle: bool
-    weights: Staircase[Weights]
-
-    def reader(self, share: Share) -> "_MixtureReader":
-        """Return a function from step to the rows of a share of its batch."""
-        return _MixtureReader(self, share)
-
-    def counts_of(self, steps: range) -> tuple[int, ...]:
-        """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
-        first = min(steps[0], steps[-1])
-        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((one, one + 1) for one in steps)
-        counts = (0,) * len(self.streams)
-        for ends in stretches:
-            low, high = (self.counts.at(self.sizes.before(step)) for step in ends)
-            counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
-        return counts
-
-
-def _derived_seed(seed: int, purpose: int, name: str = "") -> int:
-    """Return a seed for a purpose and a name, independent of other names and of their order."""
-    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
-    return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
-
-
-class _MixtureReader:
-    """A function from step to the rows of a share of its batch, for one iterator.
-
-    Its state is a cache of pure functions that is replaced in one assignment, so threads may share it.
-    """
-
-    def __init__(self, mix: _Mix, share: Share) -> None:
-        self._mix, self._share, self._seed = mix, share, _derived_seed(mix.seed, _ORDER)
-        self._ahead = [Lookahead(*stream) for stream in mix.streams]
-        self._domain = permutation.domain(mix.sizes.runs[0].size)
-        self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(mix.streams))
-
-    def __call__(self, step: int) -> list[SourceRows]:
-        """Return the rows of the batch of a step, source by source."""
-        mix = self._mix
-        before, size = mix.sizes.before(step), mix.sizes.at(step)
-        known, first = self._counts
-        if known != before:
-            first = mix.counts.at(before)
-        after = mix.counts.at(before + size)
-        self._counts = (before + size, after)
-        low, high = self._share.of(size)
-        # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
-        ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
-        sources = np.searchsorted(ends, self._order(step, size), side="right")
-        found = []
-        for source in np.unique(sources[low:high]).tolist():
-            indices = np.flatnonzero(sources[low:high] == source)
-            # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
-            start = first[source] + int(np.count_nonzero(sources[:low] == source))
-            rows = self._ahead[source].stream(start, len(indices), mix.shuffle)
-            found.append(SourceRows(source, indices, rows))
-        return found
-
-    def _order(self, step: int, size: int) -> permutation.Rows:
-        domain = self._domain
-        if domain.n != size:
-            self._domain = domain = permutation.domain(size)
-        return permutation.permute(domain, permutation.draw_keys(domain, self._seed, step), np.arange(size))
-
-
-# The definition of a batch sequence as JSON, for the records of runs and of their checkpoints.
-
-
-def weights_of(batches: BatchSequence) -> dict[int, dict[str, float]]:
-    """Return the weights of a mixture's sources by the step from which they hold; empty for other batches.
-
-    Example:
-        >>> import numpy as np, jstep
-        >>> from jstep.data.batches import weights_of
-        >>> weights = {0: {"a": 3, "b": 1}, 10: {"a": 1, "b": 1}}
-        >>> mix = jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, weights)
-        >>> weights_of(mix.skip(2, 5))
-        {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
-    """
-    if not isinstance(batches, Mixture):
-        return {}
-    found = batches._steps.changes(batches._plan.weights.stages())
-    return {step: dict(zip(sorted(batches._rows), map(float, of), strict=True)) for step, of in found.items()}
-
-
-def definition_of(batches: BatchSequence) -> dict[str, Any]:
-    """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
-
-    The result does not depend on the number of processes. Batch sizes and weights are by the step from which they hold.
-
-    Example:
-        >>> import numpy as np, jstep
-        >>> from jstep.data.batches import definition_of
-        >>> data = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12)
-        >>> found = definition_of(data)
-        >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
-        (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
-    """
-    size, weights, plan = batches.batch_size, weights_of(batches), batches._plan
-    rows = {name: len(of) for name, of in batches._rows.items()}
-    is_one = isinstance(batches, Batches)
-    ends = {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder} if is_one else {}
-    return {
-        "kind": type(batches).__name__,
-        "batch_size": {str(step): rows for step, rows in (size if isinstance(size, dict) else {0: size}).items()},
-        **({"weights": {str(step): of for step, of in weights.items()}} if weights else {}),
-        "rows": rows[""] if is_one else rows,
-        "seed": plan.seed,
-        "shuffle": plan.shuffle,
-        **ends,
-        "steps": [[part.start, None if part.stop >= NO_END else part.stop, part.step] for part in batches._steps.parts],
-    }
-
-
-def rows_hash(batches: BatchSequence) -> str:
-    """Hash which rows the batches of a sequence with an end take, independent of the number of processes.
-
-    The hash covers the number of rows of each source, and the row numbers of five batches, the first and the last among
-    them: the rows of a batch depend on how many rows the batches before it took.
-
-    Example:
-        >>> import numpy as np, jstep
-        >>> from jstep.data.batches import rows_hash
-        >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
-        >>> rows_hash(one[:30]) == rows_hash(grown[:30]), rows_hash(one[:31]) == rows_hash(grown[:31])
-        (True, False)
-    """
-    count, names, hashed = len(batches), sorted(batches._rows), hashlib.blake2b(digest_size=16)
-    before = batches.rows_before(count)
-    used = {name: rows for name, rows in (before if isinstance(before, dict) else {"": before}).items() if rows}
-    hashed.update(repr((count, sorted(used.items()))).encode())
-    rows_of = batches._plan.reader(Share(batches._plan.share.sizes, (0, 1)))  # on all processes
-    for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
-        for of in rows_of(batches._steps[step]):
-            hashed.update(repr(names[of.source]).encode())
-            for numbers in (of.indices, of.rows):
-                each = np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
-                hashed.update(each.astype("<i8").tobytes())
-    return hashed.hexdigest()

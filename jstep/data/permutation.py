@@ -12,6 +12,7 @@ round. It is not a cipher, but passes as a random permutation in the statistics 
 tests/test_permutation.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,6 +44,7 @@ class Domain(NamedTuple):
     mixer: Words
 
 
+@functools.lru_cache(maxsize=1024)
 def domain(n: int) -> Domain:
     """Return the domain for n ≥ 1 numbers."""
     low = max(math.isqrt(n), min(n, 2))

@@ -3,9 +3,10 @@
 import abc
 import copy
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import flatten, is_key, leading_sizes, path_str, quoted, stack_trees, structure
 from jstep.data.permutation import RowNumbers
-from jstep.data.steps import Steps
+from jstep.data.plan import Plan, PlanReader, SourceRows
+from jstep.data.sizes import Share
+from jstep.data.steps import NO_END, Steps
 
 # Batches that are made with the state of the run, such as those of environments and self-play.
 
@@ -331,20 +334,6 @@ def _is_plain_list(x: Any) -> bool:
 # The base class of the batch sequences that `batches` and `mixture` return.
 
 
-class SourceRows(NamedTuple):
-    """Rows of one source in a batch.
-
-    Attributes:
-        source: The number of the source.
-        indices: Their indices in this process's part of the batch, ascending.
-        rows: Their row numbers in the source.
-    """
-
-    source: int
-    indices: RowNumbers
-    rows: RowNumbers
-
-
 class BatchSequence(abc.ABC):
     """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
 
@@ -352,14 +341,10 @@ class BatchSequence(abc.ABC):
     raises IndexError, as does a step past the end.
     """
 
-    _plan: Any
-    """The assignment of rows to steps, without the data: `sizes`, this process's `share`, `reader(share)`, which is a
-    function from step to a list of `SourceRows`, and `counts_of(steps)`, the rows of each source in some steps."""
-
     _ways_to_end = "give a slice with a stop"
     """How to give the sequence an end, for the error of `len`."""
 
-    def __init__(self, plan: Any, rows: Mapping[str, Rows], steps: Steps) -> None:
+    def __init__(self, plan: Plan, rows: Mapping[str, Rows], steps: Steps) -> None:
         self._plan, self._rows = plan, rows
         self._use(steps)
 
@@ -369,8 +354,10 @@ class BatchSequence(abc.ABC):
 
     def _reader(self) -> Callable[[int], Any]:
         """Return a new function from step to batch for one iterator, in steps of the original sequence."""
-        sources = [self._rows[name] for name in sorted(self._rows)]
-        return functools.partial(_read, self._plan.reader(self._plan.share), sources)
+        reader, sources = PlanReader(self._plan, self._plan.share), [self._rows[name] for name in sorted(self._rows)]
+        if len(sources) == 1:  # its rows are in order, and need no indices
+            return functools.partial(_take, reader.of_one, sources[0].take)
+        return functools.partial(_read, reader, sources)
 
     def _with(self, steps: Steps) -> Self:
         """The same sequence with other steps."""
@@ -414,9 +401,81 @@ class BatchSequence(abc.ABC):
         """Whether the sequence has no end, and therefore no `len()`."""
         return self._steps.is_endless
 
+    @property
+    @abc.abstractmethod
+    def num_rows(self) -> Any:
+        """The number of rows of each source."""
+
     @abc.abstractmethod
     def rows_before(self, step: int) -> Any:
         """Return the number of rows in the batches before `step`, over all processes: in all, or of each source."""
+
+    def weights(self) -> dict[int, dict[str, float]]:
+        """Return the weights of a mixture's sources by the step from which they hold; empty for other batches.
+
+        Example:
+            >>> import numpy as np, jstep
+            >>> weights = {0: {"a": 3, "b": 1}, 10: {"a": 1, "b": 1}}
+            >>> mix = jstep.mixture({"a": np.arange(9), "b": np.arange(9)}, 4, weights)
+            >>> mix.skip(2, 5).weights()
+            {0: {'a': 0.75, 'b': 0.25}, 7: {'a': 0.5, 'b': 0.5}}
+        """
+        if "" in self._rows:  # the only source, which has no name
+            return {}
+        found = self._steps.changes(self._plan.weights.stages())
+        return {step: dict(zip(sorted(self._rows), map(float, of), strict=True)) for step, of in found.items()}
+
+    def definition(self) -> dict[str, Any]:
+        """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
+
+        The result does not depend on the number of processes. Batch sizes and weights are by the step from which they
+        hold.
+
+        Example:
+            >>> import numpy as np, jstep
+            >>> data = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12)
+            >>> found = data.definition()
+            >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
+            (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
+        """
+        size, weights, plan = self.batch_size, self.weights(), self._plan
+        ends = {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder}
+        return {
+            "kind": type(self).__name__,
+            "batch_size": {str(step): rows for step, rows in (size if isinstance(size, dict) else {0: size}).items()},
+            **({"weights": {str(step): of for step, of in weights.items()}} if weights else {}),
+            "rows": self.num_rows,
+            "seed": plan.seed,
+            "shuffle": plan.shuffle,
+            **({} if plan.drop_remainder is None else ends),
+            "steps": [
+                [part.start, None if part.stop >= NO_END else part.stop, part.step] for part in self._steps.parts
+            ],
+        }
+
+    def rows_hash(self) -> str:
+        """Hash which rows the batches of a sequence with an end take, independent of the number of processes.
+
+        The hash covers the number of rows of each source, and the row numbers of five batches, the first and the last
+        among them: the rows of a batch depend on how many rows the batches before it took.
+
+        Example:
+            >>> import numpy as np, jstep
+            >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
+            >>> one[:30].rows_hash() == grown[:30].rows_hash(), one[:31].rows_hash() == grown[:31].rows_hash()
+            (True, False)
+        """
+        count, names, hashed = len(self), sorted(self._rows), hashlib.blake2b(digest_size=16)
+        used = {name: rows for name, rows in self._counts_before(count).items() if rows}
+        hashed.update(repr((count, sorted(used.items()))).encode())
+        rows_of = PlanReader(self._plan, Share(self._plan.share.sizes, (0, 1)))  # on all processes
+        for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
+            for of in rows_of(self._steps[step]):
+                hashed.update(repr(names[of.source]).encode())
+                for numbers in (of.indices, of.rows):
+                    each = np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
+                    hashed.update(each.astype("<i8").tobytes())
+        return hashed.hexdigest()
 
     def batch_size_at(self, step: int) -> int:
         """Return the number of rows in the batch of `step`, over all processes.
@@ -545,6 +604,10 @@ class BatchSequence(abc.ABC):
             of = "num_epochs gives" if self._steps.parts == (range(self._count),) else "these batches have"
             raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._count - 1}")
         return step
+
+
+def _take(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int) -> Any:
+    return take(numbers(step))
 
 
 def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], step: int) -> Any:

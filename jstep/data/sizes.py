@@ -9,7 +9,7 @@ import jax
 
 from jstep.core.checks import as_int
 from jstep.data.staircase import Staircase
-from jstep.data.steps import within
+from jstep.data.steps import count_of, within
 
 
 class Run(NamedTuple):
@@ -22,8 +22,8 @@ class Run(NamedTuple):
         period: Steps per epoch; the first epoch begins at `first`.
         last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
-        epoch: The epoch of `first`, if the sequence has epochs.
-        offset: The number of rows of that epoch that were used before.
+        position: The position of the batch of `first` in the endless stream of epochs, if there is one source.
+        distance: The distance in that stream from the beginning of an epoch to the next.
     """
 
     first: int
@@ -32,13 +32,18 @@ class Run(NamedTuple):
     period: int
     last: int
     before: int
-    epoch: int = 0
-    offset: int = 0
+    position: int
+    distance: int
 
     def before_step(self, step: int) -> int:
         """Return the rows of all batches before a step of the run, or before its end."""
         steps = step - self.first
         return self.before + steps * self.size - steps // self.period * (self.size - self.last)
+
+    def position_at(self, step: int) -> int:
+        """Return the position of the batch of a step in the stream of a single source."""
+        epochs, i = divmod(step - self.first, self.period)
+        return self.position + epochs * self.distance + i * self.size
 
     def at(self, step: int) -> int:
         """Return the rows of the batch of a step."""
@@ -77,6 +82,13 @@ class Sizes(NamedTuple):
     def before(self, step: int) -> int:
         """Return the rows of all batches before a step."""
         return self.run_of(step).before_step(step)
+
+    def total(self, steps: range) -> int:
+        """Return the rows of the batches of some steps, step by step where the last batch of an epoch is smaller."""
+        return sum(
+            count_of(inner) * run.size if run.last == run.size else sum(map(run.at, inner))
+            for inner, run in self.split(steps)
+        )
 
     def split(self, steps: range) -> Iterator[tuple[range, Run]]:
         """Split steps into ranges within one run each, in their order."""

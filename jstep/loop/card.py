@@ -36,7 +36,6 @@ from jstep.core.programs import (
     without_addresses,
 )
 from jstep.core.trees import Held
-from jstep.data.batches import definition_of, rows_hash
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import ReplayedBatches
 from jstep.hooks.card_differences import (
@@ -245,7 +244,7 @@ def _state(state: Any, held: Mapping[str, float]) -> dict[str, Any]:
 
 def _batches(batches: Any) -> dict[str, Any]:
     if isinstance(batches, BatchSequence):
-        found = definition_of(batches)
+        found = batches.definition()
     else:
         made = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
         named = made if isinstance(getattr(made, "__qualname__", None), str) else type(made)
@@ -325,8 +324,8 @@ def past_of(batches: Any, step: int, optimizers: Mapping[str, str], lanes: int |
     found: dict[str, Any] = {"optimizers": dict(optimizers), "lanes": lanes}
     if isinstance(batches, BatchSequence):
         before = batches[:step]
-        definition = {name: short(part) for name, part in definition_of(before).items() if name != "num_epochs"}
-        found |= {"rows": rows_hash(before), "batches": definition}
+        definition = {name: short(part) for name, part in before.definition().items() if name != "num_epochs"}
+        found |= {"rows": before.rows_hash(), "batches": definition}
     return found
 
 

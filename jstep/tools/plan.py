@@ -19,7 +19,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.optimizers import is_transformation, require_optimizer
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
-from jstep.data.batches import Batches, weights_of
+from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.base import RunHook
@@ -544,14 +544,14 @@ def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any])
     if start >= stop:
         raise ValueError(f"batches={checks.shown(batches)}: they end at step {stop}, before start={start}")
     size, rows = batches.batch_size, _by_source(batches, stop)
-    total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows  # type: ignore[attr-defined]
+    total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows
     at = [_by_source(batches, min(int(step), stop)) for step in steps]
     return {
         "batch_size": _between(size if isinstance(size, dict) else {0: size}, start, stop),
         "rows": rows,
         "passes": {name: count / total[name] for name, count in rows.items()},
         "_rows_at": {name: np.array([one[name] for one in at]) for name in rows},
-        "_weights": _between(weights_of(batches), start, stop),
+        "_weights": _between(batches.weights(), start, stop),
     }
 
 

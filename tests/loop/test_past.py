@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.data.batches import rows_hash
 from jstep.loop.card import past_of, warn_if_past_changed
 
 OPTIMIZER = jstep.gradient_descent(0.1)
@@ -145,12 +144,12 @@ def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
         )
         differ = [dropped[step].tolist() != kept[step].tolist() for step in range(12)]
         for step in range(1, 13):
-            assert (rows_hash(dropped[:step]) != rows_hash(kept[:step])) == any(differ[:step])
+            assert (dropped[:step].rows_hash() != kept[:step].rows_hash()) == any(differ[:step])
 
 
 @pytest.mark.parametrize("make", [batches, lambda **more: mixture(BOTH, batch_size=8, **more)])
 def test_the_past_does_not_depend_on_the_number_of_processes(make):
-    hashes = {rows_hash(make(process_index=i, process_count=n)[:9]) for i, n in [(0, 1), (0, 2), (1, 2), (3, 4)]}
+    hashes = {make(process_index=i, process_count=n)[:9].rows_hash() for i, n in [(0, 1), (0, 2), (1, 2), (3, 4)]}
     assert len(hashes) == 1
 
 

@@ -1,0 +1,139 @@
+"""Which rows of which sources are in each batch, as a pure function of the step."""
+
+import functools
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.data.permutation import Lookahead, RowNumbers, Rows, domain, draw_keys, permute
+from jstep.data.proportions import Counts, Weights
+from jstep.data.sizes import Share, Sizes
+from jstep.data.staircase import Staircase
+from jstep.data.steps import count_of
+
+ROWS, _ORDER = 1, 2
+"""The purposes that seeds are derived for."""
+
+
+@functools.lru_cache(maxsize=1024)
+def derived_seed(seed: int, purpose: int, name: str = "") -> int:
+    """Return a seed for a purpose and a name, independent of other names and of their order."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
+    return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
+
+
+class SourceRows(NamedTuple):
+    """Rows of one source in a batch.
+
+    Attributes:
+        source: The number of the source.
+        indices: Their indices in this process's part of the batch, ascending.
+        rows: Their row numbers in the source.
+    """
+
+    source: int
+    indices: RowNumbers
+    rows: RowNumbers
+
+
+class Plan(NamedTuple):
+    """The assignment of rows to steps, without the data of the sources: a weighted mixture of one source or several.
+
+    Attributes:
+        streams: For each source the number of its rows, and the seed of their permutations.
+        sizes: The number of rows of each batch, and its position in the stream of a single source.
+        share: This process's share of a batch.
+        seed: Determines the order within batches, together with the step, and the seeds of the streams.
+        shuffle: Whether the rows of each source are permuted in each epoch.
+        weights: The weights of the sources, by step; a single source has weight 1.
+        counts: The number of rows from each source among the first T rows; None if there is one source.
+        num_epochs: The number of epochs after which batches of one source end; None for no end.
+        drop_remainder: Whether to drop rows that do not fill a batch at the end of an epoch; None in a mixture, whose
+            batches continue with the next epoch.
+    """
+
+    streams: tuple[tuple[int, int], ...]
+    sizes: Sizes
+    share: Share
+    seed: int
+    shuffle: bool
+    weights: Staircase[Weights] = Staircase((0,), ((Fraction(1),),))
+    counts: Counts | None = None
+    num_epochs: int | None = None
+    drop_remainder: bool | None = None
+
+    def counts_at(self, rows: int) -> tuple[int, ...]:
+        """Return the number of rows from each source among the first `rows`."""
+        return (rows,) if self.counts is None else self.counts.at(rows)
+
+    def counts_of(self, steps: range) -> tuple[int, ...]:
+        """Return the number of rows of each source in the batches of some steps; with a stride, step by step."""
+        if self.counts is None and abs(steps.step) != 1:
+            return (self.sizes.total(steps),)
+        first = min(steps[0], steps[-1])
+        stretches = [(first, first + count_of(steps))] if abs(steps.step) == 1 else ((one, one + 1) for one in steps)
+        counts = (0,) * len(self.streams)
+        for ends in stretches:
+            low, high = (self.counts_at(self.sizes.before(step)) for step in ends)
+            counts = tuple(count + b - a for count, a, b in zip(counts, low, high, strict=True))
+        return counts
+
+
+class PlanReader:
+    """A function from step to the rows of a share of its batch, for one iterator.
+
+    Its state are caches of pure functions, each replaced in one assignment, so threads may share it.
+    """
+
+    def __init__(self, plan: Plan, share: Share) -> None:
+        self._plan, self._share = plan, share
+        self._ahead = [Lookahead(*stream) for stream in plan.streams]
+        self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
+        self._counts: tuple[int, tuple[int, ...]] = (0, (0,) * len(plan.streams))
+
+    def __call__(self, step: int) -> list[SourceRows]:
+        """Return the rows of the batch of a step, source by source."""
+        if len(self._ahead) == 1:
+            rows = self.of_one(step)
+            return [SourceRows(0, slice(0, rows.stop - rows.start if isinstance(rows, slice) else len(rows)), rows)]
+        plan = self._plan
+        before, size = plan.sizes.before(step), plan.sizes.at(step)
+        known, first = self._counts
+        if known != before:
+            first = plan.counts_at(before)
+        after = plan.counts_at(before + size)
+        self._counts = (before + size, after)
+        low, high = self._share.of(size)
+        # Before mixing, the batch consists of the rows of the first source, then those of the second, and so on.
+        ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
+        sources = np.searchsorted(ends, self._order(step, size), side="right")
+        found = []
+        for source in np.unique(sources[low:high]).tolist():
+            indices = np.flatnonzero(sources[low:high] == source)
+            # Mixing keeps the rows of a source in stream order, so those of a process are consecutive in the stream.
+            start = first[source] + int(np.count_nonzero(sources[:low] == source))
+            rows = self._ahead[source].stream(start, len(indices), plan.shuffle)
+            found.append(SourceRows(source, indices, rows))
+        return found
+
+    def of_one(self, step: int) -> RowNumbers:
+        """Return the row numbers of the batch of a step if there is one source: they are consecutive in its stream."""
+        first, lines = self._known
+        if 0 <= step - first < len(lines):
+            found: RowNumbers = lines[step - first]
+            return found
+        plan, (ahead,), ((num_rows, _),) = self._plan, self._ahead, self._plan.streams
+        run = plan.sizes.run_of(step)
+        low, high = self._share.of(run.at(step))
+        start, count = run.position_at(step) + low, high - low
+        epoch, offset = divmod(start, num_rows)
+        if not plan.shuffle or offset + count > num_rows:
+            return ahead.stream(start, count, plan.shuffle)
+        lines = ahead.lines(epoch, offset, count, run.size)[: run.stop - step]
+        self._known = (step, lines)
+        return lines[0]
+
+    def _order(self, step: int, size: int) -> Rows:
+        of = domain(size)
+        return permute(of, draw_keys(of, derived_seed(self._plan.seed, _ORDER), step), np.arange(size))
