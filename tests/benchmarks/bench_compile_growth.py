@@ -1,10 +1,14 @@
-"""CPU seconds of compiling a clipped Adam step beside Optax's, and of first fingerprints: two sizes and the exponent.
+"""CPU seconds of compiling Adam, clipped (beside Optax) and searched by `find_nonfinite`, and of first fingerprints.
+
+Two sizes and the exponent of each; the last line has the memory of the first fingerprint of 64 MiB.
 
 python tests/benchmarks/bench_compile_growth.py
 """
 
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -56,10 +60,55 @@ def first_fingerprint(count: int) -> float:
     return seconds(lambda: jstep.fingerprint(tree))
 
 
+def adam_step(count: int) -> tuple[jstep.TrainStep, jstep.TrainState]:
+    """Return an Adam step and its state."""
+    optimizer = jstep.adam(1e-3)
+    step = jstep.minimize(lambda params, x: sum(jnp.sum(leaf * x) for leaf in params.values()), optimizer)
+    return step, jax.block_until_ready(jstep.TrainState.create(params_of(count), optimizer))
+
+
+def compile_adam(count: int) -> float:
+    """Compile an Adam step, the peer of `find_nonfinite`."""
+    step, state = adam_step(count)
+    return seconds(lambda: step.lower(state, 1.0).compile() and None)
+
+
+def find_none(count: int) -> float:
+    """Look for a non-finite number in an Adam step that has none."""
+    step, state = adam_step(count)
+    return seconds(lambda: jstep.find_nonfinite(step, state, 1.0))
+
+
+def find_one(count: int) -> float:
+    """Find an infinity in the gradient's second moment of an Adam step."""
+    step, state = adam_step(count)
+    return seconds(lambda: jstep.find_nonfinite(step, state, 1e30) and None)
+
+
+LARGE_FINGERPRINT = """
+import resource, time, jax, jax.numpy as jnp, jstep
+
+tree = jax.block_until_ready({"w": jnp.ones(64 * 2**18)})
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+jstep.fingerprint(tree)
+print(time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**16)
+"""
+
+
+def large_fingerprint() -> tuple[float, float]:
+    """Return CPU seconds of the first fingerprint of 64 MiB, and its peak memory as a multiple of the array's."""
+    found = subprocess.run([sys.executable, "-c", LARGE_FINGERPRINT], check=True, capture_output=True, text=True)
+    cpu, memory = map(float, found.stdout.split())
+    return cpu, memory
+
+
 ROWS = {
     "clipped Adam, jstep": clip_of_jstep,
     "clipped Adam, Optax": clip_of_optax,
     "a first fingerprint": first_fingerprint,
+    "Adam": compile_adam,
+    "find_nonfinite, None": find_none,
+    "find_nonfinite, found": find_one,
 }
 
 
@@ -70,6 +119,8 @@ def main() -> None:
         first, second = measured(small), measured(large)
         exponent = math.log(second / first) / math.log(large / small)
         print(f"{name:22s} {small} leaves {first:.2f} s, {large} leaves {second:.2f} s, exponent {exponent:.2f}")
+    cpu, memory = large_fingerprint()
+    print(f"a first fingerprint of 64 MiB: {cpu:.2f} s, memory {memory:.2f} times the array")
 
 
 if __name__ == "__main__":
