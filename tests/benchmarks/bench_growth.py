@@ -24,8 +24,8 @@ from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
 from jstep.checkpoint.saver import evictions
 from jstep.data.batches import Mixture
-from jstep.hooks.timeline import NAME as TIMELINE
-from jstep.hooks.timeline import TIMES, Timeline
+from jstep.stores.timeline import NAME as TIMELINE
+from jstep.stores.timeline import TIMES, Timeline
 from jstep.tools.cli import main as command
 
 QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
