@@ -35,7 +35,8 @@ Optimizers
     Elements of a chain: scale, scale_by_adam, scale_by_lion, scale_by_rms, scale_by_trust_ratio,
     scale_by_learning_rate, scale_updates, add_weight_decay, decay_weights, add_noise, centralize_gradients,
     normalize_gradients, orthogonalize, normalize_neurons, on_hyperball, trace.
-    Custom: Optimizer, Context, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule, from_optax.
+    Custom: Optimizer, Context, from_direction, leafwise, Slot, stateless, map_leaves, apply_updates, as_schedule,
+    from_optax.
     Mutable hyperparameters, stored in the state: held, get_hyperparameter, set_hyperparameter.
 Schedules
     A Schedule is any function of the step: constant, linear, piecewise_constant, polynomial_decay, exponential_decay,

@@ -100,6 +100,7 @@ from jstep.optimizers.elements import add_weight_decay as add_weight_decay
 from jstep.optimizers.elements import centralize_gradients as centralize_gradients
 from jstep.optimizers.elements import clip_gradients as clip_gradients
 from jstep.optimizers.elements import decay_weights as decay_weights
+from jstep.optimizers.elements import from_direction as from_direction
 from jstep.optimizers.elements import normalize_gradients as normalize_gradients
 from jstep.optimizers.elements import scale as scale
 from jstep.optimizers.elements import scale_by_learning_rate as scale_by_learning_rate

@@ -11,9 +11,9 @@ from jstep.core.checks import as_bool
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
-from jstep.optimizers.elements import Masked, Result, Scalar, Values
+from jstep.optimizers.elements import Masked, Scalar
 from jstep.optimizers.hyperparameters import bias_correction
-from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Slot
+from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 

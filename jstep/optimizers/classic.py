@@ -12,9 +12,9 @@ from jstep.core.placement import compute_first, in_order
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
-from jstep.optimizers.elements import BETA, RATE, Masked, Result, Rule, Values
+from jstep.optimizers.elements import BETA, RATE, Masked
 from jstep.optimizers.hyperparameters import checked
-from jstep.optimizers.leafwise import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Slot
+from jstep.optimizers.leafwise import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Rule, Slot, Values
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +20,18 @@ from jstep.core.trees import Array, Held, IndexedSlices, Number, Optimizer, Para
 from jstep.differentiate import clipping
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.hyperparameters import Flag, Hyper, UnitAxes, checked, first_match, own_leaves
-from jstep.optimizers.leafwise import RULE, LeafSlots, element, leafwise, map_updates, with_init
+from jstep.optimizers.leafwise import (
+    DECAYED,
+    RULE,
+    Prepare,
+    Result,
+    Rule,
+    Values,
+    element,
+    leafwise,
+    map_updates,
+    with_init,
+)
 
 # Transformations of gradients as elements of a chain: noise, centralization, normalization.
 
@@ -171,9 +181,10 @@ def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> A
 #         hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
 #         return from_direction("lion", lion_direction, {"m": MEAN}, hyper)
 #
-# Weight decay is the hyperparameter `weight_decay`, a `Masked(weight_decay, weight_decay_mask)`. Bias correction needs
-# the age of the slots, h.age, which exists only if there is a `prepare`: a function that computes once, for all leaves,
-# what h has in addition. With `prepare=correction` a direction multiplies its average by h.unbias:
+# Weight decay is the hyperparameter `weight_decay`, a `Masked(weight_decay, weight_decay_mask)` where the mask is an
+# argument. Bias correction needs the age of the slots, h.age, which exists only if there is a `prepare`: a function
+# that computes once, for all leaves, what h has in addition. With `prepare=correction` a direction multiplies its
+# average by h.unbias:
 #
 #     def correction(h):
 #         return {"unbias": 1 / bias_correction(h.beta1, h.age)}
@@ -207,37 +218,6 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "threshold": {"low": 4},
 }
 """Name of a hyperparameter → its range. One with another range is checked by its optimizer."""
-
-DECAYED = "decayed"
-"""The flag for whether weight decay applies to a leaf."""
-
-MISSING = {
-    "age": "; h.age exists if there is a prepare=",
-    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
-    "learning_rate": "; from_direction multiplies by it: add it to hyper",
-}
-"""Name of an attribute of h → what an optimizer without it has to do."""
-
-
-class Values(types.SimpleNamespace):
-    """Slots, or hyperparameters with what else is known at a step, as attributes."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in vars(self)
-
-    def __getattr__(self, name: str) -> Any:
-        """Report an attribute that does not exist."""
-        found = f"{name}: must be one of {sorted(vars(self))}"
-        raise AttributeError(found + MISSING.get(name, ""), name=name, obj=self)
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
-
-
-Result: TypeAlias = tuple[Array, dict[str, Any]]
-"""A direction or an update, and the new slots by name; slots that are not returned stay unchanged."""
-Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
-Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
 
 
 class Scalar(NamedTuple):
@@ -303,11 +283,8 @@ def from_update(
         flags = {DECAYED: hyperparameters.decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in given.items() if isinstance(slot, Scalar)}
 
-    def of_leaf(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> Result:
-        return rule(g, p, Values(**slots), Values(**h))
-
-    def measured(g: Array, p: Array, slots: LeafSlots, h: Hyper) -> Hyper:
-        return sums.measure(g, p, Values(**slots), Values(**h)) if sums else {}
+    def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:
+        return rule(g, p, s, h)
 
     of_leaf.__name__ = f"{name}{RULE}"
     made = leafwise(
@@ -316,15 +293,16 @@ def from_update(
         slots=slots if callable(slots) else {name: slot for name, slot in given.items() if name not in scalars},
         scalars=scalars,
         flags=flags,
-        prepare=prepare and _of_values(prepare),
-        measure=measured if sums else None,
-        conclude=sums and _of_values(sums.conclude),
+        prepare=prepare,
+        measure=sums and sums.measure,
+        conclude=sums and sums.conclude,
         aged=prepare is not None,
         sparse=by_rows,
     )
     return made if "learning_rate" in hyper else with_init(made, order=BLOCK)
 
 
+@makes_optimizer(4)
 def from_direction(
     name: str,
     direction: Rule,
@@ -333,27 +311,62 @@ def from_direction(
     *,
     prepare: Prepare | None = None,
     by_rows: bool = False,
+    weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """An optimizer with the update −learning_rate·(direction + weight_decay·p).
+    """An optimizer from the direction of one leaf: p −= learning_rate·(u + weight_decay·p), u = direction(g, p, s, h).
+
+    It is `leafwise` with the sign, the learning rate, weight decay and its mask, and the ranges of hyperparameters done
+    as in jstep's own optimizers. The values of the slots s and of the hyperparameters h are attributes.
 
     Args:
         name: The optimizer's name, which run cards show.
-        direction: `direction(g, p, s, h) -> (u, new slots)`.
-        slots: As for `from_update`.
-        hyper: As for `from_update`, with a learning_rate.
-        prepare: As for `from_update`.
-        by_rows: As for `from_update`.
+        direction: `direction(g, p, s, h) -> (u, new slots)`, all floating arrays of one dtype. Slots that are not
+            returned stay unchanged.
+        slots: Name of each slot → its initial value or a `Slot`.
+        hyper: Name of each hyperparameter → a number, an array, a schedule or `held`; one of them is `learning_rate`.
+            With a `weight_decay`, parameters decay. A name that jstep's optimizers use has their range: a `beta1` is in
+            [0, 1).
+        prepare: `prepare(h)` returns values to add to h, computed once for all leaves. With it, the optimizer keeps the
+            age of its slots: h.age is 1 at their first update, for bias corrections.
+        by_rows: Whether the direction may be computed for the rows of a sparse gradient only, leaving the others
+            unchanged. Otherwise sparse gradients are converted to dense ones.
+        weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        AttributeError: The direction, or `prepare`, reads a value that does not exist; the error lists those that do.
+        TypeError: A hyperparameter is not a number, an array or a schedule; or the direction does not return two
+            values.
+        ValueError: A hyperparameter is out of its range, or there is a `weight_decay_mask` without a weight_decay.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> def direction(g, p, s, h):
+        ...     m = h.beta1 * s.m + (1 - h.beta1) * g
+        ...     return jnp.sign(m), {"m": m}
+        >>> def signed_average(learning_rate, beta1=0.9):
+        ...     hyper = {"learning_rate": learning_rate, "beta1": beta1}
+        ...     return jstep.from_direction("signed_average", direction, {"m": 0.0}, hyper)
+        >>> optimizer = signed_average(0.5)
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
+        0.5
     """
+    decay = hyper.get("weight_decay")
+    if weight_decay_mask is not None and decay is None:
+        raise ValueError(
+            f"weight_decay_mask={shown(weight_decay_mask)}: must be None without a weight_decay; add one to hyper"
+        )
+    if decay is not None and not isinstance(decay, Masked):
+        hyper = {**hyper, "weight_decay": Masked(decay, weight_decay_mask)}
 
     def rule(g: Array, p: Array, s: Values, h: Values) -> Result:
         u, new = direction(g, p, s, h)
         return -h.learning_rate * (with_decay(u, p, h) if "weight_decay" in h else u), new
 
     return from_update(name, rule, slots, hyper, prepare=prepare, by_rows=by_rows)
-
-
-def _of_values(fn: Prepare) -> Callable[[Hyper], Hyper]:
-    return lambda h: fn(Values(**h))
 
 
 def in_bounds(hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, U
 from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.elements import BETA, POSITIVE, Masked, Result, Values
+from jstep.optimizers.elements import BETA, POSITIVE, Masked
 from jstep.optimizers.hyperparameters import Hyper, checked, constant, mask
-from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Slot, element, map_updates, with_init
+from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Result, Slot, Values, element, map_updates, with_init
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
 

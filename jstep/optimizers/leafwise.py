@@ -403,9 +403,9 @@ def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> Non
 # None and integer leaves, None gradients, `IndexedSlices`, dtypes of slots and of arithmetic, hyperparameters at a
 # step (numbers, arrays, schedules, `held`), the age of the slots, masks by path, and names. RMSProp without momentum:
 #
-#     def rule(g, p, slots, h):
-#         rms = h["decay"] * slots["rms"] + (1 - h["decay"]) * g * g
-#         return -h["learning_rate"] * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
+#     def rule(g, p, s, h):
+#         rms = h.decay * s.rms + (1 - h.decay) * g * g
+#         return -h.learning_rate * g / jnp.sqrt(rms + 1e-10), {"rms": rms}
 #
 #     def tiny_rmsprop(learning_rate, decay=0.9):
 #         return leafwise(
@@ -430,8 +430,45 @@ def refuse_formats(by: str, optimizer: Optimizer, why: Mapping[str, str]) -> Non
 # - The rule sees the whole leaf: norms, matrix products and `lax.cond` are allowed. With `sparse=True` it is applied to
 #   some rows of a table only, so it must be elementwise.
 
+DECAYED = "decayed"
+"""The flag for whether weight decay applies to a leaf."""
+
+_HINTS = {
+    "age": "; h.age exists with a prepare= of from_direction, or aged=True of leafwise",
+    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
+    LEARNING_RATE: "; from_direction multiplies by it: add it to hyper",
+}
+"""Name of a value of h → what an optimizer without it has to do."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Values(dict[str, Any]):
+    """Slots, or hyperparameters with what else is known at a step, as attributes; and as a dict, by name.
+
+    A name that is not an identifier, or is that of a method of dicts, such as `copy`, is read by `h["copy"]`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a value; an error lists all of them."""
+        if name in self:
+            return self[name]
+        raise AttributeError(f"{name}: must be one of {sorted(self)}{_HINTS.get(name, '')}", name=name, obj=self)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """Return the values in the order of their names, as for a dict."""
+        return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Values":
+        """Return the values by name."""
+        return cls(zip(names, values, strict=True))
+
+
 LeafSlots: TypeAlias = dict[str, Any]
-Rule: TypeAlias = Callable[[Array, Array, LeafSlots, Hyper], tuple[Array, LeafSlots]]
+Result: TypeAlias = tuple[Array, dict[str, Any]]
+"""A direction or an update, and the new slots by name; slots that are not returned stay unchanged."""
+Prepare: TypeAlias = Callable[[Values], dict[str, Any]]
+Rule: TypeAlias = Callable[[Array, Array, Values, Values], Result]
 """`rule(gradient, parameter, slots, h) -> (update, slots)`, all floating arrays of one dtype."""
 
 
@@ -501,18 +538,20 @@ def leafwise(
     slots: Mapping[str, Any] | Callable[[Params], Mapping[str, Any]] | None = None,
     scalars: Mapping[str, Any] | None = None,
     flags: Mapping[str, Flag] | None = None,
-    prepare: Callable[[Hyper], Hyper] | None = None,
-    measure: Callable[[Array, Array, LeafSlots, Hyper], Hyper] | None = None,
-    conclude: Callable[[Hyper], Hyper] | None = None,
+    prepare: Prepare | None = None,
+    measure: Callable[[Array, Array, Values, Values], dict[str, Any]] | None = None,
+    conclude: Prepare | None = None,
     aged: bool = False,
     sparse: bool = True,
     finished: bool | None = None,
 ) -> Optimizer:
-    """An optimizer that applies the same rule to each leaf: `rule(g, p, slots, h) -> (update, slots)`.
+    """An optimizer that applies the same rule to each leaf: `rule(g, p, s, h) -> (update, new slots)`.
 
-    None and integer leaves, None gradients, `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are
-    handled. `h` contains the current hyperparameters, the scalar slots, `step`, the leaf's `dtype`, `age` if aged, and
-    the values returned by `prepare`, `measure` and `conclude`. The recipe "Custom optimizers" has examples of each.
+    The values of the slots s and of the hyperparameters h are attributes, as in `from_direction`, which also does the
+    sign, the learning rate and weight decay; s and h are dicts, too. None and integer leaves, None gradients,
+    `IndexedSlices`, dtypes, hyperparameters of any kind, ages and names are handled. `h` contains the current
+    hyperparameters, the scalar slots, `step`, the leaf's `dtype`, `age` if aged, and the values returned by `prepare`,
+    `measure` and `conclude`. The recipe "Custom optimizers" has examples of each.
 
     Args:
         rule: The update of one leaf.
@@ -538,9 +577,9 @@ def leafwise(
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> def rule(g, p, slots, h):
-        ...     m = h["decay"] * slots["m"] + (1 - h["decay"]) * g
-        ...     return -h["learning_rate"] * jnp.sign(m), {"m": m}
+        >>> def rule(g, p, s, h):
+        ...     m = h.decay * s.m + (1 - h.decay) * g
+        ...     return -h.learning_rate * jnp.sign(m), {"m": m}
         >>> def signed_average(learning_rate, decay=0.9):
         ...     return jstep.leafwise(
         ...         rule, hyper={"learning_rate": learning_rate, "decay": decay}, slots={"m": 0.0}, sparse=False
@@ -578,7 +617,7 @@ def leafwise(
         treedef, specs = trees.structure(params), specs_for(params)
         mine = {name: slot_leaves(given, name, params, spec.shape) for name, spec in specs.items()}
         kept = require_slots(scalar_names, given)
-        h = values_at(hyper, step, given) | {"step": jnp.asarray(step)}
+        h = Values(values_at(hyper, step, given), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
             h["age"] = hyperparameters.age_of(step, kept[START_STEP])
@@ -692,19 +731,19 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
             return x if old is None or x is None else x.astype(old.dtype)
 
         # Python floats are not converted: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
-        h = dict(static) | {name: wide(value) for name, value in arrays.items()} | {"dtype": leaf.dtype}
+        h = Values(dict(static) | {name: wide(value) for name, value in arrays.items()} | {"dtype": leaf.dtype})
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):
-            result, new = rule(gradient.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
+            result, new = rule(gradient.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             return result, {name: narrow(name, value) for name, value in new.items()}
         rows = trees.combined(gradient)
         if isinstance(rows, RowsInOrder):
-            update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), jax.tree.map(wide, slots), h)
+            update, new = rule(rows.values.astype(dtype), leaf.astype(dtype), Values(jax.tree.map(wide, slots)), h)
             kept = {name: jnp.where(rows.named, narrow(name, x), slots[name]) for name, x in new.items()}
             return trees.within(dataclasses.replace(rows, values=update)), kept
         # Rows past the end are computed from the last row and dropped.
-        old = {name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()}
+        old = Values({name: wide(slot.at[rows.indices].get(mode="clip")) for name, slot in slots.items()})
         at_rows = leaf.at[rows.indices].get(mode="clip").astype(dtype)
         update, new = rule(rows.values.astype(dtype), at_rows, old, h)
         # Indices are unique except for those past the end, so setting is well-defined.
@@ -720,7 +759,7 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
     named = getattr(rule, "__name__", "rule")
 
     @functools.wraps(rule)
-    def checked_rule(g: Array, p: Array, slots: dict[str, Any], h: dict[str, Any]) -> Any:
+    def checked_rule(g: Array, p: Array, slots: Values, h: Values) -> Any:
         result = rule(g, p, slots, h)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__

@@ -23,9 +23,9 @@ from jstep.core.slot_roles import BLOCK
 from jstep.core.trees import Array, IndexedSlices, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.compose import chain
-from jstep.optimizers.elements import BETA, Masked, Result, Values, average, from_direction, from_update, positive
+from jstep.optimizers.elements import BETA, Masked, average, from_direction, from_update, positive
 from jstep.optimizers.hyperparameters import Axes, Hyper, MatrixAxes, by_path, checked, matrix_axes
-from jstep.optimizers.leafwise import SLOW, Slot, checking, element
+from jstep.optimizers.leafwise import SLOW, Result, Slot, Values, checking, element
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 

@@ -15,9 +15,9 @@ from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import compute_first, on_devices
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
-from jstep.optimizers.elements import POSITIVE, Masked, Result, Scalar, Sums, Values, average, from_update, with_decay
+from jstep.optimizers.elements import POSITIVE, Masked, Scalar, Sums, average, from_update, with_decay
 from jstep.optimizers.hyperparameters import bias_correction, checked, constant
-from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Slot
+from jstep.optimizers.leafwise import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
 from jstep.optimizers.updates import find_slot
 from jstep.state.train_state import masters_of, values_of
 

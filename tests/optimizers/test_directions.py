@@ -1,12 +1,14 @@
-"""Errors of `from_direction` for what a new optimizer's equation uses and its hyperparameters lack."""
+"""`from_direction`, its errors, and the one form of rules: values by attribute and by name."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.elements import from_direction
+from jstep.optimizers.elements import from_update, with_decay
 
 
 @pytest.mark.parametrize(
@@ -14,19 +16,83 @@ from jstep.optimizers.elements import from_direction
     [
         (lambda g, p, s, h: (g * h.age, {}), {}, r"age: must be one of \[.*'learning_rate'.*prepare="),
         (lambda g, p, s, h: (g * h.betta1, {}), {"beta1": 0.9}, r"betta1: must be one of \[.*'beta1'"),
-        (lambda g, p, s, h: (g, {}), {"weight_decay": 0.1}, r"decayed: must be one of .*Masked"),
         (lambda g, p, s, h: (s.v, {}), {}, r"v: must be one of \['m'\]"),
     ],
 )
 def test_a_missing_value_is_named_with_what_provides_it(direction: Any, hyper: dict[str, Any], message: str) -> None:
-    optimizer = from_direction("new", direction, {"m": 0.0}, {"learning_rate": 0.1, **hyper})
+    optimizer = jstep.from_direction("new", direction, {"m": 0.0}, {"learning_rate": 0.1, **hyper})
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     with pytest.raises(AttributeError, match=message):
         jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
 
 
 def test_a_missing_learning_rate_is_named() -> None:
-    optimizer = from_direction("new", lambda g, p, s, h: (g, {}), {}, {"beta1": 0.9})
+    optimizer = jstep.from_direction("new", lambda g, p, s, h: (g, {}), {}, {"beta1": 0.9})
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     with pytest.raises(AttributeError, match=r"learning_rate: must be one of .*add it to hyper"):
         jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
+
+
+def test_a_rule_with_a_decay_that_is_not_masked_is_told_how() -> None:
+    optimizer = from_update("new", lambda g, p, s, h: (with_decay(g, p, h), {}), {}, {"weight_decay": 0.1})
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    with pytest.raises(AttributeError, match=r"decayed: must be one of .*Masked"):
+        jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
+
+
+def _average(g: Any, p: Any, s: Any, h: Any) -> Any:
+    m = h.beta1 * s.m + (1 - h.beta1) * g
+    return jnp.sign(m), {"m": m}
+
+
+@pytest.mark.parametrize(("mask", "w", "b"), [(None, -0.45, -0.45), (["w"], -0.45, -0.5)])
+def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask: Any, w: float, b: float) -> None:
+    hyper = {"learning_rate": jstep.held("learning_rate", 0.5), "beta1": 0.5, "weight_decay": 0.1}
+    optimizer = jstep.from_direction("new", _average, {"m": 0.0}, hyper, weight_decay_mask=mask)
+    assert repr(optimizer).startswith("from_direction('new', _average, {'m': 0.0}, {")
+    state = jstep.TrainState.create({"w": -1.0, "b": -1.0, "n": 3}, optimizer)
+    state = jstep.apply_gradients(state, {"w": jnp.float32(-2.0), "b": jnp.float32(-2.0), "n": None}, optimizer)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-6)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-6)
+    assert jstep.get_slot_names(state) == ["m"]
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"weight_decay_mask=\['w'\]: must be None without a weight_decay"):
+        jstep.from_direction("new", _average, {"m": 0.0}, {"learning_rate": 0.1}, weight_decay_mask=["w"])
+    with pytest.raises(ValueError, match=r"beta1=1.5: must be"):
+        jstep.from_direction("new", _average, {"m": 0.0}, {"learning_rate": 0.1, "beta1": 1.5})
+
+
+RULES = {
+    "attributes": lambda g, p, s, h: (-h.rate * (s.m + g), {"m": s.m + g}),
+    "items": lambda g, p, s, h: (-h["rate"] * (s["m"] + g), {"m": s["m"] + g}),
+    "unpacked": lambda g, p, s, h: (-h.get("rate") * (dict(s)["m"] + g), {**s, "m": s.get("m") + g}),
+    "union": lambda g, p, s, h: (-(h | {"a": 1})["rate"] * (s.m + g), s | {"m": s.m + g}),
+    "changed": lambda g, p, s, h: (s.update(m=s.m + g), (-h.rate * s.m, s))[1],
+    "tree": lambda g, p, s, h: (-h.rate * (s.m + g), jax.tree.map(lambda x: x + g, s)),
+    "jit": lambda g, p, s, h: jax.jit(lambda s: (-0.5 * (s["m"] + g), {"m": s.m + g}))(s),
+}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_values_are_attributes_and_those_of_a_dict(name: str, sparse: bool) -> None:
+    optimizer = jstep.leafwise(RULES[name], hyper={"rate": 0.5}, slots={"m": 1.0}, finished=True)
+    state = jstep.TrainState.create({"w": jnp.zeros((2, 3))}, optimizer)
+    gradient = jnp.full((2, 3), 2.0)
+    given = jstep.IndexedSlices(gradient[:1], jnp.array([1]), (2, 3)) if sparse else gradient
+    step = jax.jit(lambda state, g: jstep.apply_gradients(state, {"w": g}, optimizer))
+    new = step(step(state, given), given)
+    np.testing.assert_array_equal(new.params["w"][1], np.full(3, -4.0))  # −0.5·3 − 0.5·5
+    np.testing.assert_array_equal(new.slots["m"]["w"][1], np.full(3, 5.0))
+    assert type(new.slots) is dict
+
+
+def test_a_name_that_is_a_method_of_dicts_is_read_by_its_name() -> None:
+    rule = lambda g, p, s, h: (-h["copy"] * g + 0 * s["items"], {"items": s["items"] + 1})  # noqa: E731
+    optimizer = jstep.leafwise(rule, hyper={"copy": 0.5}, slots={"items": 0.0}, finished=True)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+    new = jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
+    np.testing.assert_array_equal(new.params["w"], np.full(2, 0.5))
+    np.testing.assert_array_equal(new.slots["items"]["w"], np.ones(2))
