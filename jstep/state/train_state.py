@@ -453,9 +453,6 @@ def step_of(state: TrainState) -> Array:
 
 # Access to slots (optimizer state) by name and by parameter.
 
-_OF_ALL = frozenset({"beta1", "d", "d_max", "d_numerator", "loss_scale", "lr_max", "mu_product", "weight_sum"})
-"""Scalar slots of jstep's optimizers, other than steps and held hyperparameters."""
-
 
 def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> bool:
     """Whether a slot is one value for all parameters, such as `start_step` or `embed/start_step`.
@@ -465,7 +462,7 @@ def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES)
         tree: The slot.
         params: The parameters of its state.
         roles: The roles that the state carries. For a slot that is not among them (of a state made by hand) the shape
-            decides, or the name if the shape is ambiguous.
+            decides, or the dtype if the shape is ambiguous.
     """
     if name in roles:
         return roles.has_one_value(name)
@@ -473,12 +470,8 @@ def has_one_value(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES)
         return False
     if not jax.tree_util.all_leaves([params]):
         return True
-    # If params is a single leaf, its slots look like scalars: then the name or the dtype decides.
-    *prefixes, last = name.split("/")
-    counts = np.issubdtype(getattr(tree, "dtype", np.float32), np.integer)
-    if np.ndim(tree):
-        return bool(counts and last == START_STEP)  # a population of states
-    return bool(counts or last in _OF_ALL or "held" in prefixes)
+    # If params is a single leaf, its slots look like values of all, of which steps are integers.
+    return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
 def owners(name: str, tree: Any, params: Params, roles: Roles = NO_ROLES) -> list[int | None]:

@@ -188,3 +188,16 @@ def test_a_hook_returns_a_state_made_by_hand_or_created(method: str, start_by_ha
     after = jstep.train(step, start, lambda step: np.ones(4, np.float32), 2, hooks=[hook])
     assert dict(after.roles) == dict(roles)
     assert int(after.global_step) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_of_a_state_by_hand_are_found_by_shape_and_dtype(name: str) -> None:
+    for params, slot, is_shared in (
+        (jnp.float32(1.0), jnp.float32(2.0), False),
+        (jnp.float32(1.0), jnp.int32(2), True),
+        (jnp.ones(3), jnp.ones(3, jnp.int32), False),
+        ({"w": jnp.float32(1.0)}, {"w": jnp.int32(2)}, False),
+        ({"w": jnp.float32(1.0)}, jnp.float32(2.0), True),
+    ):
+        state = jstep.TrainState(params, {name: slot}, jnp.int32(0))
+        assert jstep.get_slot_names(state) == ([] if is_shared else [name])
