@@ -1,5 +1,6 @@
 """`train` with stages: which step is run when, errors before the first step, and compilation in the background."""
 
+import functools
 import logging
 import threading
 
@@ -229,6 +230,20 @@ def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, com
     messages = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
     assert any("compiled train_step ahead of step 8" in m for m in messages)
     assert not any("again" in m for m in messages)
+
+
+def test_each_stage_after_the_first_is_compiled_before_it_is_due(compiling_threads):
+    first, second, third = steps_of(2.0, 3.0, 4.0)
+    train_stages({0: first, 6: second, 12: third}, 16, BATCHES)
+    assert compiling_threads.count("jstep-compile") == 2
+
+
+def test_a_stage_without_a_name():
+    """A partial function has no `__name__`."""
+    first, second = steps_of(2.0, 3.0)
+    whole = train_stages({0: first, 8: second}, 10, BATCHES)
+    stages = {0: first, 8: functools.partial(lambda step, state, x: step(state, x), second)}
+    assert train_stages(stages, 10, BATCHES) == whole
 
 
 def test_batch_shapes_are_compiled_before_they_are_due(compiling_threads):

@@ -12,6 +12,7 @@ from regression import X, Y, fresh, loss_fn
 import jstep
 from jstep.hooks.metric_sums_program import Accumulate, Sums, columns_of
 from jstep.training.looped import looped_step
+from jstep.training.metrics import Constants
 from jstep.training.step import run
 
 
@@ -44,6 +45,15 @@ def test_custom_hyperparameter_numbers_are_constants() -> None:
     assert all(isinstance(metrics[name], np.generic) for name in "abcd")
     traced = step.trace(state, X, Y)
     assert jax.tree.structure(traced.out_info[1]) == jax.tree.structure(metrics)
+
+
+def test_constants_compare_by_their_values() -> None:
+    """JAX compares them as a part of the structure of what a program returns."""
+    one, same, other = ({"a": np.float32(x)} for x in (1, 1, 2))
+    assert Constants(one) == Constants(same)
+    assert Constants(one) != Constants(other)
+    assert Constants(one) != Constants(one, "skipped")
+    assert Constants({}) != ()
 
 
 def test_constants_are_the_same_objects_in_each_call() -> None:
