@@ -368,10 +368,6 @@ class Saver:
             it is given. The newest checkpoint whose parameters are finite is never deleted by `max_to_keep`, which may
             therefore be exceeded by one.
 
-    Attributes:
-        leave_out: The argument as given.
-        allow_nonfinite: The argument.
-
     Raises:
         TypeError: An argument is of the wrong type.
         NotADirectoryError: `directory` is a file.

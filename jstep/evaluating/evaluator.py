@@ -96,7 +96,6 @@ class EvaluationHook(RunHook):
     Attributes:
         key: The argument `key`.
         results: Step → result of `evaluate`, for this run.
-        newest: The last evaluated step and its results by their logged names, or None.
 
     Raises:
         TypeError: `callbacks` is not a sequence of functions.
@@ -146,7 +145,7 @@ class EvaluationHook(RunHook):
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
-        self.newest: tuple[int, dict[str, Any]] | None = None
+        self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
         self._reported_step: int | None = None
         self._owed: int | None = None
         self._left: int | None = None  # the last step, if a signal interrupted its evaluation off the cadence

@@ -101,9 +101,6 @@ class NanLossHook(RunHook):
         max_skipped_steps: The number of consecutive skipped updates that stops the run with the same error; None for no
             limit. The state is valid in that case, and is saved.
 
-    Attributes:
-        max_skipped_steps: The argument.
-
     Source: `tf.train.NanTensorHook`.
     """
 

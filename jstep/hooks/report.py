@@ -226,9 +226,6 @@ class SummarySaverHook(ReportingHook):
             of the step.
         clock: Returns seconds; replaced in tests.
 
-    Attributes:
-        takes_writer: Whether the hook was created without a writer.
-
     Raises:
         ValueError: A glob matches nothing (at the first step).
 
@@ -250,7 +247,7 @@ class SummarySaverHook(ReportingHook):
         steps, secs = ("save_steps", save_steps), ("save_secs", save_secs)
         super().__init__(cadence(steps=steps, secs=secs, clock=clock, together=True), mean, self._write, leave_out)
         self._given_writer = check_writer(summary_writer)
-        self.takes_writer = summary_writer is None
+        self.takes_writer = summary_writer is None  # that of the run
         self._histograms = _globs(histograms)
 
     def begin(self, state: TrainState) -> None:

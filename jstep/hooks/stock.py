@@ -36,9 +36,6 @@ class CheckpointSaverHook(RunHook):
             save.
         clock: Returns seconds; replaced in tests.
 
-    Attributes:
-        prefix: The prefix of the checkpoints' names.
-
     Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
 
