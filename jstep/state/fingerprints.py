@@ -1,5 +1,6 @@
 """Fingerprints of arrays: their arithmetic on the host, the log of a run's, and their sums on devices."""
 
+import functools
 import hashlib
 import json
 import math
@@ -12,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, kind, shown
-from jstep.core.meshes import internal_transfers, mesh_of
+from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_of, parts_along
 from jstep.core.placement import compute_on, on_devices, placements_of, refuse_shapes
 from jstep.stores.files import opened
 
@@ -271,10 +273,10 @@ def device_sums(array: Any) -> Any:
     return _sums_of_words(_words(array), array.shape)
 
 
-def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> Any:
+def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...], parts: "Parts" = ()) -> Any:
     if not math.prod(shape):
         return jnp.zeros(2, U)
-    key = _keys(shape)
+    key = _keys(shape, parts)
     sums = []
     for half, (low, high) in enumerate(words):
         both = lanes(low, high, key + U(half * HALF & MASK))
@@ -306,14 +308,27 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     return [(words.astype(U), None)]
 
 
-def _keys(shape: tuple[int, ...]) -> Any:
-    """Return the keys of all positions in the whole array, in its own shape, so that shards do not move."""
+Parts = tuple[tuple[tuple[str, ...], int], ...]
+"""For the first axes of an array on a mesh: the names of the mesh axes that split it, and into how many parts."""
+
+
+def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
+    """Return the keys of all positions in the whole array, in its own shape, so that shards do not move.
+
+    Args:
+        shape: The shape of the whole array.
+        parts: Its parts, inside of a shard_map: the keys are those of the part of this device.
+    """
     split = split_at(shape)
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
         of_one = stride * STRIDE if stride < split else stride // split * HIGH
-        along = lax.iota(U, shape[axis]) * U(of_one & MASK)
+        names, count = parts[axis] if axis < len(parts) else ((), 1)
+        position = lax.iota(U, shape[axis] // count)
+        if names:
+            position += lax.axis_index(names).astype(U) * U(shape[axis] // count)
+        along = position * U(of_one & MASK)
         key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
         stride *= shape[axis]
     return key
@@ -328,16 +343,66 @@ _GROUP, _SMALL = 16, 2**14
 """How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
 
 
-def _written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
-    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape."""
-    if len(leaves) == 1:
-        sums = device_sums(leaves[0])[None]
+def _written(rows: Any, start: Any, leaves: Sequence[Any], parts: Parts = ()) -> Any:
+    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape.
+
+    Args:
+        rows: The rows.
+        start: The number of the first row.
+        leaves: The leaves, or their parts on this device.
+        parts: As in `_keys`.
+    """
+    arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+    counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
+    shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
+    if len(arrays) == 1:
+        sums = _sums_of_words(_words(arrays[0]), shape, parts)[None]
     else:
-        arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
-        words = jax.tree.map(lambda *parts: jnp.stack(parts), *map(_words, arrays))
-        sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(leaves))(words)
+        words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
+        sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(leaves))(words)
     return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
+
+
+@functools.cache
+def _written_on(mesh: Mesh, spec: PartitionSpec) -> Callable[..., Any]:
+    """Return `_written` for leaves with this spec on a mesh: the rows of each device are the sums of its own parts."""
+    parts = tuple((mesh_axes_of(names), parts_along(mesh, names)) for names in dims_of(spec))
+
+    def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
+        arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+        specs = (PartitionSpec(), PartitionSpec(), [spec] * len(arrays))
+        write = functools.partial(_written, parts=parts)
+        return _on_each_device(write, mesh, specs)(rows, start, arrays)
+
+    return written
+
+
+@functools.cache
+def _formed_on(
+    mesh: Mesh, form: Callable[..., Any], counts: tuple[tuple[tuple[str, ...], int], ...]
+) -> Callable[..., Any]:
+    """Return `form` for rows on a mesh. The rows of leaves that are split over some axes are summed over these.
+
+    Args:
+        mesh: The mesh.
+        form: `_each` or `_total`.
+        counts: The axes of consecutive rows, and their number.
+    """
+
+    def of_device(rows: Any, keys: Any, order: Any) -> Any:
+        sums, at = [], 0
+        for names, count in counts:
+            some, at = rows[at : at + count], at + count
+            sums.append(lax.psum(some, names) if names else some)
+        return form(jnp.concatenate(sums), keys, order)
+
+    return _on_each_device(of_device, mesh, (PartitionSpec(),) * 3)
+
+
+def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: Any) -> Callable[..., Any]:
+    """Return a function that each device computes from what it has, also of arrays that should be equal everywhere."""
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
 
 
 def _shifted(rows: Any) -> tuple[Any, Any]:
@@ -372,30 +437,48 @@ def _total_of(leaves: list[Any], keys: Any) -> Any:
     return _total(_stacked_sums(leaves), keys)
 
 
-def _on_one_device(leaves: Sequence[Any], keys: Any, form: Callable[..., Any]) -> Any:
-    """Compute the fingerprints of leaves on one device.
+def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: Mesh | None) -> Any:
+    """Compute the fingerprints of leaves on one device or one mesh.
 
     Most of the time of a first fingerprint goes into compiling, so that a program is compiled for each shape and dtype,
     not for each leaf. It writes rows of an array, which one more program reads, and is called for several small leaves
     together, as most of the time of a later fingerprint goes into calls.
     """
-    committed = next((leaf for leaf in leaves if leaf.committed), None)
     rows: Any = np.zeros((len(leaves), 2), U)
-    if committed is not None:
+    committed = next((leaf for leaf in leaves if leaf.committed), None)
+    if mesh is not None:  # `device_put` would compare the rows of all processes
+        zeros = rows
+        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros)
+    elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        alike.setdefault((leaf.shape, leaf.dtype), []).append(number)
-    at = 0
-    for (shape, _), numbers in alike.items():
+        spec = PartitionSpec() if mesh is None or not leaf.committed else leaf.sharding.spec
+        axes = tuple(sorted(name for dim in dims_of(spec) for name in mesh_axes_of(dim)))
+        alike.setdefault((axes, spec, leaf.shape, leaf.dtype), []).append(number)
+    groups = sorted(alike.items(), key=lambda group: group[0][0])  # rows that are summed over the same axes together
+    at, counts = 0, dict[tuple[str, ...], int]()
+    for (axes, spec, shape, _), numbers in groups:
+        counts[axes] = counts.get(axes, 0) + len(numbers)
+        write = _written if mesh is None else _written_on(mesh, spec)
         size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
         for first in range(0, len(numbers), size):
             first = min(first, len(numbers) - size)  # the last group may write a row a second time
             some = [leaves[number] for number in numbers[first : first + size]]
-            rows = compute_on(None, _written, rows, np.int32(at + first), some)
+            rows = compute_on(mesh, write, rows, np.int32(at + first), some)
         at += len(numbers)
-    place = np.argsort([number for numbers in alike.values() for number in numbers]).astype(np.int32)
-    return compute_on(None, form, rows, keys, place)
+    order = np.argsort([number for _, numbers in groups for number in numbers]).astype(np.int32)
+    finish = form if mesh is None else _formed_on(mesh, form, tuple(counts.items()))
+    return compute_on(mesh, finish, rows, keys, order)
+
+
+def _has_parts(leaf: Any, mesh: Mesh) -> bool:
+    """Whether the parts of an array on the devices of a mesh are known by names of its axes."""
+    sharding = leaf.sharding
+    if not leaf.committed:
+        return True
+    is_named = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    return is_named and not (getattr(sharding.spec, "unreduced", None) or getattr(sharding.spec, "reduced", None))
 
 
 # Fingerprint (64-bit hash) of a tree of arrays, of all devices together or by each device.
@@ -522,8 +605,8 @@ def _by_placement(
     for numbers, mesh in placements.on_devices:
         some = [leaves[number] for number in numbers]
         some_keys = keys[np.array(numbers)]
-        if mesh is None and all(len(leaf.sharding.device_set) == 1 for leaf in some):
-            parts.append((numbers, _on_one_device(some, some_keys, form)))
+        if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
+            parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
         else:
             parts.append((numbers, compute_on(mesh, _total_of if form is _total else _each_of, some, some_keys)))
     if placements.on_host:

@@ -110,3 +110,71 @@ def test_keys_of_positions_are_not_stored_as_constants():
     jax.block_until_ready(jax.jit(lambda: jstep.fingerprint({"x": x}))())
     new = [one for one in jax.live_arrays() if id(one) not in before and one is not x]
     assert sum(one.nbytes for one in new) < x.nbytes / 4
+
+
+def on_mesh(kind):
+    """A tree on a mesh: specs, dtypes and ranks of all kinds, leaves of the same shape placed otherwise, and keys."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    random = np.random.default_rng(0)
+    P = PartitionSpec
+    specs = [P(), P("a"), P(None, "b"), P(("a", "b")), P("b", "a"), P(("b", "a"), None), P(None, ("a", "b"))]
+    dtypes = [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64, jnp.uint16, jnp.float8_e4m3fn]
+    tree = {
+        f"{i}": jax.device_put(jnp.asarray(random.normal(size=(16, 8 + 8 * (i % 2)))).astype(dtypes[i % 7]), place)
+        for i in range(21)
+        for place in [NamedSharding(mesh, specs[i // 3])]
+    }
+    tree |= {
+        f"deep/{i}": jax.device_put(random.normal(size=(3, 8, 2)).astype("f"), NamedSharding(mesh, P(None, "a", "b")))
+        for i in range(20)
+    }
+    tree["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a")))
+    tree["scalar"] = jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))
+    tree["empty"] = jax.device_put(jnp.zeros((0, 8)), NamedSharding(mesh, P(None, "a")))
+    tree["large"] = jax.device_put(jnp.arange(2.0**16).reshape(256, 256), NamedSharding(mesh, P("b", "a")))
+    return mesh, tree | {"anywhere": jnp.arange(4.0), "host": np.arange(5)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_a_mesh_the_bits_are_those_of_one_device(kind):
+    _, tree = on_mesh(kind)
+    one_device = {
+        name: leaf if isinstance(leaf, np.ndarray) else jax.device_put(leaf, jax.devices()[0])
+        for name, leaf in tree.items()
+    }
+    assert texts(tree) == texts(one_device)
+    assert {
+        path: hexadecimal(one) for path, one in jax.jit(lambda: jstep.fingerprint(one_device, per_leaf=True))().items()
+    } == {path: text for path, text in texts(tree).items() if path}
+
+
+def test_on_a_mesh_each_device_reads_its_own_copy():
+    """A copy that differs changes the fingerprint of its device alone; parts are summed over the axes that split."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    place = NamedSharding(mesh, PartitionSpec("a"))
+    copies = [jax.device_put(np.full(2, 1.0 + (i == 5), "f"), device) for i, device in enumerate(mesh.devices.flat)]
+    tree = {
+        "w": jax.make_array_from_single_device_arrays((8,), place, copies),
+        "v": jax.device_put(np.ones(8, "f"), place),
+    }
+    words = fingerprints.by_device(tree).words()
+    values = [tuple(map(tuple, words[device])) for device in mesh.devices.flat]
+    assert len({one[0] for one in values}) == 1  # v
+    column = [one[1] for one in values]
+    assert len(set(column[1::2])) == len(set(column[::2])) == 1
+    assert column[0] != column[1]
+
+
+def test_on_a_mesh_a_program_belongs_to_a_shape_and_sums_are_reduced_once(compilations):
+    mesh = jax.make_mesh((8,), ("a",))
+    places = [NamedSharding(mesh, PartitionSpec("a")), NamedSharding(mesh, PartitionSpec())]
+    tree = {f"{i}": jax.device_put(np.full((8, 3 + i % 2), i, "f"), places[i // 2 % 2]) for i in range(80)}
+    with compilations() as seen:
+        jstep.fingerprint(tree)
+    assert len(seen) <= 5  # two shapes, each in two places, and one for all
+    counts = ((("a",), 40), ((), 40))
+    rows, keys = np.zeros((80, 2), np.uint32), np.zeros((80, 4), np.uint32)
+    with jax.set_mesh(mesh):
+        finish = jax.jit(fingerprints._formed_on(mesh, fingerprints._total, counts))
+        text = finish.lower(rows, keys, np.arange(80)).compile().as_text()
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
