@@ -156,6 +156,7 @@ def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path)
         jstep.train(STEP, state(), batches(8), 8, log_steps=4, logdir=tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
     assert re.search(r"steps/s, mfu \S+\)$", lines[-1])
+    assert not any("is not known" in record.getMessage() for record in caplog.records)
     tags = {}
     for path in tmp_path.glob("events*"):
         for event in jstep.summary.summary_iterator(path):

@@ -248,3 +248,14 @@ def test_a_start_from_another_directory_has_the_same_hashes(tmp_path):
     assert from_here["programs"][0]["hash"]
     for part in ("programs", "state", "batches", "stages", "arguments", "versions", "environment"):
         assert from_child[part] == from_here[part]
+
+
+def test_a_function_is_recorded_as_one():
+    """Text is what one would type; a function's name is not."""
+
+    def named():
+        pass
+
+    assert card._argument(named) == {"function": "named"}
+    assert card._argument("named") == "'named'"
+    assert card._argument(jstep.linear_warmup(0.1, 5)).startswith("linear_warmup(")

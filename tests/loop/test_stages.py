@@ -238,6 +238,16 @@ def test_each_stage_after_the_first_is_compiled_before_it_is_due(compiling_threa
     assert compiling_threads.count("jstep-compile") == 2
 
 
+def test_the_first_of_two_stages_says_that_it_is_compiled(caplog):
+    caplog.set_level(logging.INFO)
+    first, second = steps_of(2.0, 3.0)
+    train_stages({0: first, 6: second}, 8, iter(BATCHES))
+    assert [m for m in caplog.messages if m.startswith("compiling ")]
+    caplog.clear()
+    train_stages(steps_of(4.0)[0], 8, iter(BATCHES))
+    assert not [m for m in caplog.messages if m.startswith("compiling ")]
+
+
 def test_a_stage_without_a_name():
     """A partial function has no `__name__`."""
     first, second = steps_of(2.0, 3.0)

@@ -108,3 +108,5 @@ def test_a_single_device_and_batches_without_rows_give_no_warning(caplog, mesh):
     assert not warnings(caplog, mesh, params={"w": jnp.ones((8, 8))})
     keys = [jax.random.key(i) for i in range(4)]
     assert not warnings(caplog, mesh, loss_fn=lambda p, key: jnp.sum(p["w"]) * jax.random.normal(key), batches=keys)
+    numbers = [np.float32(i) for i in range(4)]
+    assert not warnings(caplog, mesh, loss_fn=lambda p, x: jnp.sum(p["w"]) * x, batches=numbers)
