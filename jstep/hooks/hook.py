@@ -149,8 +149,6 @@ class RunInfo(LoopState):
         counter: The run's `StepCounterHook`.
         evaluations: The run's `EvaluationHook`s.
         stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
-        meter: Makes a meter of the utilization, `meter(state, peak_flops, flops_per_step)`, or None; None if nothing
-            measures it.
         watch: The stopwatch of the run.
         before_save: Called before each save, with the step; if it returns True, nothing must be saved.
         params_at_start: The contents of the parameters that the run begins with, a `StateContents`; None if no hook
@@ -179,7 +177,6 @@ class RunInfo(LoopState):
     counter: Any = None
     evaluations: tuple[Any, ...] = ()
     stop_requested: Callable[[], bool] = lambda: False
-    meter: Callable[..., Any] | None = None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     before_save: Callable[[int], bool] = lambda step: False
     params_at_start: Any = None
@@ -193,6 +190,10 @@ class RunInfo(LoopState):
         if cadence.secs is None and cadence.ends_calls and not (self.is_over or cadence.has_multiple(step)):
             return None
         return hook.when_due(step, state, metrics)
+
+    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+        """Make a meter of the utilization, before the first step; None if nothing measures it."""
+        return None
 
     def count_examples(self, steps: int, rows: int | None) -> None:
         """Count the examples of some steps more, whose batches have so many rows, or not known how many."""

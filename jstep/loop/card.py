@@ -53,7 +53,7 @@ from jstep.hooks.hook import key_of
 from jstep.hooks.metric_sums_program import LOSS
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.run_record import Options, Run
+from jstep.loop.run_record import Observer, Options, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
 from jstep.stores.timeline import START
@@ -393,7 +393,7 @@ def report_changes(name: str, found: Changes) -> None:
 # The observer that records the card of a run and its programs, in a background thread.
 
 
-class Cards(contextlib.AbstractContextManager["Cards"]):
+class Cards(Observer):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
     The lines are those of the timeline, if there is one. A run that resumes is compared with the start that made its
@@ -405,16 +405,14 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-        run.at_beginning.append(self.begun)
-        run.pasts.append(self.past)
+        super().__init__(run)
         self._batches: Any = None
         self._card: dict[str, Any] | None = None
         self._optimizers: dict[str, str] = {}  # by the first step of the stage
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it was compared
         self._latest: list[Future[None]] = []
 
-    def begun(self, batches: Any) -> None:
+    def restored(self, batches: Any) -> None:
         """Write the card, and wait for the programs."""
         run, self._batches = self.run, batches
         if not self._is_active():
@@ -426,17 +424,13 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
 
         def record() -> None:
             self._card = {**card(*given), "programs": []}
-            self._write(**self._card)
+            run.write_line("card", **self._card)
 
         self._begin(record)
 
     def _is_active(self) -> bool:
         """Whether this process records the run: the first one, if the run keeps anything."""
-        return jax.process_index() == 0 and (self.run.write_line is not None or self.run.saver is not None)
-
-    def _write(self, **fields: Any) -> None:
-        if self.run.write_line is not None:
-            self.run.write_line("card", **fields)
+        return jax.process_index() == 0 and (self.run.timeline is not None or self.run.saver is not None)
 
     def _add_program(self, call: Call, state: Any) -> None:
         """Record a program that was called for the first time."""
@@ -478,7 +472,7 @@ class Cards(contextlib.AbstractContextManager["Cards"]):
     def _record(self, program: dict[str, Any]) -> None:
         if program.get("optimizer"):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
-        self._write(programs=[program])
+        self.run.write_line("card", programs=[program])
         kept, self._kept = self._kept, None
         if kept is not None and (step := self.run.restored) is not None:
             self._compare(step, checkpoint_name(self.run.saver.prefix, step), kept, program)

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -22,34 +21,37 @@ from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.speed import shown_share
-from jstep.loop.run_record import Run
+from jstep.loop.run_record import Observer, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
 
 
-def shown(run: Run) -> AbstractContextManager[object]:
-    """Show a progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines.
+class Progress(Observer):
+    """A progress bar on a terminal, or if `train(progress=True)` asks for it, in place of log lines.
 
     Without a bar, a compilation that takes long is shown by itself.
     """
-    wanted = run.options.progress
-    if wanted is False or jax.process_index() != 0:
-        return nullcontext()
-    # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
-    is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
-    if wanted or is_terminal:
-        run.reporter = functools.partial(_bar, run)
-    else:
-        run.programs.compiling = lambda name: slow(f"compiling {name}", _logger.info)
-    return nullcontext()
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        wanted, self._has_bar = run.options.progress, False
+        if wanted is False or jax.process_index() != 0:
+            return
+        # A stream that a program has put in place of `sys.stderr` may have `write` and `flush` only.
+        is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
+        self._has_bar = bool(wanted or is_terminal)
+        if not self._has_bar:
+            run.programs.compiling = lambda name: slow(f"compiling {name}", _logger.info)
 
-def _bar(run: Run) -> "ProgressHook":
-    hook = ProgressHook(last_step=run.options.end)
-    run.programs.compiling = hook.compiling
-    return hook
+    def reporter(self) -> "ProgressHook | None":
+        """Return the hook that draws the bar, if there is one."""
+        if not self._has_bar:
+            return None
+        hook = ProgressHook(last_step=self.run.options.end)
+        self.run.programs.compiling = hook.compiling
+        return hook
 
 
 class ProgressHook(RunHook):

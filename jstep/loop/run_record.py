@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -203,13 +203,8 @@ class Run(RunInfo):
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
         logs_lines: Whether progress is reported by log lines.
-        at_opening: Functions that are called once the run may write to its directory, before the state is restored.
-        at_beginning: Functions that are called with the argument `batches` of `train` when the state is restored.
-        before_saves: Functions that are called when a save is certain, before it.
-        pasts: Functions of the step that return what its checkpoint keeps in its `extra`, by names of their own.
-        write_line: Writes a line about the run, `write_line(kind, **fields)`, from any thread; None if no file is open.
-        timeline: The file.
-        reporter: Makes the hook that shows the progress, in place of log lines; None for these.
+        observers: What watches the run.
+        timeline: The file of lines about the run; None if none is open.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         in_flight: The calls that the device has not finished.
@@ -234,13 +229,8 @@ class Run(RunInfo):
     hooks: list[Any] = dataclasses.field(default_factory=list)
     runner: Any = None
     logs_lines: bool = False
-    at_opening: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    at_beginning: list[Callable[[Any], None]] = dataclasses.field(default_factory=list)
-    before_saves: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    pasts: list[Callable[[int], dict[str, Any]]] = dataclasses.field(default_factory=list)
-    write_line: Callable[..., None] | None = None
+    observers: list["Observer"] = dataclasses.field(default_factory=list)
     timeline: Timeline | None = None
-    reporter: Callable[[], Any] | None = None
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
@@ -252,6 +242,16 @@ class Run(RunInfo):
     def savers(self) -> list[CheckpointSaverHook]:
         """All hooks that save, the run's own first."""
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
+
+    def write_line(self, kind: str, **fields: Any) -> None:
+        """Write a line about the run, from any thread, if a file is open."""
+        if self.timeline is not None:
+            self.timeline.write(kind, **fields)
+
+    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+        """Make a meter of the utilization, before the first step; None if no observer measures it."""
+        meters = (one.meter(state, peak_flops, flops_per_step) for one in self.observers)
+        return next((meter for meter in meters if meter is not None), None)
 
     def begin_at(self, step: int) -> None:
         """Begin the run at a step."""
@@ -278,6 +278,41 @@ class Run(RunInfo):
         self.signals.on_first = lambda: None
         self.in_flight.clear()
         self.programs.release()
+
+
+class Observer(contextlib.AbstractContextManager["Observer"]):
+    """What watches a run until its very end: a context, which the run tells of itself by these methods, in this order.
+
+    Args:
+        run: The run, before it begins.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        return None
+
+    def opened(self) -> None:
+        """Called once the run may write to its directory, before the state is restored."""
+
+    def restored(self, batches: Any) -> None:
+        """Called when the state is restored, or is the given one, with the argument `batches` of `train`."""
+
+    def reporter(self) -> Any:
+        """Return the hook that shows the progress, in place of log lines; None for these."""
+        return None
+
+    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+        """Return a meter of the utilization, before the first step; None if it measures none."""
+        return None
+
+    def before_save(self) -> None:
+        """Called when a save is certain, before it."""
+
+    def past(self, step: int) -> dict[str, Any]:
+        """Return what the checkpoint of a step keeps in its `extra`, by names of its own."""
+        return {}
 
 
 def new_run(options: Options, stages: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:

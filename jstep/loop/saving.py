@@ -126,8 +126,11 @@ class RunSaverHook(CheckpointSaverHook):
         self._memory = self._of_this_save = _Memory(Extra({}, {}), Extra({}, {}))
 
     def _call_before(self, step: int) -> None:
-        for fn in self._loop.before_saves:
-            fn()
+        run = self._loop
+        if run.writer is not None:  # a run that resumes from a checkpoint does not write earlier summaries again
+            run.writer.drain()
+        for observer in run.observers:
+            observer.before_save()
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save like `CheckpointSaverHook.save`; waiting for steps in flight does not count as time for saving."""
@@ -218,7 +221,8 @@ class RunSaverHook(CheckpointSaverHook):
         return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
 
     def _past(self) -> dict[str, Any]:
-        return {key: value for past in self._loop.pasts for key, value in past(self._loop.step).items()}
+        run = self._loop
+        return {key: value for observer in run.observers for key, value in observer.past(run.step).items()}
 
     def _made_extra(self) -> Extra:
         self._of_this_save = _Memory(self._positions(), self._remembered())

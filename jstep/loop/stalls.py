@@ -4,7 +4,6 @@ The loop does not know it. It reads, in a thread of its own, what the record of 
 the hook that is called, the batch that is waited for, the part of the time, and how long the same things took before.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import logging
@@ -37,7 +36,7 @@ from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
-from jstep.loop.run_record import ENDING, Run
+from jstep.loop.run_record import ENDING, Observer, Run
 from jstep.loop.run_record import STARTING as BEGINNING
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.queues.coordinator import QueueRunner
@@ -143,7 +142,7 @@ class Wait:
     part: str = ""
 
 
-class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
+class StallWatch(Observer):
     """The thread that watches one run.
 
     Args:
@@ -151,7 +150,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        super().__init__(run)
         self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
         self._warn = self._hook.warn_secs or 0.0
         self._every = min(1.0, self._warn / 4)
@@ -202,7 +201,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         now, files = self._of_main_thread(), self._files
         self._main = self._followed(self._main, now, passed, idle)
         self._device = self._followed(self._device, self._of_device(), passed, idle)
-        self._quiet, self._step = self._quiet + passed if self._run.step == self._step else 0.0, self._run.step
+        self._quiet, self._step = self._quiet + passed if self.run.step == self._step else 0.0, self.run.step
         # What may wait for the device hangs only if the device does.
         is_of_host = self._device is None or now.kind in _OF_HOST
         waits = [wait for wait in (self._main if is_of_host else None, self._device) if wait is not None]
@@ -220,7 +219,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         # The others, which hang for as long, need a moment to write their files.
         has_read = not self._has_files or files.reads > (stall.reads or 0) + self._is_shared
         if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self._run.watch.current
+            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self.run.watch.current
             _say(self._line(stall))
         if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
             self._exit(stall)
@@ -243,13 +242,12 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
 
     def _record(self, wait: Wait) -> None:
         fields = {
-            "part": wait.part or self._run.watch.current,
+            "part": wait.part or self.run.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,
             "process": self._process,
         }
-        if self._run.write_line is not None:
-            self._run.write_line(STALL, time=round(time.time(), 6), step=self._run.step, **fields)
+        self.run.write_line(STALL, time=round(time.time(), 6), step=self.run.step, **fields)
 
     # What is a stall.
 
@@ -265,7 +263,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
 
     def _usual(self, wait: Wait) -> float | None:
         """The seconds that the same thing takes, or for the device a step; None if it was not done before."""
-        watch, feeder = self._run.watch, self._run.feeder
+        watch, feeder = self.run.watch, self.run.feeder
         if wait.thing is not None:
             reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
             return max([*watch.lasted[wait.thing], *reported], default=None)
@@ -280,7 +278,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
     # What is waited for.
 
     def _of_main_thread(self) -> Wait:
-        codes, step = {frame.f_code for frame in _stack(sys._current_frames().get(self._ident))}, self._run.step
+        codes, step = {frame.f_code for frame in _stack(sys._current_frames().get(self._ident))}, self.run.step
         wait = self._of_run(is_tracing=TRACED in codes)
         if not codes & _AGREEMENTS:
             return wait
@@ -291,7 +289,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
 
     def _of_run(self, *, is_tracing: bool) -> Wait:
-        run = self._run
+        run = self.run
         step, feeder, phase, part = run.step, run.feeder, run.phase, run.watch.current
         hook, method = run.calling or (None, "")
         thing: Hashable = thing_of(hook, method, part_of(hook))
@@ -320,7 +318,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
 
     def _of_device(self) -> Wait | None:
         """The calls whose results are not ready, up to the first of those that were the latest at a look."""
-        run, now, samples, done = self._run, time.monotonic(), self._samples, max(self._done, self._run.first)
+        run, now, samples, done = self.run, time.monotonic(), self._samples, max(self._done, self.run.first)
         step, metrics = run.step, run.metrics
         while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
             self._done = samples.pop(0)[0] + 1
@@ -382,7 +380,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
             for i, frame in sys._current_frames().items()
         }
         return {
-            "processes": self._processes, "step": self._run.step, "part": self._run.watch.current, "kind": wait.kind,
+            "processes": self._processes, "step": self.run.step, "part": self.run.watch.current, "kind": wait.kind,
             "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": threads,
         }  # fmt: skip
@@ -391,7 +389,7 @@ class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for what hangs."""
-        run, hook = self._run, (self._run.calling or (None,))[0]
+        run, hook = self.run, (self.run.calling or (None,))[0]
         _say(f"{self._who} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))

@@ -64,8 +64,8 @@ def open_checkpoints(run: Run) -> None:
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
-    for look in run.at_opening:
-        look()
+    for observer in run.observers:
+        observer.opened()
     if run.saver is None:
         _begin_with_given(run, "and no checkpoint_dir to restore from")
         return
@@ -201,9 +201,9 @@ def build_hooks(run: Run) -> None:
     if run.counter is None:
         run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         run.hooks.append(run.counter)
-    if run.reporter is not None:
-        run.hooks.append(run.reporter())
-    elif options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
+    reporters = [hook for observer in run.observers if (hook := observer.reporter()) is not None]
+    run.hooks += reporters
+    if not reporters and options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
         run.hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=run.constant_metrics))
         run.logs_lines = True
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
@@ -215,7 +215,6 @@ def build_hooks(run: Run) -> None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
         if run.writer is not None:
             run.flushes.insert(0, run.writer.settle)
-            run.before_saves.insert(0, run.writer.drain)
         savers.insert(0, RunSaverHook(run))
     run.hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
     for hook in run.hooks:
@@ -396,8 +395,8 @@ def begin(run: Run, batches: Any) -> None:
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
     with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
         restore(run)
-    for look in run.at_beginning:
-        look(batches)
+    for observer in run.observers:
+        observer.restored(batches)
     processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
     runner = run.runner = HookRunner(run)
     run.before_save = runner.before_save

@@ -1,6 +1,5 @@
 """The observer that records how a run spends its time, in a file next to its checkpoints."""
 
-import contextlib
 import logging
 import threading
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.loop.run_record import Run
+from jstep.loop.run_record import Observer, Run
 from jstep.stores.objects import location
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
@@ -17,7 +16,7 @@ _EVERY_SECS = 1.0
 _logger = logging.getLogger("jstep")
 
 
-class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
+class TimelineRecorder(Observer):
     """The thread that writes the times of a run once a second.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
@@ -27,8 +26,8 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, options = run, run.options
-        run.at_opening.append(self.opened)
+        super().__init__(run)
+        options = run.options
         self._wall = stopwatch.CLOCKS.wall() - sum(run.watch.seconds().values())
         self._directory: Any = options.checkpoint_dir if options.checkpoint_dir is not None else options.logdir
         self._prefix = options.checkpoint_prefix
@@ -59,8 +58,7 @@ class TimelineRecorder(contextlib.AbstractContextManager["TimelineRecorder"]):
             _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
             self.run.watch.stop()
             return
-        self.run.write_line, self.run.timeline = self._timeline.write, self._timeline
-        self.run.before_saves.append(self.before_save)
+        self.run.timeline = self._timeline
         self.run.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
         self.times(START, version=VERSION)
         self._thread.start()

@@ -23,26 +23,26 @@ from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
 from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
-from jstep.loop.progress import shown
-from jstep.loop.run_record import ENDING, Options, Run, check, new_run
+from jstep.loop.progress import Progress
+from jstep.loop.run_record import ENDING, Observer, Options, Run, check, new_run
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_checkpoints
 from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.timeline import TimelineRecorder
-from jstep.loop.utilization import measured
+from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
 
-OBSERVERS: tuple[Callable[[Run], contextlib.AbstractContextManager[Any]], ...] = (
+OBSERVERS: tuple[type[Observer], ...] = (
     TimelineRecorder,
     Cards,
     StallWatch,
-    measured,
-    shown,
+    Meters,
+    Progress,
 )
-"""What watches a run, by the lists of functions in its record, until its very end: contexts that are made before it
-begins. Without one of these lines and its file, a run is the same, and what it shows is missing."""
+"""What watches a run, in the order in which each is told of it. Without one of these lines and its file, a run is the
+same, and what it shows is missing."""
 
 
 @shortens_tracebacks
@@ -178,8 +178,8 @@ def _train(run: Run, batches: Any) -> TrainState:
     state, is_heeded = None, False
     try:
         with contextlib.ExitStack() as left:
-            for observe in OBSERVERS:
-                left.enter_context(observe(run))
+            for observer in OBSERVERS:
+                run.observers.append(left.enter_context(observer(run)))
             left.callback(run.signals.end)
             left.enter_context(run.closing)
             try:

@@ -5,7 +5,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jstep.core.devices import has_peaks, peak_of
 from jstep.core.placement import device_count, device_of
 from jstep.core.programs import Product, body_of, recomputes, work_of
 from jstep.loop.calls import Call
-from jstep.loop.run_record import Run
+from jstep.loop.run_record import Observer, Run
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -141,21 +140,21 @@ def _log_unknown(why: str) -> None:
         _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
 
 
-def measured(run: Run) -> AbstractContextManager[object]:
-    """Attach meters of the utilization to a run, for the hooks that show it."""
-    dispatched = DispatchedSteps()
+class Meters(Observer):
+    """Meters of the utilization of a run, for the hooks that show it."""
 
-    def meter(state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> UtilizationMeter | None:
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._dispatched = DispatchedSteps()
+
+    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter, before the first step; None if the peak of the device is not known."""
-        device = device_of(state)
+        device, dispatched, after_call = device_of(state), self._dispatched, self.run.programs.after_call
         if peak_flops is None and not has_peaks(device.device_kind):
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         dispatched.is_traced = dispatched.is_traced or peak_flops is None or flops_per_step is None
-        if dispatched.add not in run.programs.after_call:
-            run.programs.after_call.append(dispatched.add)
+        if dispatched.add not in after_call:
+            after_call.append(dispatched.add)
         return UtilizationMeter(dispatched, peak_flops, flops_per_step)
-
-    run.meter = meter
-    return nullcontext()

@@ -9,8 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from loop_runs import train
 
 import jstep
+from jstep.loop import train as loop
+from jstep.loop.run_record import Observer
 from jstep.loop.train import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
@@ -92,3 +95,22 @@ def test_what_is_gone_without_one_file(gone, tmp_path):
 
 def test_a_run_that_nothing_watches(tmp_path):
     assert features(without(OF, tmp_path)) == set()
+
+
+def test_what_an_observer_is_told_and_when(tmp_path, monkeypatch):
+    """Once a run, but for what belongs to a save: the first of them is told first."""
+    told = []
+
+    def observer(name):
+        def method(of):
+            return lambda self, *args: told.append((name, of)) or ({name: True} if of == "past" else None)
+
+        names = ("opened", "restored", "reporter", "meter", "before_save", "past")
+        return type(name, (Observer,), {of: method(of) for of in names})
+
+    monkeypatch.setattr(loop, "OBSERVERS", (*OBSERVERS, observer("first"), observer("second")))
+    train(4, checkpoint_dir=tmp_path, save_checkpoint_steps=2)
+    begins = ["opened", "restored", "reporter", "meter"]
+    assert [of for name, of in told if name == "first"] == begins + ["before_save", "past"] * 2
+    assert told == [(name, of) for of in begins + ["before_save", "past"] * 2 for name in ("first", "second")]
+    assert {"first", "second"} <= jstep.Saver(tmp_path).extra(4).keys()

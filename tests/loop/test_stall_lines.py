@@ -60,7 +60,9 @@ def test_a_hook_that_hangs_is_named():
 def test_what_was_reported_and_ended_stays_usual(kind):
     watch = watch_of(warn_secs=60.0)
     lasted = collections.defaultdict(lambda: [0.1])  # the slow call has left the last ones
-    watch._run = types.SimpleNamespace(watch=types.SimpleNamespace(lasted=lasted), feeder=None, step=7, write_line=None)
+    watch.run = types.SimpleNamespace(
+        watch=types.SimpleNamespace(lasted=lasted), feeder=None, step=7, write_line=lambda *_, **__: None
+    )
 
     def slow(thing, age, part="hooks"):
         return Wait(kind, "", (thing, age), thing, age=age, idle=age, part=part)
