@@ -418,9 +418,9 @@ class Cards(Observer):
         if not self._is_active():
             return
         run.programs.after_first.append(self._add_program)
-        if run.restored is not None and isinstance(kept := run.extra.get(PAST), dict):
+        if run.restored is not None and isinstance(kept := run.resumed.extra.get(PAST), dict):
             self._kept = kept
-        given = run.options, run.stages, run.first, shapes_of(run.state), run.held, batches
+        given = run.options, run.stages, run.first, shapes_of(run.state), run.resumed.held, batches
 
         def record() -> None:
             self._card = {**card(*given), "programs": []}
@@ -444,7 +444,7 @@ class Cards(Observer):
         """Return the past to keep with a checkpoint of this step, as `{PAST: …}`; it waits for pending lines."""
         run, found = self.run, {}
         if run.feeder is None or (run.restored is not None and step <= run.restored):  # no step was run
-            return {PAST: run.extra[PAST]} if PAST in run.extra else {}
+            return {PAST: run.resumed.extra[PAST]} if PAST in run.resumed.extra else {}
         if self._is_active():
             self._settle()
             with _logging_errors():

@@ -43,7 +43,7 @@ class HookRunner:
         self._next_check = self._counted = run.first
         self._rows: int | None = None
         self.is_done = False
-        self.ended_at: int | None = run.extra.get(ENDED)
+        self.ended_at: int | None = run.resumed.extra.get(ENDED)
         # Hooks of the user's own that have something to do at the end; what jstep's do there shows in the checkpoint.
         self._ends_of_users = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in run.options.hooks)
 

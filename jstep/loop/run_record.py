@@ -195,10 +195,7 @@ class Run(RunInfo):
         signals: Receives SIGTERM and SIGINT.
         phase: One of the phases above.
         start: The step at which the run begins; None until it is known.
-        latest: The newest checkpoint, known before it is restored, or None.
-        given: The step of the given state; None if it is abstract or was donated.
-        extra: The `extra` of the checkpoint that the run resumes from.
-        held: Name → initial value of the held hyperparameters.
+        resumed: What it resumes from.
         is_begun: Whether the state was restored, or is the given one.
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
@@ -221,10 +218,7 @@ class Run(RunInfo):
     signals: StopSignals
     phase: str = STARTING
     start: int | None = None
-    latest: int | None = None
-    given: int | None = None
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    held: dict[str, float] = dataclasses.field(default_factory=dict)
+    resumed: "Resumed" = dataclasses.field(default_factory=lambda: Resumed())
     is_begun: bool = False
     hooks: list[Any] = dataclasses.field(default_factory=list)
     runner: Any = None
@@ -278,6 +272,23 @@ class Run(RunInfo):
         self.signals.on_first = lambda: None
         self.in_flight.clear()
         self.programs.release()
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What a run resumes from.
+
+    Attributes:
+        latest: The newest checkpoint, known before it is restored, or None.
+        given: The step of the given state; None if it is abstract or was donated.
+        held: Name → initial value of the held hyperparameters.
+        extra: The `extra` of the checkpoint.
+    """
+
+    latest: int | None = None
+    given: int | None = None
+    held: dict[str, float] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):

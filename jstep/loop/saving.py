@@ -1,7 +1,20 @@
-"""The checkpoint of a run: the state, and everything else that a restart needs."""
+"""The checkpoint of a run: the state, and everything else that a restart needs; what is kept, and what is restored.
+
+| key of its `extra` | what is kept | kept by | restored by |
+|---|---|---|---|
+| `batches`, `batches_of_processes` | the positions of the batches | `_positions` | `saved_position`, in `start.py` |
+| `hooks` | the states of the hooks | `_remembered` | `restore_hooks` |
+| `stopped` | the name of the hook that stopped the run | `_remembered` | a log line; it stays where no step is run |
+| `ended` | the step at which the hooks have ended | `_remembered` | `HookRunner`, which ends them once |
+| `held` | the initial values of held hyperparameters | `_extra_of` | `restore`, which warns if the given ones differ |
+| others | what an observer keeps, such as the past of a card | `Observer.past` | the observer |
+"""
 
 import contextlib
+import dataclasses
 import functools
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,40 +24,180 @@ import numpy as np
 
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
-from jstep.core.checks import scoped
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.slots import left_out_indices
+from jstep.core import trees
+from jstep.core.checks import note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.core.tagged_json import Files, as_json
-from jstep.data.loaders import gather_positions, kept_positions
+from jstep.data.loaders import gather_positions, kept_positions, with_files
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
-from jstep.hooks.hook import Metrics, get_states
+from jstep.hooks.hook import Metrics, get_states, set_states, step_of
 from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
-from jstep.hooks.numbers import host
+from jstep.hooks.numbers import host, read
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.calls import AUTO
-from jstep.loop.run_record import Run
+from jstep.loop.run_record import Options, Resumed, Run
+from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
+from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import is_url
 
 HOOK_STATES, STOPPED, ENDED, HELD = "hooks", "stopped", "ended", "held"
-"""Keys of a checkpoint's `extra`, in addition to the positions of loaders: the states of hooks, the name of the hook
-that stopped the run, the step at which the hooks have ended, and the initial values of held hyperparameters."""
+"""Keys of a checkpoint's `extra`, besides those of positions and of observers."""
+
+# What a start restores: the newest checkpoint, or the given state.
+
+_logger = logging.getLogger("jstep")
 
 
-class _Memory(NamedTuple):
-    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
+def open_checkpoints(run: Run) -> None:
+    """Open the checkpoints, tell the observers once the run may write, and read the small parts of the newest one.
 
-    Attributes:
-        positions: The positions of the batches.
-        hooks: The states of the hooks.
+    Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
     """
+    options, state = run.options, run.state
+    if options.checkpoint_dir is not None:
+        saver, latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
+        run.closing.push(functools.partial(_leave, run, saver))
+        given = _step_if_known(state)
+        run.saver, run.resumed = saver, Resumed(latest, given, {} if given is None else _held(state))
+        if latest is None or latest < options.last_step:
+            saver.claim(state)  # fails now, not at the first save
+        else:
+            left_out_indices(state, saver.leave_out)
+    for observer in run.observers:
+        observer.opened()
+    if run.saver is None:
+        _begin_with_given(run, "and no checkpoint_dir to restore from")
+        return
+    latest = run.resumed.latest
+    run.start = run.resumed.given if latest is None else latest
+    run.first = run.start or 0
+    if latest is not None:
+        try:
+            run.resumed = dataclasses.replace(run.resumed, extra=_extra(run.saver, latest))
+        except Exception:  # `restore` reports what is wrong
+            run.start = None
 
-    positions: Extra
-    hooks: Extra
 
+def _opened(options: Options) -> tuple[Saver, int | None]:
+    """Open the checkpoints of a run, and find the newest one."""
+    given = options.checkpoint_dir
+    assert given is not None
+    saver = given if isinstance(given, Saver) else Saver(given, prefix=options.checkpoint_prefix)
+    return saver, saver.latest_step()
+
+
+def restore(run: Run) -> None:
+    """Restore the newest checkpoint, or start from the given state."""
+    run.is_begun = True
+    saver = run.saver
+    if saver is None:
+        return
+    try:
+        with internal_transfers():
+            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
+            run.state = saver.restore(run.state)
+    except FileNotFoundError:
+        _begin_with_given(run, "and there is no checkpoint to restore")
+        if jax.process_index() == 0:
+            given = run.options.checkpoint_dir
+            place = given.directory if isinstance(given, Saver) else os.fspath(given or "")
+            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # others may be there
+            _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
+        return
+    restored = step_of(run.state)
+    extra = run.resumed.extra if restored == run.start else _extra(saver, restored)
+    run.restored = restored
+    run.begin_at(restored)
+    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
+    then, before = run.resumed, extra.get(HELD)
+    _warn_if_different(then.given, then.held, restored, before, checkpoint_name(saver.prefix, restored))
+    run.resumed = dataclasses.replace(then, extra=extra, held=(before or {}) if then.given else then.held)
+
+
+def _extra(saver: Saver, step: int) -> dict[str, Any]:
+    extra = saver.extra(step)
+    return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
+
+
+def _begin_with_given(run: Run, why: str) -> None:
+    """Start from the given state; refuse one that a run cannot start from: an abstract one, or one that was donated."""
+    for path, leaf in trees.leaves_with_paths(run.state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
+                "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
+            )
+    require_alive(run.state)
+    run.begin_at(step_of(run.state))
+
+
+def _step_if_known(state: TrainState) -> int | None:
+    """The step of the given state; None if it is abstract or was donated."""
+    step = state.global_step
+    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
+        return None
+    return step_of(state)
+
+
+def _held(state: TrainState) -> dict[str, float]:
+    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read(values).items()}
+
+
+def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
+    """Warn if the given state differs from the checkpoint, which wins."""
+    if given and given != restored:
+        _logger.warning(
+            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
+            "continue from the state passed, give another checkpoint_dir.",
+            given,
+            name,
+        )
+    if given or not isinstance(before, dict):
+        return
+    for hyperparameter, value in held.items():
+        if before.get(hyperparameter, value) != value:
+            _logger.warning(
+                "state: held %r starts at %g, which was %g when this run started; the value in %s is used. Set "
+                "another value by jstep.set_hyperparameter, in a hook.",
+                hyperparameter,
+                value,
+                before[hyperparameter],
+                name,
+            )
+
+
+def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
+    leave = saver.wait if saver is run.options.checkpoint_dir else saver.close
+    try:
+        if not run.signals.at_once:
+            leave()
+        elif leave == saver.close:
+            saver.close(wait=False)
+    except Exception as failure:
+        if error is None:
+            raise
+        note(error, f"Additionally, {failure}")
+
+
+def restore_hooks(run: Run) -> bool:
+    """Restore the states of the hooks; return whether one of them ends the run."""
+    is_done = set_states(run.hooks, run.resumed.extra.get(HOOK_STATES))
+    for hook in run.savers:
+        if isinstance(hook, RunSaverHook):
+            hook.restored(run.first, run.state)
+    return is_done
+
+
+# When the next save is due, if the run decides it.
 
 FIRST_SECS, BUCKET_SECS, MOST_SECS = 10.0, 60.0, 600.0
 """The seconds until the first save and between two, between two in a bucket, and at most. A checkpoint within the last
@@ -96,6 +249,21 @@ class SaveInterval:
         finally:
             self._saved_at = self._clock()
             self.still = self._saved_at - began
+
+
+# What is kept.
+
+
+class _Memory(NamedTuple):
+    """The parts of a checkpoint, apart from the state, that hooks may change at the same step after it is saved.
+
+    Attributes:
+        positions: The positions of the batches.
+        hooks: The states of the hooks.
+    """
+
+    positions: Extra
+    hooks: Extra
 
 
 class RunSaverHook(CheckpointSaverHook):
@@ -208,7 +376,7 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _stopped_by(self) -> str | None:
         """The hook that stopped the run, now or, if this run takes no step, the earlier run."""
-        kept = self._loop.extra.get(STOPPED) if self._loop.feeder is None else None
+        kept = self._loop.resumed.extra.get(STOPPED) if self._loop.feeder is None else None
         return self._loop.stopped_by or kept
 
     def _positions(self) -> Extra:
@@ -216,7 +384,7 @@ class RunSaverHook(CheckpointSaverHook):
         run = self._loop
         files = Files()
         if run.feeder is None:  # no step was run: the positions have not changed
-            return Extra(kept_positions(run.extra, files), files)
+            return Extra(kept_positions(run.resumed.extra, files), files)
         # A batch that was fetched but not trained on is fetched again after a restart.
         return Extra(gather_positions(run.feeder.position_after(run.step - run.first), files), files)
 
@@ -230,7 +398,7 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _extra_of(self, memory: _Memory) -> Extra:
         positions, hooks = memory
-        held = {HELD: self._loop.held} if self._loop.held else {}
+        held = {HELD: self._loop.resumed.held} if self._loop.resumed.held else {}
         values = positions.values | self._past() | hooks.values | held
         return Extra(values, {**positions.files, **hooks.files})
 

@@ -300,8 +300,8 @@ class StallWatch(Observer):
         if hook is not None:
             return Wait(_HOOK, f"in the hook {name_of(hook)} at step {step}", (thing, step), thing)
         if phase == BEGINNING:
-            if run.is_begun and run.latest is not None and run.restored is None:
-                return Wait("restore", f"restoring step {run.latest}", "restore", "restore")
+            if run.is_begun and run.resumed.latest is not None and run.restored is None:
+                return Wait("restore", f"restoring step {run.resumed.latest}", "restore", "restore")
             what = f"starting at step {step}" if run.is_begun else "starting: it looks for checkpoints"
             return Wait(_START, what, what, _START)
         if phase == ENDING or feeder is None:

@@ -1,32 +1,26 @@
-"""The start of a run: restoring, hooks, compiling ahead, and the first batch."""
+"""The start of a run: hooks, compiling ahead, and the first batch, while the state is restored."""
 
 import contextlib
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.saver import Saver
-from jstep.checkpoint.slots import left_out_indices
 from jstep.core import trees
 from jstep.core.checks import note
 from jstep.core.matching import difference
-from jstep.core.meshes import internal_transfers
-from jstep.data.loaders import RarePosition, Source, saved_position, source_of, with_files
+from jstep.data.loaders import RarePosition, Source, saved_position, source_of
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
-from jstep.hooks.hook import check_owners, get_states, name_of, set_states, step_of
+from jstep.hooks.hook import check_owners, get_states, name_of
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
-from jstep.hooks.numbers import read
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
@@ -35,152 +29,13 @@ from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Programs
-from jstep.loop.run_record import RUNNING, Options, Run
-from jstep.loop.saving import HELD, HOOK_STATES, STOPPED, RunSaverHook
+from jstep.loop.run_record import RUNNING, Run
+from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.loop.stopping import reason_done
-from jstep.optimizers.hyperparameters import held_values
-from jstep.state.global_step import require_alive
-from jstep.state.train_state import TrainState
 from jstep.training.step import refuse_a_loss
 
-# Restore the newest checkpoint, or start from the given state.
-
 _logger = logging.getLogger("jstep")
-
-
-def open_checkpoints(run: Run) -> None:
-    """Open the checkpoints, tell the observers once the run may write, and read the small parts of the newest one.
-
-    Then the step at which the run begins is known, unless what is wrong with the checkpoint is left to `restore`.
-    """
-    options, state = run.options, run.state
-    if options.checkpoint_dir is not None:
-        saver, run.latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
-        run.closing.push(functools.partial(_leave, run, saver))
-        run.saver, run.given = saver, _step_if_known(state)
-        run.held = _held(state) if run.given is not None else {}
-        if run.latest is None or run.latest < options.last_step:
-            saver.claim(state)  # fails now, not at the first save
-        else:
-            left_out_indices(state, saver.leave_out)
-    for observer in run.observers:
-        observer.opened()
-    if run.saver is None:
-        _begin_with_given(run, "and no checkpoint_dir to restore from")
-        return
-    run.start = run.given if run.latest is None else run.latest
-    run.first = run.start or 0
-    if run.latest is not None:
-        try:
-            run.extra = _extra(run.saver, run.latest)
-        except Exception:  # `restore` reports what is wrong
-            run.start = None
-
-
-def _opened(options: Options) -> tuple[Saver, int | None]:
-    """Open the checkpoints of a run, and find the newest one."""
-    given = options.checkpoint_dir
-    assert given is not None
-    saver = given if isinstance(given, Saver) else Saver(given, prefix=options.checkpoint_prefix)
-    return saver, saver.latest_step()
-
-
-def restore(run: Run) -> None:
-    """Restore the newest checkpoint, or start from the given state."""
-    run.is_begun = True
-    saver = run.saver
-    if saver is None:
-        return
-    try:
-        with internal_transfers():
-            # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-            run.state = saver.restore(run.state)
-    except FileNotFoundError:
-        _begin_with_given(run, "and there is no checkpoint to restore")
-        if jax.process_index() == 0:
-            given = run.options.checkpoint_dir
-            place = given.directory if isinstance(given, Saver) else os.fspath(given or "")
-            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # others may be there
-            _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
-        return
-    restored = step_of(run.state)
-    if restored != run.start:
-        run.extra = _extra(saver, restored)
-    run.restored = restored
-    run.begin_at(restored)
-    _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
-    before = run.extra.get(HELD)
-    _warn_if_different(run.given, run.held, restored, before, checkpoint_name(saver.prefix, restored))
-    run.held = (before or {}) if run.given else run.held
-
-
-def _extra(saver: Saver, step: int) -> dict[str, Any]:
-    extra = saver.extra(step)
-    return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
-
-
-def _begin_with_given(run: Run, why: str) -> None:
-    """Start from the given state; refuse one that a run cannot start from: an abstract one, or one that was donated."""
-    for path, leaf in trees.leaves_with_paths(run.state):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), {why}; give a state of arrays, "
-                "such as TrainState.create makes, or the checkpoint_dir of an earlier run"
-            )
-    require_alive(run.state)
-    run.begin_at(step_of(run.state))
-
-
-def _step_if_known(state: TrainState) -> int | None:
-    """The step of the given state; None if it is abstract or was donated."""
-    step = state.global_step
-    if not trees.is_array(step) or trees.donated_leaf(state) is not None:
-        return None
-    return step_of(state)
-
-
-def _held(state: TrainState) -> dict[str, float]:
-    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
-    return {name: float(value) for name, value in read(values).items()}
-
-
-def _warn_if_different(given: int | None, held: dict[str, float], restored: int, before: Any, name: str) -> None:
-    """Warn if the given state differs from the checkpoint, which wins."""
-    if given and given != restored:
-        _logger.warning(
-            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
-            "continue from the state passed, give another checkpoint_dir.",
-            given,
-            name,
-        )
-    if given or not isinstance(before, dict):
-        return
-    for hyperparameter, value in held.items():
-        if before.get(hyperparameter, value) != value:
-            _logger.warning(
-                "state: held %r starts at %g, which was %g when this run started; the value in %s is used. Set "
-                "another value by jstep.set_hyperparameter, in a hook.",
-                hyperparameter,
-                value,
-                before[hyperparameter],
-                name,
-            )
-
-
-def _leave(run: Run, saver: Saver, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Wait for pending writes, also after an error, but not after a second Ctrl-C; close the `Saver` if it is ours."""
-    leave = saver.wait if saver is run.options.checkpoint_dir else saver.close
-    try:
-        if not run.signals.at_once:
-            leave()
-        elif leave == saver.close:
-            saver.close(wait=False)
-    except Exception as failure:
-        if error is None:
-            raise
-        note(error, f"Additionally, {failure}")
-
 
 # Assemble user-supplied and stock hooks.
 
@@ -389,11 +244,11 @@ _PROBLEM = "the batches cannot be opened"
 
 def begin(run: Run, batches: Any) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
-    if run.saver is not None and run.latest is not None and run.start is not None:
+    if run.saver is not None and run.resumed.latest is not None and run.start is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
-            run.saver.check_run(run.state, run.latest)  # before a program is compiled, which takes longer
+            run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
-    with contextlib.nullcontext() if run.latest is None else run.times.part("restore"):
+    with contextlib.nullcontext() if run.resumed.latest is None else run.times.part("restore"):
         restore(run)
     for observer in run.observers:
         observer.restored(batches)
@@ -404,7 +259,8 @@ def begin(run: Run, batches: Any) -> None:
     check_owners(run.hooks)
     runner.begin()
     if run.restored is not None:
-        _remember(run, runner)
+        runner.is_done = restore_hooks(run) or runner.is_done
+        runner.evaluate("evaluate_owed")  # what a signal interrupted
     elif run.saver is not None:
         get_states(run.hooks)  # a state that cannot be kept is an error now, not at the first save
     if run.restored is None and not runner.is_done and run.first < run.options.last_step:
@@ -412,8 +268,8 @@ def begin(run: Run, batches: Any) -> None:
     if runner.is_done or run.first >= run.options.last_step:
         _report_done(run)
         return
-    if run.extra.get(STOPPED) is not None:
-        _logger.info("%s stopped this run at step %d; it resumes", run.extra[STOPPED], run.first)
+    if run.resumed.extra.get(STOPPED) is not None:
+        _logger.info("%s stopped this run at step %d; it resumes", run.resumed.extra[STOPPED], run.first)
     look_ahead(run)
     _make_calls(run, runner, source, items)
 
@@ -436,16 +292,6 @@ def _report_done(run: Run) -> None:
     )
 
 
-def _remember(run: Run, runner: HookRunner) -> None:
-    """Restore the states of the hooks, and repeat what a signal interrupted."""
-    if set_states(run.hooks, run.extra.get(HOOK_STATES)):
-        runner.is_done = True
-    for hook in run.savers:
-        if isinstance(hook, RunSaverHook):
-            hook.restored(run.first, run.state)
-    runner.evaluate("evaluate_owed")
-
-
 def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
     boundaries = StageBoundaries(run.stages, source.next_change)
     compile_ahead(run, boundaries, source)
@@ -466,7 +312,7 @@ def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
     own = batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
         return None
-    if run.latest is None if own is None else not own.is_endless and start >= len(own):
+    if run.resumed.latest is None if own is None else not own.is_endless and start >= len(own):
         return None
     source = _source(run, batches)
     # A function of the step can be called again, if its first call failed because it needs what a hook sets up.
@@ -489,7 +335,7 @@ def _source(run: Run, batches: Any) -> Source:
         batches,
         run.first,
         run.options.last_step,
-        saved_position(run.extra),
+        saved_position(run.resumed.extra),
         resumable=resumable,
         state=lambda: run.state,
     )

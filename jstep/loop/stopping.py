@@ -66,7 +66,7 @@ def report_early_end(run: Run) -> None:
 
 def reason_done(run: Run) -> str:
     """Why a run takes no step, as the end of a sentence; empty if it is at its last step."""
-    by = run.extra.get(STOPPED)
+    by = run.resumed.extra.get(STOPPED)
     if run.first >= run.options.last_step:
         return ""
     if by is None:

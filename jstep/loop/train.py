@@ -25,10 +25,11 @@ from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
 from jstep.loop.run_record import ENDING, Observer, Options, Run, check, new_run
+from jstep.loop.saving import open_checkpoints
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
 from jstep.loop.stalls import StallWatch
-from jstep.loop.start import begin, open_checkpoints
+from jstep.loop.start import begin
 from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_once, report_early_end, rescue
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
