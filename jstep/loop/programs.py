@@ -319,7 +319,7 @@ class Programs:
         try:
             if is_new:
                 self._prepare(program, state, call)
-            if self._auto is None or program.args is None:
+            if self._auto is None or self._auto.is_over or program.args is None:
                 result = program.run(state, call, self.sums)
             else:
                 result = self._auto.timed(program.run, state, call, self.sums)

@@ -278,7 +278,7 @@ def run(step: TrainStep, state: Any, args: tuple[Any, ...]) -> Any:
                 with transfers:
                     new, metrics, *others = program(state, *args)
     except Exception as error:
-        explain(error, state, args, donates=step.donate)
+        explain(error, state, args, donates=donates)
         raise
     return handed_on(state, new, layout, donated=donates), metrics, *others
 

@@ -11,6 +11,7 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
+from jstep.loop import calls as calls_module
 from jstep.loop.calls import AHEAD, AutoSteps, Call, most_steps
 from jstep.loop.programs import Programs
 from jstep.loop.stages import stages_of
@@ -88,6 +89,21 @@ def test_the_choice_changes_no_bit_and_calls_become_longer(caplog: pytest.LogCap
     for steps_per_call in (1, 7, 64):
         assert train(200, batches, step=step, steps_per_call=steps_per_call) == whole
     assert jstep.global_step(make_state()) == 0
+
+
+def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is timed waits for the device; later ones must not."""
+    timed: list[int] = []
+    run = AutoSteps.timed
+
+    def counted(self: AutoSteps, *args: Any) -> Any:
+        timed.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(AutoSteps, "timed", counted)
+    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
+    train(100, lambda n: np.full(2, n, np.float32), step=step, steps_per_call="auto")
+    assert len(timed) == calls_module._UNTIMED + calls_module._TIMED
 
 
 def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
