@@ -69,7 +69,7 @@ class BatchFeeder:
     def __next__(self) -> Call:
         self.waiting = True
         # From here on a signal interrupts the wait; check for one that arrived before.
-        if self._signals.is_stopping():
+        if self._signals.is_stopping:
             raise StopWaiting
         watch = self._watch
         clock, mark, before, waiting = watch.clock, watch.mark, watch.current, watch.waiting

@@ -89,7 +89,8 @@ class HookRunner:
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
-        if run.signals.to_stop():
+        signals = run.signals
+        if signals.is_stopping or (signals.is_shared and signals.to_stop()):
             run.is_interrupted = True
         return run.is_interrupted or run.stopped_by is not None
 

@@ -255,7 +255,7 @@ class Run(RunInfo):
         """Whether the run is stopping, and need not run the call that was fetched: its batches will be made again."""
         feeder = self.feeder
         is_lost = feeder is not None and feeder.is_position_lost(self.step - self.first)
-        return self.signals.is_stopping() and not is_lost
+        return self.signals.is_stopping and not is_lost
 
     def on_signal(self) -> None:
         """Leave at once before the first step, and while waiting for a batch or a program; for the first signal."""

@@ -65,17 +65,20 @@ class StopSignals:
 
     Attributes:
         on_first: Called by the handler at the first signal.
+        is_shared: Whether there are several processes, so that `to_stop` must be called after each call.
         received: The first signal; None until one is received. SIGTERM at the end of the time limit.
         is_over: Whether the time limit stops the run.
         at_once: Whether a second SIGINT was received.
+        is_stopping: Whether all waits end: a signal was received, and this is the only process.
     """
 
     def __init__(self, stop_secs: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_first: Callable[[], None] = lambda: None
         self._alone = processes.is_single_process()
+        self.is_shared = not self._alone
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
-        self.is_over = self.at_once = self._agreed = False
+        self.is_over = self.at_once = self.is_stopping = self._agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
@@ -131,7 +134,7 @@ class StopSignals:
             if main is not None and signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._note:
                 signal.pthread_kill(main, signal.SIGTERM)  # interrupts what the loop waits for
             else:  # the run is in another thread, or a hook has set a handler
-                self.received = signal.SIGTERM
+                self.received, self.is_stopping = signal.SIGTERM, True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -141,13 +144,10 @@ class StopSignals:
             return
         self.received = signal.Signals(number)
         if self._alone:
+            self.is_stopping = True
             self.on_first()
         else:
             processes.request_stop()
-
-    def is_stopping(self) -> bool:
-        """Whether to stop waiting for a batch or a program: a signal was received, and this is the only process."""
-        return self._alone and self.received is not None
 
     def to_stop(self) -> bool:
         """Whether the run stops after this call; called after each call and between the batches of an evaluation."""
@@ -168,7 +168,7 @@ class StopSignals:
 
         Must be called on all processes whose run has ended without an error.
         """
-        if not self._alone and processes.any_process(self.received is not None):
+        if self.is_shared and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:

@@ -150,7 +150,7 @@ def compile_ahead(run: Run, boundaries: StageBoundaries, source: Source) -> None
             continue
         if segment is not first:
             jobs.append(CompileJob(segment.first, stage.name, functools.partial(_compile, programs, segment, args)))
-    programs.ahead_compiler = BackgroundCompiler(jobs, run.signals.is_stopping)
+    programs.ahead_compiler = BackgroundCompiler(jobs, lambda: run.signals.is_stopping)
     run.closing.callback(programs.ahead_compiler.close)
 
 
@@ -186,7 +186,7 @@ def compile_first_program(run: Run, first: FirstBatch, shapes: Callable[[], Any]
         with run.times.compiling():
             return programs.compile(start, args)
 
-    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], run.signals.is_stopping, is_quiet=True)
+    compiler = BackgroundCompiler([CompileJob(start, stage.name, make)], lambda: run.signals.is_stopping, is_quiet=True)
     programs.first_compiler = compiler
     run.closing.callback(compiler.close)
     compiler.begin(programs.state_shapes)

@@ -219,7 +219,7 @@ def _take_steps(run: Run) -> None:
     try:
         for call in fetched_by_all(run.feeder or ()):
             in_flight.make_room()
-            if run.signals.is_stopping() and run.may_leave_call():  # a signal arrived meanwhile
+            if run.signals.is_stopping and run.may_leave_call():  # a signal arrived meanwhile
                 raise StopWaiting
             if runner.precedes_calls:
                 runner.before()
