@@ -293,11 +293,13 @@ class Programs:
             step.trace(self.state_shapes, *args).lower().compile()
 
     def _compile_most(self, most: int) -> None:
-        """Compile the programs of up to `most` steps, for the shapes that calls of one step have had."""
+        """Compile the programs of up to `most` steps that follow those of one step, also of stages compiled ahead."""
+        latest = self._latest
         for (stage, _, shapes), one in list(self._programs.items()):
-            if isinstance(one, StepLoop) and self._latest is not None and stage is self._latest.stage:
+            if isinstance(one, StepLoop) and latest is not None and stage.first >= latest.stage.first:
                 loop = self._loop(stage, most)
-                longer = StepLoop(stage, loop, one.args, loop.prepare(self.state_shapes, one.args))
+                with self.tracing:
+                    longer = StepLoop(stage, loop, one.args, loop.prepare(self.state_shapes, one.args))
                 self._compile(longer, one.args)
                 self._compiled_ahead.add(longer)
                 self._programs[stage, most, shapes] = longer

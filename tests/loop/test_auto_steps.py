@@ -121,6 +121,21 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
     assert [programs.program_for(n, "shapes", lambda: (shape,)).most for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
 
 
+def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() -> None:
+    first, second, third = (
+        jstep.minimize(lambda params, x, by=by: ((params["w"] - by * x) ** 2).mean(), OPTIMIZER)
+        for by in (1.0, 2.0, 3.0)
+    )
+    programs = Programs(stages_of({0: first, 50: second, 100: third}), "auto", state=make_state())
+    shape = jax.ShapeDtypeStruct((2,), np.float32)
+    for step in (0, 50, 100):
+        programs.program_for(step, "shapes", lambda: (shape,))
+    programs._latest = programs.program_for(50, "shapes", lambda: (shape,))
+    programs._compile_most(8)
+    longer = [stage.first for stage, most, _ in programs._programs if most == 8]
+    assert longer == [50, 100]
+
+
 @pytest.mark.parametrize("value", ["fast", 0, 2.5, True])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="steps_per_call="):
