@@ -625,14 +625,12 @@ def raise_if_stop_requested() -> None:
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
 
-_WHERE = "EvaluationHook(callbacks=…)"
-
-
 class Callbacks:
     """Functions `(step, state, results)`, called in order.
 
     Args:
         functions: The functions.
+        argument: The name of the argument, for errors.
 
     Attributes:
         stopped_by: The key of the callback that stopped the run, or None.
@@ -641,8 +639,9 @@ class Callbacks:
         TypeError: The argument is not a sequence of functions.
     """
 
-    def __init__(self, functions: Sequence[EvaluationCallback]) -> None:
-        self._functions = as_functions(functions, "callbacks", "(step, state, results)")
+    def __init__(self, functions: Sequence[EvaluationCallback], argument: str) -> None:
+        self._functions = as_functions(functions, argument, "(step, state, results)")
+        self._argument, self._where = argument, f"EvaluationHook({argument}=…)"
         self.stopped_by: str | None = None
 
     def __len__(self) -> int:
@@ -660,17 +659,17 @@ class Callbacks:
             TypeError: A callback has `get_state` without `set_state`.
             ValueError: Two callbacks have the same `key`.
         """
-        hook.check_owners(self._functions, _WHERE)
+        hook.check_owners(self._functions, self._where)
         self.stopped_by = None
         return any(self.each("begin", state))
 
     def get_state(self) -> Any:
         """Return the states of the callbacks."""
-        return hook.get_states(self._functions, _WHERE)
+        return hook.get_states(self._functions, self._where)
 
     def set_state(self, value: Any) -> bool:
         """Restore the states; return whether one of the callbacks ends the run."""
-        return hook.set_states(self._functions, value, _WHERE)
+        return hook.set_states(self._functions, value, self._where)
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any], *, on_cadence: bool) -> Any:
         """Call the callbacks and combine their results: one may stop the run while another replaces the state.
@@ -686,7 +685,7 @@ class Callbacks:
             if not on_cadence and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, given, results)
-            stop_now, given = hook.check_hook_result(result, given, step, f"callbacks: {hook.name_of(function)}")
+            stop_now, given = hook.check_hook_result(result, given, step, f"{self._argument}: {hook.name_of(function)}")
             if stop_now and self.stopped_by is None:
                 self.stopped_by = hook.key_of(function)
             stop = stop or stop_now

@@ -85,6 +85,7 @@ class EvaluationHook(RunHook):
         callbacks: Functions `(step, state, results)`, called in order after each evaluation: `EarlyStopping`,
             `KeepBest`, `ReduceOnPlateau`, or your own. Each returns None, True (stop after this step) or a `TrainState`
             to continue with, which later callbacks see. All of them are called.
+        then: An alias of `callbacks`; give only one of the two.
         summary_writer: Any object with `add_summary(summary, global_step)`; receives each number as `prefix/name`.
             None for the one that `train` opens in its `logdir`, if any.
         prefix: Prefix of the names in the log and in the summaries; must be different for each hook of a run.
@@ -98,7 +99,7 @@ class EvaluationHook(RunHook):
         results: Step → result of `evaluate`, for this run.
 
     Raises:
-        TypeError: `callbacks` is not a sequence of functions.
+        TypeError: Both `callbacks` and `then` are given.
         ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
             same prefix, or two callbacks the same `key`.
 
@@ -128,7 +129,8 @@ class EvaluationHook(RunHook):
         *,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
-        callbacks: Sequence[EvaluationCallback] = (),
+        then: Sequence[EvaluationCallback] = (),
+        callbacks: Sequence[EvaluationCallback] | None = None,
         summary_writer: Any = None,
         prefix: str = "eval",
         key: str | None = None,
@@ -140,7 +142,9 @@ class EvaluationHook(RunHook):
         self._given_writer, self.prefix = check_writer(summary_writer), as_text(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_text(key, "key", "the name under which checkpoints store its state")
-        self._callbacks = Callbacks(callbacks)
+        if callbacks is not None and then != ():
+            raise TypeError("then and callbacks are two names of one argument: give one of them")
+        self._callbacks = Callbacks(then, "then") if callbacks is None else Callbacks(callbacks, "callbacks")
         # The state is sharded over all processes, so all of them evaluate it.
         steps, secs = ("every_n_steps", every_n_steps), ("every_n_secs", every_n_secs)
         self.cadence = cadence(steps=steps, secs=secs, clock=clock, together=True)

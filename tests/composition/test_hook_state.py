@@ -110,7 +110,7 @@ def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
     for number, part in enumerate(parts):
         then = {name: CALLBACKS[name]() for name in part}
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=list(then.values())
+            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=list(then.values())
         )
         train((number + 1) * STEPS_PER_RUN, [hook], tmp_path, steps_per_call=steps_per_call)
         for name, one in then.items():
@@ -123,7 +123,7 @@ def evaluation(prefix, key=None):
     """Return an evaluation hook; all have the same callbacks."""
     then = [jstep.EarlyStopping("a", 30, mode="min"), Recorder()]
     hook = jstep.EvaluationHook(
-        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, callbacks=then
+        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, then=then
     )
     hook.stop, hook.recorder = then
     return hook
@@ -182,7 +182,7 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 
     def run(last_step, then):
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=then, prefix="x"
+            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=then, prefix="x"
         )
         train(last_step, [hook], tmp_path)
         return then
@@ -196,7 +196,7 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 def test_duplicate_keys_are_rejected(tmp_path):
     for hooks in (
         [Recorder("mine"), Other("mine")],
-        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, callbacks=[Recorder("mine"), Recorder("mine")])],
+        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, then=[Recorder("mine"), Recorder("mine")])],
     ):
         for directory in (tmp_path, None):
             with pytest.raises(ValueError, match="key='mine': must be the key of one"):
@@ -207,7 +207,7 @@ def test_duplicate_keys_are_rejected(tmp_path):
 
 
 def run_with_callback(directory, stop, last_step=4):
-    hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=[stop])
+    hook = jstep.EvaluationHook(lambda state: results_at(jstep.global_step(state)), every_n_steps=1, then=[stop])
     train(last_step, [hook], directory)
     return stop.get_state()
 

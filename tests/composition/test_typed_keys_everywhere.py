@@ -76,7 +76,7 @@ HOOKS: dict[str, Callable[[Path], list[Any]]] = {
         jstep.EvaluationHook(
             evaluate(d),
             every_n_steps=2,
-            callbacks=[
+            then=[
                 jstep.KeepBest(d / "best", "value", mode="min"),
                 jstep.EarlyStopping("value", mode="min"),
                 jstep.ReduceOnPlateau("value", RATE, patience=1, mode="min"),

@@ -19,7 +19,7 @@ def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
 
     def hooks():
         stop = jstep.EarlyStopping("loss", patience=2)
-        return [jstep.EvaluationHook(scripted(values, 2), every_n_steps=2, callbacks=[stop])]
+        return [jstep.EvaluationHook(scripted(values, 2), every_n_steps=2, then=[stop])]
 
     for _ in range(2):
         state = train(100, hooks(), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
@@ -34,7 +34,7 @@ def plateau_and_stopping(values):
         jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1),
         jstep.EarlyStopping("loss", patience=5),
     ]
-    return [jstep.EvaluationHook(scripted(values), every_n_steps=1, callbacks=then)]
+    return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=then)]
 
 
 VALUES = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
@@ -56,9 +56,7 @@ def test_the_first_evaluation_of_a_finished_run_changes_nothing(tmp_path):
     """Its results are there; the checkpoint is not saved again."""
 
     train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
-    hook = jstep.EvaluationHook(
-        lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", 2)]
-    )
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[jstep.EarlyStopping("loss", 2)])
     train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     assert hook.results == {4: {"loss": 1.0}}
     extra = jstep.Saver(tmp_path).extra()
@@ -71,7 +69,7 @@ def test_one_hook_can_be_used_in_several_runs():
     hook = jstep.EvaluationHook(
         lambda state: {"w": float(state.params["w"][0])},
         every_n_steps=4,
-        callbacks=[lambda step, state, results: seen.append(step)],
+        then=[lambda step, state, results: seen.append(step)],
     )
     for _ in range(2):
         train(6, [hook])
@@ -86,7 +84,7 @@ def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_p
     def halve(step, state, results):
         return jstep.set_hyperparameter(state, "learning_rate", rate(state) / 2)
 
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[halve])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=4, then=[halve])
     state = train(last_step, [hook], checkpoint_dir=tmp_path, save_checkpoint_steps=1)
     expected = 0.125 if last_step == 4 else 0.0625
     assert rate(state) == expected
@@ -104,7 +102,7 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
         seen.append(("stop", rate(state)))
         return True
 
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, callbacks=[halve, stop, halve, stop])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=3, then=[halve, stop, halve, stop])
     state = train(10, [hook], checkpoint_dir=tmp_path)
     assert seen == [("halve", 0.25), ("stop", 0.125), ("halve", 0.125), ("stop", 0.0625)]
     assert jstep.global_step(state) == 3
@@ -114,7 +112,7 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
 @pytest.mark.parametrize(
     ("then", "error", "words"),
     [
-        (lambda *args: "no", TypeError, r"callbacks: .*<lambda> returned a str: must be None, True"),
+        (lambda *args: "no", TypeError, r"then: .*<lambda> returned a str: must be None, True"),
         (lambda *args: 1, TypeError, "returned an int"),
         (lambda step, state, results: jstep.increment_global_step(state), ValueError, "a state at step 3: must be at"),
         (jstep.EarlyStopping("f1", 2, "max"), KeyError, "metric='f1': evaluate does not return it"),
@@ -122,16 +120,16 @@ def test_all_callbacks_are_called_and_every_result_is_applied(tmp_path):
 )
 def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error, words):
     with pytest.raises(error, match=words) as caught:
-        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[then])])
+        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[then])])
     assert jstep.global_step(caught.value.state) == 2
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda d: [3], TypeError, r"callbacks\[0\]=3: must be a function \(step, state, results\)"),
-        (lambda d: [jstep.EarlyStopping], TypeError, r"callbacks\[0\]="),
-        (lambda d: jstep.EarlyStopping("loss", 1), TypeError, "callbacks: must be a sequence of functions"),
+        (lambda d: [3], TypeError, r"then\[0\]=3: must be a function \(step, state, results\)"),
+        (lambda d: [jstep.EarlyStopping], TypeError, r"then\[0\]="),
+        (lambda d: jstep.EarlyStopping("loss", 1), TypeError, "then: must be a sequence of functions"),
         (lambda d: [jstep.ReduceOnPlateau("loss", "rate")], KeyError, "rate"),
         (lambda d: [jstep.KeepBest(d / "c", "loss", prefix="model")], ValueError, "the run's own checkpoints"),
     ],
@@ -141,7 +139,7 @@ def test_wrong_callbacks_are_rejected_before_the_first_step(make, error, words, 
         train(
             3,
             [
-                jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=make(tmp_path)),
+                jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, then=make(tmp_path)),
                 jstep.every(1, fail_on_step),
             ],
             checkpoint_dir=tmp_path / "c",
@@ -171,7 +169,7 @@ def test_best_checkpoints_are_stored_beside_the_newest(tmp_path):
 
     def hooks():
         keep = jstep.KeepBest(tmp_path, "loss", mode="max", keep=2)
-        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, callbacks=[keep])]
+        return [jstep.EvaluationHook(scripted(values), every_n_steps=1, then=[keep])]
 
     train(3, hooks(), checkpoint_dir=tmp_path)
     state = train(6, hooks(), checkpoint_dir=tmp_path)

@@ -148,7 +148,7 @@ def test_rows_are_written_in_order_and_before_results():
             jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=10, mean=order > 0),
             jstep.EvaluationHook(
                 lambda state: {"v": float(state.params["w"].sum())}, every_n_steps=40,
-                callbacks=[lambda step, state, results: rows.append(step)],
+                then=[lambda step, state, results: rows.append(step)],
             ),
         ]  # fmt: skip
         state = jstep.TrainState.create({"w": jnp.eye(300)}, optimizer)

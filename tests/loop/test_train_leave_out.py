@@ -96,7 +96,7 @@ def test_replay_needs_only_the_directory(tmp_path):
 @pytest.mark.parametrize("leave_out", [None, "lora/*"])
 def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):
     best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=leave_out)
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[best])
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, then=[best])
     train(tmp_path / "run", 4, hooks=[hook])
     (name,) = (name for name in os.listdir(tmp_path / "best") if name.startswith("best-") and "." not in name)
     absent = leaves(tmp_path / "best" / name)[1]

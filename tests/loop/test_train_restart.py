@@ -37,7 +37,7 @@ def test_a_restart_reports_early_stopping(tmp_path, caplog):
 
     def run():
         stop_hook = jstep.EarlyStopping("v", patience=2, mode="min")
-        hook = jstep.EvaluationHook(lambda state: {"v": 1.0}, every_n_steps=2, callbacks=[stop_hook])
+        hook = jstep.EvaluationHook(lambda state: {"v": 1.0}, every_n_steps=2, then=[stop_hook])
         return train(50, hooks=[hook], checkpoint_dir=tmp_path)
 
     assert jstep.global_step(run()) == 6

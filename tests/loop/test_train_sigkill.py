@@ -88,7 +88,7 @@ def run_with_callbacks(directory, kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
     state = jstep.train(
         step, jstep.TrainState.create({"w": jnp.eye(8)}, optimizer), DATA, 100, progress=False,
-        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=then), jstep.every(1, kill)],
+        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=2, then=then), jstep.every(1, kill)],
         checkpoint_dir=directory, save_checkpoint_steps=1)
     with jstep.Saver(directory + "/best", prefix="best") as saver:
         rate = jstep.get_hyperparameter(state, "learning_rate")

@@ -146,7 +146,7 @@ def train(
             last,
             hooks=[
                 *hooks,
-                jstep.EvaluationHook(evaluate, every_n_steps=EVERY, callbacks=[best]),
+                jstep.EvaluationHook(evaluate, every_n_steps=EVERY, then=[best]),
                 jstep.FingerprintHook(every_n_steps=1),
                 _acknowledging(saver, tell),
             ],

@@ -77,7 +77,7 @@ def test_readers_of_host_slots(kind, tmp_path, host_memory):
         evaluate = jstep.evaluator(metric_fn, [data()], use_averages=True)
         for last_step, options in ((2, first), (4, then)):
             hooks = [
-                jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=[jstep.KeepBest(directory / "best", "loss")]),
+                jstep.EvaluationHook(evaluate, every_n_steps=2, then=[jstep.KeepBest(directory / "best", "loss")]),
                 jstep.FingerprintHook(directory / "prints", every_n_steps=2),
             ]
             state = jstep.train(
