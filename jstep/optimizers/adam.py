@@ -12,7 +12,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import elements
 from jstep.optimizers.elements import Masked, Scalar
-from jstep.optimizers.hyperparameters import bias_correction
+from jstep.optimizers.hyperparameters import bias_correction, deprecated_m_dtype
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
@@ -81,6 +81,7 @@ def adamw(
     weight_decay_mask: VarList = None,
     *,
     amsgrad: bool = False,
+    m_dtype: Any = None,
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 
@@ -96,6 +97,7 @@ def adamw(
             depend on the learning rate, put `decay_weights` after the optimizer.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
         amsgrad: Whether to divide by the largest v so far, kept in the slot `v_max`, as torch does.
+        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slots `m`, `v` (and `v_max`), initially 0, and the scalar `start_step`.
@@ -115,7 +117,8 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); the results match
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
-    slots = {"m": MEAN, "v": SQUARE} | ({"v_max": SQUARE} if as_bool(amsgrad, "amsgrad") else {})
+    amsgrad, m_dtype = as_bool(amsgrad, "amsgrad"), deprecated_m_dtype(m_dtype)
+    slots = {"m": Slot(dtype=m_dtype, holds="mean"), "v": SQUARE} | ({"v_max": SQUARE} if amsgrad else {})
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
     return elements.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)

@@ -25,7 +25,7 @@ from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers.compose import trained
 from jstep.optimizers.hyperparameters import Conditions, Projected
 from jstep.optimizers.hyperparameters import report_condition as report
-from jstep.optimizers.leafwise import DTYPE, EMPTY_CONTEXT
+from jstep.optimizers.leafwise import EMPTY_CONTEXT
 from jstep.optimizers.updates import add
 from jstep.state.sharding import state_shardings
 from jstep.state.train_state import MODEL_STATE, TrainState, masters_of, require_state, step_of, values_of
@@ -322,7 +322,7 @@ _REFUSED = {
     "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
     "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
     "compact": "which stores everything compactly already: leave one of them out",
-    DTYPE: "which stores it in 8 bits: leave the dtype of the Slot out",
+    "m_dtype": "which stores m in 8 bits: leave m_dtype (or the dtype of the Slot) out",
 }
 
 
@@ -354,7 +354,7 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: `min_size` or `block` is out of its range; the optimizer contains `master_weights`,
-            `stochastic_rounding`, `compact` or a `Slot(dtype=…)`; or (at `init`) a parameter is float16, or an entry of
+            `stochastic_rounding`, `compact` or an `m_dtype`; or (at `init`) a parameter is float16, or an entry of
             `keep` matches nothing.
 
     Example:

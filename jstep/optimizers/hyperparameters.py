@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, Unpack
 
@@ -291,6 +292,15 @@ def low_dtype(argument: str, dtype: Any) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{argument}={shown(dtype)}: must be a floating dtype such as jnp.bfloat16, got {kind(dtype)}")
+    return found
+
+
+def deprecated_m_dtype(dtype: Any) -> Any:
+    """The argument `m_dtype` of an optimizer, with a warning if it is given."""
+    found = low_dtype("m_dtype", dtype)
+    if found is not None:
+        text = "m_dtype is deprecated and will be removed: jstep.compact(optimizer) stores m in 8 bits"
+        warnings.warn(text, DeprecationWarning, stacklevel=4)  # above the decorator of the optimizer
     return found
 
 

@@ -21,7 +21,7 @@ from jstep.differentiate.clipping import norm_of
 from jstep.optimizers import elements
 from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.elements import BETA, POSITIVE, Masked
-from jstep.optimizers.hyperparameters import Hyper, checked, constant, mask
+from jstep.optimizers.hyperparameters import Hyper, checked, constant, deprecated_m_dtype, mask
 from jstep.optimizers.leafwise import MEAN, MEAN_IN_ORDER, Result, Slot, Values, element, map_updates, with_init
 
 # Lion, and other optimizers by the sign of the gradient: Signum, Rprop.
@@ -34,6 +34,7 @@ def lion(
     beta2: ScalarOrSchedule = 0.99,
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
+    m_dtype: Any = None,
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 
@@ -46,6 +47,7 @@ def lion(
         beta2: The decay of m, in [0, 1).
         weight_decay: Decoupled weight decay, multiplied by lr; ≥ 0.
         weight_decay_mask: The leaves that decay, in the grammar of `var_list`; None for all.
+        m_dtype: Deprecated in favor of `compact`. The dtype of m, such as `jnp.bfloat16`; at least float32 by default.
 
     Returns:
         An `Optimizer` with the slot `m` (initially 0).
@@ -62,9 +64,10 @@ def lion(
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
+    slots = {"m": Slot(dtype=deprecated_m_dtype(m_dtype), holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
-    return elements.from_direction("lion", lion_direction, {"m": MEAN_IN_ORDER}, hyper)
+    return elements.from_direction("lion", lion_direction, slots, hyper)
 
 
 @makes_optimizer()

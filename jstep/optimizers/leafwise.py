@@ -519,9 +519,6 @@ class Slot:
             raise ValueError(f"holds={self.holds!r}: must be 'mean', 'slow', 'square', 'weight' or None")
 
 
-DTYPE = "a Slot with a dtype"
-"""Of `Roles.formats`: a slot with a declared content and a dtype, which `compact` would replace."""
-
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
 MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
@@ -658,7 +655,7 @@ def leafwise(
         return Roles(
             own | ({START_STEP: Role.AGE} if aged else {}),
             holds={name: str(spec.holds) for name, spec in declared.items()},
-            formats={DTYPE} if any(spec.dtype is not None for spec in declared.values()) else set(),
+            formats={"m_dtype"} if any(spec.dtype is not None for spec in declared.values()) else set(),
             in_order={name for name, spec in specs.items() if spec.in_order},
         ).joined(hyperparameters.held_roles(hyper))
 

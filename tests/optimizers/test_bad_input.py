@@ -18,6 +18,8 @@ GRADS = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, "scale": jn
         (lambda: jstep.adamw(float), TypeError, "learning_rate=float"),
         (lambda: jstep.adamw(beta1=1.0), ValueError, "beta1=1.0"),
         (lambda: jstep.adamw(amsgrad="no"), TypeError, "amsgrad='no': must be True or False"),
+        (lambda: jstep.adamw(m_dtype=int), TypeError, "m_dtype=.*floating"),
+        (lambda: jstep.adamw(m_dtype="bf"), TypeError, "m_dtype='bf'.*floating"),
         (lambda: jstep.adamw(weight_decay=-0.1), ValueError, "weight_decay=-0.1"),
         (lambda: jstep.adamw(weight_decay_mask=3), TypeError, "weight_decay_mask=3"),
         (lambda: jstep.sgd(0.1, use_nesterov=True), ValueError, "use_nesterov=True.*momentum"),

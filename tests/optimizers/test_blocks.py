@@ -56,6 +56,11 @@ def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
         np.testing.assert_allclose(value, want[key], rtol=1e-6)
 
 
+def with_m_dtype(make):
+    with pytest.warns(DeprecationWarning, match="m_dtype"):
+        return make(LR, m_dtype=jnp.bfloat16)
+
+
 def elementwise() -> dict[str, jstep.Optimizer]:
     """Return optimizers whose updates need no temporaries of the size of the parameters."""
     chains = {
@@ -73,7 +78,9 @@ def elementwise() -> dict[str, jstep.Optimizer]:
         "master-of-lion": jstep.master_weights(jstep.lion(LR)),
         "sgd-nesterov": jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=WD),
         "adamw-amsgrad": jstep.adamw(LR, amsgrad=True),
+        "adamw-m_dtype": with_m_dtype(jstep.adamw),
         "lion": jstep.lion(LR, weight_decay=WD),
+        "lion-m_dtype": with_m_dtype(jstep.lion),
         "nadam": jstep.nadam(LR, momentum_decay=0.1),
         "radam": jstep.radam(LR),
         "ademamix": jstep.ademamix(LR, weight_decay=WD),

@@ -163,11 +163,12 @@ def test_other_formats_are_refused_by_name(make, names):
     assert all(name in str(caught.value) for name in names)
 
 
-def test_a_slot_with_a_dtype_is_refused():
-    slots = {"m": jstep.Slot(dtype=jnp.bfloat16, holds="mean")}
-    optimizer = jstep.leafwise(lambda g, p, s, h: (-g, {}), hyper={}, slots=slots)
-    with pytest.raises(ValueError, match=r"a Slot with a dtype inside compact, .*leave the dtype of the Slot out"):
-        jstep.compact(optimizer)
+def test_m_dtype_is_deprecated_and_refused():
+    for make in (jstep.adamw, jstep.lion):
+        with pytest.warns(DeprecationWarning, match="jstep.compact"):
+            optimizer = make(LR, m_dtype=jnp.bfloat16)
+        with pytest.raises(ValueError, match="m_dtype inside compact"):
+            jstep.compact(optimizer)
 
 
 def test_float16_is_refused_by_path():
