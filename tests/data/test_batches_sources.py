@@ -109,7 +109,9 @@ class TestSources:
 
     def test_source_that_takes_only_lists(self):
         data = batches(OnlyLists(), 6)
-        assert np.array_equal(data[4]["y"], batches(np.arange(50), 6)[4])
+        want = batches(np.arange(50), 6)[4]
+        assert np.array_equal(data[4]["y"], want)  # a list
+        assert np.array_equal(data[4]["x"], np.repeat(want, 2).reshape(-1, 2))  # an array
 
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_source_that_looks_at_its_index(self, shuffle):
