@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.differentiate.microbatches import squared_norm
 
 CLIPS = {
     "norm": lambda t, c: jstep.clip_by_norm(t, c),
@@ -121,3 +122,10 @@ def test_norms_do_not_copy_leaves(optimizer: jstep.Optimizer) -> None:
     # XLA of jaxlib 0.10.0 and 0.10.1 materializes the scaled gradients of the second computation: one copy and 33 kB.
     bound = 1 << 14 if jax.version.__version_info__ >= (0, 10, 2) else (4 << 20) + (1 << 16)
     assert step.lower(state, params).compile().memory_analysis().temp_size_in_bytes < bound
+
+
+def test_the_factor_of_a_loss_is_divided_out_before_squaring() -> None:
+    """As for the gradient noise scale: float32 does not hold the square of a scaled gradient."""
+    gradients, scale = [jnp.array([3e18, 4e18], jnp.float32), None], jnp.float32(1e18)
+    assert np.isclose(squared_norm([gradients[0] * 10, None], scale), 2500.0, rtol=1e-5)
+    assert np.isclose(squared_norm([gradients[0] / 1e18, None]), 25.0, rtol=1e-5)
