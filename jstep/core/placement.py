@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_int, as_number, as_text, kind, setting, shown
-from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along
+from jstep.core.meshes import dims_of, internal_transfers, mesh_of, on_host, parts_along, using_mesh
 from jstep.core.programs import all_equations
 from jstep.core.trees import Array
 
@@ -200,13 +200,26 @@ def placements_of(leaves: Sequence[Any]) -> Placements:
     return Placements(list(placements.values()), on_host)
 
 
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Compile and call `fn(*args)` for arrays with one placement; the result is replicated over the mesh.
 
-    The caller's current mesh is ignored in favor of the mesh of the arrays. The program is cached by `fn`.
+    The caller's current mesh is ignored in favor of the mesh of the arrays, or of none. The program is cached by `fn`.
     """
-    with contextlib.nullcontext() if mesh is None or mesh == jax.sharding.get_mesh() else jax.set_mesh(mesh):
+    if mesh is None:
+        args = jax.tree.map(_of_its_device, args)
+    with using_mesh(_NO_MESH if mesh is None else mesh):
         return _compiled(fn, mesh)(*args)
+
+
+def _of_its_device(leaf: Any) -> Any:
+    """Return an array on a mesh of one device as one of that device: Explicit axes in its type would not fit others."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
+        return leaf
+    # After `device_put(leaf, device)`, only the type names the mesh.
+    return leaf if jax.typeof(leaf).sharding.mesh.empty else leaf.addressable_data(0)
 
 
 @functools.cache

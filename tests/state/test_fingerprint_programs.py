@@ -1,5 +1,6 @@
 """The programs of fingerprints: how many are compiled, what they hold, and their bits."""
 
+import contextlib
 import json
 
 import golden_fingerprints
@@ -178,3 +179,19 @@ def test_on_a_mesh_a_program_belongs_to_a_shape_and_sums_are_reduced_once(compil
         finish = jax.jit(fingerprints._formed_on(mesh, fingerprints._total, counts))
         text = finish.lower(rows, keys, np.arange(80)).compile().as_text()
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("current", [None, 1, 8], ids=["no mesh", "a mesh of one device", "a mesh of eight"])
+def test_on_a_mesh_of_one_device_the_bits_are_those_of_the_device(kind, current):
+    """Types with Explicit axes, which an array keeps when it moves, and the current mesh do not matter."""
+    host = {"w": np.arange(32, dtype="f").reshape(8, 4), "v": np.ones((8, 4), "f"), "n": np.float32(3)}
+    place = NamedSharding(jax.make_mesh((1,), ("a",), axis_types=(kind,)), PartitionSpec())
+    tree = on_devices(host, lambda leaf: jax.device_put(leaf, place))
+    moved = on_devices(tree, lambda leaf: jax.device_put(leaf, jax.devices()[0]))
+    expected = texts(host)
+    with contextlib.ExitStack() as stack:
+        if current:
+            stack.enter_context(jax.set_mesh(jax.make_mesh((current,), ("a",), axis_types=(kind,))))
+        for one in (tree, moved, on_devices(host), {**tree, "n": jnp.asarray(host["n"])}):
+            assert texts(one) == expected
