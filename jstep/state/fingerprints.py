@@ -339,20 +339,19 @@ def _stacked_sums(leaves: Sequence[Any]) -> Any:
     return jnp.stack([host_sums(np.asarray(leaf)) if isinstance(leaf, HOST) else device_sums(leaf) for leaf in leaves])
 
 
+_EVERYWHERE = PartitionSpec()
+"""The spec of what each device of a mesh has, also where devices have unequal copies."""
 _GROUP, _SMALL = 16, 2**14
 """How many leaves of a shape a call reads, and the elements of those that it may copy beside each other."""
 
 
-def _written(rows: Any, start: Any, leaves: Sequence[Any], parts: Parts = ()) -> Any:
-    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape.
+def _written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
+    """Return rows with the sums of leaves of one shape from `start` on; to be compiled for each shape."""
+    return _with_sums(rows, start, [trees.key_data(on_devices(leaf)) for leaf in leaves])
 
-    Args:
-        rows: The rows.
-        start: The number of the first row.
-        leaves: The leaves, or their parts on this device.
-        parts: As in `_keys`.
-    """
-    arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
+
+def _with_sums(rows: Any, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
+    """Return rows with the sums of arrays, or of their parts on this device; see `_keys`."""
     counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
     shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
     if len(arrays) == 1:
@@ -360,7 +359,7 @@ def _written(rows: Any, start: Any, leaves: Sequence[Any], parts: Parts = ()) ->
     else:
         # Words and not numbers are stacked: XLA may move a NaN as one with other bits.
         words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
-        sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(leaves))(words)
+        sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(arrays))(words)
     return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
 
@@ -371,9 +370,8 @@ def _written_on(mesh: Mesh, spec: PartitionSpec) -> Callable[..., Any]:
 
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
-        specs = (PartitionSpec(), PartitionSpec(), [spec] * len(arrays))
-        write = functools.partial(_written, parts=parts)
-        return _on_each_device(write, mesh, specs)(rows, start, arrays)
+        specs = (_EVERYWHERE, _EVERYWHERE, [spec] * len(arrays))
+        return _on_each_device(functools.partial(_with_sums, parts=parts), mesh, specs)(rows, start, arrays)
 
     return written
 
@@ -397,12 +395,12 @@ def _formed_on(
             sums.append(lax.psum(some, names) if names else some)
         return form(jnp.concatenate(sums), keys, order)
 
-    return _on_each_device(of_device, mesh, (PartitionSpec(),) * 3)
+    return _on_each_device(of_device, mesh, (_EVERYWHERE,) * 3)
 
 
 def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: Any) -> Callable[..., Any]:
     """Return a function that each device computes from what it has, also of arrays that should be equal everywhere."""
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
 
 
 def _shifted(rows: Any) -> tuple[Any, Any]:
@@ -448,17 +446,19 @@ def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: 
     committed = next((leaf for leaf in leaves if leaf.committed), None)
     if mesh is not None:  # `device_put` would compare the rows of all processes
         zeros = rows
-        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros)
+        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, _EVERYWHERE), lambda _: zeros)
     elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        spec = PartitionSpec() if mesh is None or not leaf.committed else leaf.sharding.spec
-        axes = tuple(sorted(name for dim in dims_of(spec) for name in mesh_axes_of(dim)))
-        alike.setdefault((axes, spec, leaf.shape, leaf.dtype), []).append(number)
-    groups = sorted(alike.items(), key=lambda group: group[0][0])  # rows that are summed over the same axes together
+        spec = _EVERYWHERE if mesh is None or not leaf.committed else leaf.sharding.spec
+        alike.setdefault((spec, leaf.shape, leaf.dtype), []).append(number)
+    # Rows that are summed over the same axes are beside each other.
+    groups = sorted(
+        ((_axes_of(spec), spec, shape, some) for (spec, shape, _), some in alike.items()), key=operator.itemgetter(0)
+    )
     at, counts = 0, dict[tuple[str, ...], int]()
-    for (axes, spec, shape, _), numbers in groups:
+    for axes, spec, shape, numbers in groups:
         counts[axes] = counts.get(axes, 0) + len(numbers)
         write = _written if mesh is None else _written_on(mesh, spec)
         size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
@@ -467,9 +467,14 @@ def _by_shape(leaves: Sequence[Any], keys: Any, form: Callable[..., Any], mesh: 
             some = [leaves[number] for number in numbers[first : first + size]]
             rows = compute_on(mesh, write, rows, np.int32(at + first), some)
         at += len(numbers)
-    order = np.argsort([number for _, numbers in groups for number in numbers]).astype(np.int32)
+    order = np.argsort([number for *_, numbers in groups for number in numbers]).astype(np.int32)
     finish = form if mesh is None else _formed_on(mesh, form, tuple(counts.items()))
     return compute_on(mesh, finish, rows, keys, order)
+
+
+def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split an array."""
+    return tuple(sorted(name for dim in dims_of(spec) for name in mesh_axes_of(dim)))
 
 
 def _has_parts(leaf: Any, mesh: Mesh) -> bool:
