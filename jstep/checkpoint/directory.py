@@ -1,220 +1,24 @@
-"""Checkpoints in a local directory, and the lock of their writer."""
+"""Checkpoints in a local directory."""
 
 import contextlib
 import errno
 import functools
 import gc
-import json
 import logging
 import os
 import re
 import shlex
 import shutil
-import socket
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jstep.checkpoint import listing
+from jstep.checkpoint.claims import FileClaim, file_of
 from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, Commit, is_remains, is_whole, listed
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, encode
 from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
-
-# Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
-#
-# The lock belongs to the operating system, so it ends with the process however that ends, also on network file systems
-# (NFS passes it to its server). A child process does not inherit it. The file names its owner.
-#
-# On file systems without locks, the content of the file decides: a process on this host is looked up; one on another
-# host counts as dead when it has not written for an hour.
-#
-# Other locks identify their processes in the same way: those of object stores, and temporary files of weights.
-
-
-def this_process() -> dict[str, Any]:
-    """Return a JSON dict that identifies this process among all hosts."""
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
-
-
-def is_alive(owner: Mapping[str, Any]) -> bool | None:
-    """Return whether a process is alive; None if it is on another host or in another container."""
-    if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
-        return None
-    pid = owner.get("pid", -1)
-    return isinstance(pid, int) and pid > 0 and owner.get("started") == started(pid) is not None
-
-
-def started(pid: int) -> str | None:
-    """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
-    if os.name != "posix":
-        return "unknown"  # os.kill would end the process
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return "unknown"
-
-
-def _space() -> str:
-    """Return the namespace of PIDs: the boot ID separates hosts of the same name, the PID namespace containers."""
-    found = []
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        found.append(file.read().strip())
-    with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
-
-
-def owner_in(data: bytes | None) -> dict[str, Any]:
-    """Return the owner that the content of a lock names; empty if it names none."""
-    try:
-        who = json.loads(data or b"{}")
-    except ValueError:
-        return {}
-    return who if isinstance(who, dict) else {}
-
-
-def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> str:
-    """Return the error message for a second writer."""
-    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
-    mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
-    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
-    way_out = (
-        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
-    )
-    return (
-        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
-        f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
-    )
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_SILENT = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
-_HELD: "weakref.WeakSet[Claim]" = weakref.WeakSet()
-
-
-def file_of(directory: str, prefix: str) -> str:
-    """Return the file that the writer of a prefix locks."""
-    return os.path.join(directory, f".{prefix}.jstep-writer")
-
-
-class Claim:
-    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
-
-    Raises:
-        CheckpointError: Another writer has it; names its host and process.
-        OSError: The directory cannot be written.
-    """
-
-    def __init__(self, directory: str, prefix: str) -> None:
-        self.path = file_of(directory, prefix)
-        self.handle = _locked(self.path, directory, prefix)
-        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle, os.getpid())
-        _HELD.add(self)
-
-    def is_held(self) -> bool:
-        """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
-        with contextlib.suppress(OSError):
-            if self.finalizer.alive and _same_file(self.handle, self.path):
-                os.utime(self.handle)  # heartbeat
-                return True
-        return False
-
-    def release(self) -> None:
-        """Release the claim."""
-        self.finalizer()
-
-
-def _locked(path: str, directory: str, prefix: str) -> int:
-    while True:
-        handle, ours = _opened(path)
-        try:
-            if not _lock(handle):
-                raise CheckpointError(refusal(directory, prefix, _read(handle)))
-            if not ours:
-                os.unlink(path)  # left behind by a killed writer of another user
-            # The previous owner may have removed the file after we opened it and before we locked it.
-            if _same_file(handle, path):
-                with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-def _opened(path: str) -> tuple[int, bool]:
-    """Open the file, and return whether it is writable: one that another user left usually is not."""
-    flags = getattr(os, "O_CLOEXEC", 0)
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | flags), False
-
-
-def _lock(handle: int) -> bool:
-    if fcntl is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            if error.errno not in _NO_LOCKS:
-                raise
-    who = _read(handle)
-    alive = is_alive(who) if who else False
-    return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
-
-
-def _same_file(handle: int, path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(handle))
-    return False
-
-
-def _read(handle: int) -> dict[str, Any]:
-    with contextlib.suppress(OSError):
-        return owner_in(os.pread(handle, 4096, 0))
-    return {}
-
-
-def _unlock(path: str, handle: int, pid: int) -> None:
-    if pid != os.getpid():
-        return  # a fork that began while the claim was being made, so that nothing detached its finalizer
-    with contextlib.suppress(OSError):
-        if _same_file(handle, path):
-            os.unlink(path)
-    with contextlib.suppress(OSError):
-        os.close(handle)
-
-
-def _release_in_fork() -> None:
-    """Close a fork's copies of the locked files, so that the claims end with the parent."""
-    for claim in list(_HELD):
-        if claim.finalizer.detach() is not None:
-            with contextlib.suppress(OSError):
-                os.close(claim.handle)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_in_fork)
-
 
 # A store of checkpoints in a local directory, or one on a file system that all processes share.
 #
@@ -367,7 +171,7 @@ class Directory:
     def __init__(self, directory: str, prefix: str | None) -> None:
         self.directory = directory
         self._prefix = prefix
-        self._claim: Claim | None = None
+        self._claim: FileClaim | None = None
         self._is_cleaned = False
         self._arrays: Any = None
         self._bytes = 0
@@ -468,9 +272,9 @@ class Directory:
             remove_leftovers(self.directory, prefix, listing.IN_FLIGHT.__contains__)
             self._is_cleaned = True
 
-    def _take(self, prefix: str) -> Claim:
+    def _take(self, prefix: str) -> FileClaim:
         try:
-            return Claim(self.directory, prefix)
+            return FileClaim(self.directory, prefix)
         except CheckpointError:
             file = os.path.realpath(file_of(self.directory, prefix))
             if (holder := _HOLDERS.get(file)) is None or not holder.holds_claim():
@@ -479,7 +283,7 @@ class Directory:
             gc.collect()  # an unreferenced Saver releases its claim here, or when its write has ended
             if (holder := _HOLDERS.get(file)) is not None and holder._is_left:
                 holder.finish()
-            return Claim(self.directory, prefix)
+            return FileClaim(self.directory, prefix)
 
     def holds_claim(self) -> bool:
         """Return whether this store has the claim, in this process and not in the parent of a fork."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jstep.checkpoint.directory import is_alive, this_process
+from jstep.checkpoint.claims import is_alive, this_process
 from jstep.stores.files import is_directory, names_in, opened, replace_file
 from jstep.stores.objects import Objects, is_url, join
 

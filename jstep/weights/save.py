@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.directory import is_alive, this_process
+from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.names import is_utf8
 from jstep.checkpoint.slots import require_value
 from jstep.core import trees

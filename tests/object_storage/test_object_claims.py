@@ -8,8 +8,7 @@ import pytest
 from object_states import state_at
 
 import jstep
-from jstep.checkpoint import directory as owner
-from jstep.checkpoint import object_store
+from jstep.checkpoint import claims, object_store
 from jstep.stores.objects import Directory
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -37,7 +36,7 @@ def test_an_unreferenced_saver_releases_its_claim(store):
 
 
 def claim_of_another_host(store, monkeypatch, beat):
-    monkeypatch.setattr(object_store, "SILENT", 0.2)
+    monkeypatch.setattr(claims, "SILENT", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
     store.put("bkt", "run/~claims/model", text % 0)
     if beat:
@@ -78,7 +77,7 @@ def test_a_writer_that_lost_its_claim_does_not_commit(store):
 
 
 def test_claims_are_renewed_periodically(store, monkeypatch):
-    monkeypatch.setattr(object_store, "BEAT", 0.01)
+    monkeypatch.setattr(claims, "BEAT", 0.01)
     with jstep.Saver(store.run) as saver:
         saver.claim()
         first = store.data("run/~claims/model")
@@ -131,8 +130,9 @@ def test_a_claim_lost_during_the_commit_reverts_it(store):
 @pytest.mark.parametrize("beats", ["stopped", "continue", "not permitted"])
 def test_other_processes_wait_while_the_first_is_alive(gcs, monkeypatch, beats):
     """Without a network it cannot report the outcome; without permission to replace it cannot renew the claim."""
-    for name, seconds in {"BEAT": 0.02, "_SILENT": 0.1, "_OTHERS": 1e9}.items():
-        monkeypatch.setattr(object_store, name, seconds)
+    monkeypatch.setattr(claims, "BEAT", 0.02)
+    monkeypatch.setattr(object_store, "_SILENT", 0.1)
+    monkeypatch.setattr(object_store, "_OTHERS", 1e9)
     gcs.put("bkt", "run/~claims/model", b'{"beat": %d}' % (beats != "not permitted"))
     reads = []
 
@@ -177,7 +177,7 @@ def test_a_claim_ends_with_its_process(gcs, s3):
                 saver.save(state_at(1))
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is still a zombie, which counts as dead
-        assert owner.started(child.pid) is None
+        assert claims.started(child.pid) is None
         for saver in savers:
             with saver:
                 saver.save(state_at(1))

@@ -1,0 +1,352 @@
+"""Claims: the lock of the one writer of a prefix, in a directory and in an object store."""
+
+import contextlib
+import errno
+import gc
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.stores.objects import ABSENT, Directory
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# The process that a claim names. Temporary files of weights and files of stalls name theirs in the same way.
+
+
+def this_process() -> dict[str, Any]:
+    """Return a JSON dict that identifies this process among all hosts."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": started(pid)}
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool | None:
+    """Return whether a process is alive; None if it is on another host or in another container."""
+    if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
+        return None
+    pid = owner.get("pid", -1)
+    return isinstance(pid, int) and pid > 0 and owner.get("started") == started(pid) is not None
+
+
+def started(pid: int) -> str | None:
+    """Return the start time of a process of this host in system ticks, which identifies it together with its PID."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
+    if os.name != "posix":
+        return "unknown"  # os.kill would end the process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _space() -> str:
+    """Return the namespace of PIDs: the boot ID separates hosts of the same name, the PID namespace containers."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
+
+
+def owner_in(data: bytes | None) -> dict[str, Any]:
+    """Return the owner that the content of a lock names; empty if it names none."""
+    try:
+        who = json.loads(data or b"{}")
+    except ValueError:
+        return {}
+    return who if isinstance(who, dict) else {}
+
+
+def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
+    """Return the error for a second writer."""
+    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
+    mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
+    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
+    way_out = (
+        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
+    )
+    return CheckpointError(
+        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
+        f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
+    )
+
+
+# Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
+#
+# The lock belongs to the operating system, so it ends with the process however that ends, also on network file systems
+# (NFS passes it to its server). A child process does not inherit it. The file names its owner.
+#
+# On file systems without locks, the content of the file decides: a process on this host is looked up; one on another
+# host counts as dead when it has not written for an hour.
+
+_SILENT = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+_HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
+
+
+def file_of(directory: str, prefix: str) -> str:
+    """Return the file that the writer of a prefix locks."""
+    return os.path.join(directory, f".{prefix}.jstep-writer")
+
+
+class FileClaim:
+    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
+
+    Raises:
+        CheckpointError: Another writer has it; names its host and process.
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: str, prefix: str) -> None:
+        self.path = file_of(directory, prefix)
+        self.handle = _locked(self.path, directory, prefix)
+        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle, os.getpid())
+        _HELD.add(self)
+
+    def is_held(self) -> bool:
+        """Return whether the claim still holds: the directory may have been removed, or this may be a fork."""
+        with contextlib.suppress(OSError):
+            if self.finalizer.alive and _same_file(self.handle, self.path):
+                os.utime(self.handle)  # heartbeat
+                return True
+        return False
+
+    def release(self) -> None:
+        """Release the claim."""
+        self.finalizer()
+
+
+def _locked(path: str, directory: str, prefix: str) -> int:
+    while True:
+        handle, ours = _opened(path)
+        try:
+            if not _lock(handle):
+                raise refusal(directory, prefix, _read(handle))
+            if not ours:
+                os.unlink(path)  # left behind by a killed writer of another user
+            # The previous owner may have removed the file after we opened it and before we locked it.
+            if _same_file(handle, path):
+                with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _opened(path: str) -> tuple[int, bool]:
+    """Open the file, and return whether it is writable: one that another user left usually is not."""
+    flags = getattr(os, "O_CLOEXEC", 0)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), True
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags), False
+
+
+def _lock(handle: int) -> bool:
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+    who = _read(handle)
+    alive = is_alive(who) if who else False
+    return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
+
+
+def _same_file(handle: int, path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    return False
+
+
+def _read(handle: int) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        return owner_in(os.pread(handle, 4096, 0))
+    return {}
+
+
+def _unlock(path: str, handle: int, pid: int) -> None:
+    if pid != os.getpid():
+        return  # a fork that began while the claim was being made, so that nothing detached its finalizer
+    with contextlib.suppress(OSError):
+        if _same_file(handle, path):
+            os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
+def _release_in_fork() -> None:
+    """Close a fork's copies of the locked files, so that the claims end with the parent."""
+    for claim in list(_HELD):
+        if claim.finalizer.detach() is not None:
+            with contextlib.suppress(OSError):
+                os.close(claim.handle)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_fork)
+
+
+# Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.
+#
+# A process on this host is looked up. One on another host counts as dead if its claim is not renewed while a new writer
+# watches, so that no clocks are compared. If it is alive after all, it finds its claim taken before it commits
+# anything, and gives up.
+
+BEAT = 10.0
+"""Seconds between renewals."""
+SILENT = 25.0
+"""Seconds without a renewal after which a writer on another host counts as dead."""
+
+_logger = logging.getLogger("jstep")
+_held: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
+
+
+def key_of(prefix: str) -> str:
+    """Return the key of the object that names the writer of a prefix."""
+    return f"~claims/{prefix}"
+
+
+class ObjectClaim:
+    """The exclusive right to write a prefix in a directory of objects, until `release`.
+
+    Raises:
+        CheckpointError: Another writer has it; names its host and process.
+        OSError: The directory cannot be read or written.
+    """
+
+    def __init__(self, objects: Directory, prefix: str) -> None:
+        self._objects, self._prefix, self.id = objects, prefix, uuid.uuid4().hex
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._beats, self._lost = 0, False
+        self.saving: threading.Thread | None = None
+        self._stamp = self._take()
+        _held[self.id] = self
+        self._pid = os.getpid()
+        from jstep.core.meshes import Thread  # not at the top: it imports JAX
+
+        self._thread = Thread(target=_renew, args=(weakref.ref(self), self._ended), daemon=True)
+        self._thread.name = f"jstep-claim-{prefix}"
+        self._thread.start()
+        weakref.finalize(self, self._ended.set)
+
+    def _take(self) -> bytes:
+        key = key_of(self._prefix)
+        until = math.inf
+        seen = self._objects.read(key)
+        stamp = seen.stamp
+        while True:
+            who = owner_in(seen.data)
+            is_free = seen.data is None or self._is_free(who)
+            if not is_free and (is_alive(who) is not None or seen.stamp != stamp):  # its owner is alive
+                raise refusal(self._objects.url, self._prefix, who)
+            if is_free or time.monotonic() > until:
+                if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
+                    return mine
+            elif until == math.inf:
+                _logger.info(
+                    "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
+                    *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, SILENT),
+                )
+                until = time.monotonic() + SILENT
+            else:
+                self._ended.wait(min(SILENT / 10, max(0.01, until - time.monotonic())))
+            seen = self._objects.read(key)
+
+    def _is_free(self, who: Mapping[str, Any]) -> bool:
+        """Return whether the previous owner is certainly dead."""
+        if who.get("pid") == os.getpid() and is_alive(who):
+            number = str(who.get("id"))
+            if (held := _held.get(number)) is not None:
+                # It may belong to a Saver that only its saving thread still references.
+                if held.saving is not None:
+                    held.saving.join(max(0.0, self._objects.deadline() - time.monotonic() - 5))
+                del held
+                gc.collect()
+            return number not in _held
+        return not who or is_alive(who) is False
+
+    def _text(self) -> bytes:
+        return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
+
+    def is_held(self) -> bool:
+        """Return whether the claim is not known to be lost. `check` queries the store."""
+        return not self._lost and not self._ended.is_set() and self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Check that no other writer has taken the claim; called before every commit.
+
+        Raises:
+            CheckpointError: Another process has taken it; names the process.
+            OSError: The store cannot be read.
+        """
+        with self._lock:
+            found = self._objects.read(key_of(self._prefix))
+            if found.data is None:  # deleted by hand, or by a rule of the bucket
+                stamp = self._objects.write_if(key_of(self._prefix), self._text(), ABSENT)
+                if stamp is not None:
+                    self._stamp = stamp
+                    return
+                found = self._objects.read(key_of(self._prefix))
+            who = owner_in(found.data)
+            if who.get("id") == self.id:
+                self._stamp = found.stamp
+                return
+            self._lost = True
+        raise refusal(self._objects.url, self._prefix, who)
+
+    def renew(self) -> None:
+        """Renew the claim, which shows that its writer is alive."""
+        with self._lock:
+            if not self.is_held():
+                return
+            self._beats += 1
+            stamp = self._objects.write_if(key_of(self._prefix), self._text(), self._stamp)
+            if stamp is not None:
+                self._stamp = stamp
+
+    def release(self, seconds: float = 5) -> None:
+        """Release the claim within `seconds`; if that fails, the next writer takes it over."""
+        self._ended.set()
+        _held.pop(self.id, None)
+        if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):
+            return
+        try:
+            with contextlib.suppress(OSError), self._objects.within(seconds):
+                self._objects.delete(key_of(self._prefix), self._stamp)
+        finally:
+            self._lock.release()
+
+
+def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        if (held := claim()) is None:
+            return
+        with contextlib.suppress(OSError):  # the commit raises it if it persists
+            held.renew()
+        del held
