@@ -10,53 +10,20 @@ import re
 import shlex
 import shutil
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.claims import FileClaim, file_of
 from jstep.checkpoint.listing import ASIDE, DELETED, REPLACED, TEMPORARY, Commit, is_remains, is_whole, listed
 from jstep.checkpoint.manifest import NAME, CheckpointError, Manifest, encode
+from jstep.checkpoint.retention import evict
 from jstep.core.checks import size
 from jstep.stores.files import make_folders, new_file, sync_folder
 
 # A store of checkpoints in a local directory, or one on a file system that all processes share.
 #
 # A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
-
-
-def publish_folder(temporary: str, final: str, files: Iterable[str] = ()) -> None:
-    """Rename a finished checkpoint to its final name. An older one of that name is deleted afterwards.
-
-    Args:
-        temporary: The folder of the checkpoint.
-        final: Its final path.
-        files: The files that must exist under the new name.
-
-    Raises:
-        FileNotFoundError: One of them was removed meanwhile.
-        OSError: The new name may not be on the disk.
-    """
-    replaced = final + REPLACED
-    if os.path.lexists(final):
-        if is_remains(final):
-            remove(replaced)
-            os.rename(final, replaced)
-        else:
-            _set_aside(final)
-    sync_folder(temporary)
-    os.rename(temporary, final)
-    try:
-        lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
-        if lacks is not None:  # another process is removing the folder, and continued after the rename
-            raise FileNotFoundError(errno.ENOENT, f"{lacks} was removed while the checkpoint was written", temporary)
-        sync_folder(os.path.dirname(final))
-    except OSError:
-        evict(final)
-        if os.path.lexists(replaced):
-            os.rename(replaced, final)
-        raise
-    remove(replaced)
 
 
 def _set_aside(path: str) -> None:
@@ -73,20 +40,6 @@ def _unused(stem: str) -> str:
     return name
 
 
-def evict(path: str) -> None:
-    """Delete a checkpoint atomically; errors are logged."""
-    deleted = path + DELETED
-    try:
-        remove(deleted)
-        os.rename(path, deleted)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        _logger.warning("%s could not be deleted: %s", path, error)
-        return
-    remove(deleted)
-
-
 def remove(path: str) -> None:
     """Delete a folder of ours as far as possible; of a link, only the link."""
     if os.path.islink(path):
@@ -94,38 +47,6 @@ def remove(path: str) -> None:
             os.unlink(path)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_leftovers(directory: str, prefix: str, in_use: Callable[[str], bool]) -> None:
-    """Remove what interrupted saves and deletions of this prefix left behind.
-
-    Only the owner of the claim may call it: otherwise the removed folder may be one that is being written.
-
-    Args:
-        directory: The directory of the checkpoints.
-        prefix: The prefix of the names; others are not touched.
-        in_use: Returns whether a temporary folder is being written.
-    """
-    step = rf"({re.escape(prefix)}-(?:0|[1-9][0-9]*))"
-    pattern = re.compile(
-        rf"{step}({re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)})", re.DOTALL
-    )
-    for entry in listed(directory):
-        if match := pattern.fullmatch(entry):
-            path, final = os.path.join(directory, entry), os.path.join(directory, match[1])
-            if match[2] == REPLACED and is_whole(path) and not is_whole(final):
-                _restore_replaced(path, final)
-            elif not in_use(path):
-                remove(path)
-
-
-def _restore_replaced(replaced: str, final: str) -> None:
-    if os.path.lexists(final):
-        if is_remains(final):
-            evict(final)
-        else:
-            _set_aside(final)
-    os.rename(replaced, final)
 
 
 _FULL = {
@@ -269,7 +190,7 @@ class Directory:
             self._claim, self._is_cleaned = self._take(prefix), False
             _HOLDERS[os.path.realpath(self._claim.path)] = self
         if not self._is_cleaned:
-            remove_leftovers(self.directory, prefix, listing.IN_FLIGHT.__contains__)
+            self._remove_leftovers(prefix)
             self._is_cleaned = True
 
     def _take(self, prefix: str) -> FileClaim:
@@ -308,23 +229,15 @@ class Directory:
            checksums of each;
         2. all of them, flushed, with checksums (`listing.collect`), and what `Saver.flushing` flushes;
         3. the manifest, which is written last, so that a folder without one is not a checkpoint;
-        4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`publish_folder`);
+        4. the temporary folder, flushed, then renamed, then the folder around it, flushed (`_publish`);
         5. and then only are superseded checkpoints removed (`commit`).
         """
 
-        def publish(temporary: str, final: str) -> None:
+        def end(temporary: str, final: str) -> None:
             import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-            from jstep.checkpoint import orbax_arrays
-
-            manifest, committed = commit.seal(listing.collect(temporary, jax.process_count()))
-            # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
-            if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
-                raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
-            with new_file(os.path.join(temporary, NAME)) as file:
-                file.write(encode(manifest))
-            publish_folder(temporary, final, [NAME, *manifest.files])
-            committed()
+            files = listing.collect(temporary, jax.process_count())
+            commit.end(files, functools.partial(self._publish, temporary, final))
 
         self._bytes = sum(int(one.nbytes) for one in (*arrays.values(), *files.values()))
         self._is_cleaned = False  # if this is interrupted, the next save removes the remains
@@ -333,8 +246,48 @@ class Directory:
 
             if self._arrays is None:
                 self._arrays = orbax_arrays.Checkpointer(self._prefix or "")
-            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), publish)
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
         self._is_cleaned = True
+
+    def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
+        """Add the manifest to a folder, and rename it to its final name.
+
+        Returns:
+            The folder of an older checkpoint of that name, to be erased.
+
+        Raises:
+            FileNotFoundError: A file of the checkpoint was removed meanwhile.
+            OSError: The new name may not be on the disk.
+        """
+        from jstep.checkpoint import orbax_arrays
+
+        # Cleaners of old files may remove files while they are written; the rest would look like a checkpoint.
+        if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
+            raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
+        with new_file(os.path.join(temporary, NAME)) as file:
+            file.write(encode(manifest))
+        replaced = final + REPLACED
+        if os.path.lexists(final):
+            if is_remains(final):
+                remove(replaced)
+                os.rename(final, replaced)
+            else:
+                _set_aside(final)
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        try:
+            files = [NAME, *manifest.files]
+            lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
+            if lacks is not None:  # another process is removing the folder, and continued after the rename
+                what = f"{lacks} was removed while the checkpoint was written"
+                raise FileNotFoundError(errno.ENOENT, what, temporary)
+            sync_folder(os.path.dirname(final))
+        except OSError:
+            evict(self, final)
+            if os.path.lexists(replaced):
+                os.rename(replaced, final)
+            raise
+        return [replaced]
 
     def wait(self) -> None:
         """See `Store.wait`."""
@@ -361,9 +314,45 @@ class Directory:
         """See `Store.command_to_set_aside`."""
         return shlex.join(["mv", path, _unused(path + ASIDE)])
 
-    def evict(self, path: str) -> None:
-        """See `Store.evict`."""
-        evict(path)
+    def hide(self, path: str) -> list[str]:
+        """See `Store.hide`."""
+        deleted = path + DELETED
+        remove(deleted)
+        try:
+            os.rename(path, deleted)
+        except FileNotFoundError:
+            return []
+        return [deleted]
+
+    def erase(self, remains: Sequence[str]) -> None:
+        """See `Store.erase`."""
+        for path in remains:
+            remove(path)
+
+    def log_undeleted(self, path: str, error: Exception) -> None:
+        """See `Store.log_undeleted`."""
+        _logger.warning("%s could not be deleted: %s", path, error)
+
+    def _remove_leftovers(self, prefix: str) -> None:
+        """Remove what interrupted saves and deletions of this prefix left behind.
+
+        Only the owner of the claim may do so: otherwise the removed folder may be one that is being written.
+        """
+        step = rf"({re.escape(prefix)}-(?:0|[1-9][0-9]*))"
+        pattern = re.compile(
+            rf"{step}({re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)})", re.DOTALL
+        )
+        for entry in listed(self.directory):
+            if match := pattern.fullmatch(entry):
+                path, final = self.path(entry), self.path(match[1])
+                if match[2] == REPLACED and is_whole(path) and not is_whole(final):
+                    if is_remains(final):
+                        evict(self, final)
+                    elif os.path.lexists(final):
+                        _set_aside(final)
+                    os.rename(path, final)
+                elif path not in listing.IN_FLIGHT:
+                    remove(path)
 
     def leave(self) -> None:
         """See `Store.leave`."""

@@ -40,12 +40,12 @@ class Commit(NamedTuple):
 
     Attributes:
         saved_at: The start time of the save, by the Saver's clock.
-        seal: Called with the written files: returns the manifest, which is published last, and a function to call when
-            the checkpoint exists, which deletes those that it supersedes.
+        end: `end(files, publish)` is called with the written files. It calls `publish(manifest)`, when the checkpoint
+            begins to exist, and then deletes those that it supersedes, and what `publish` returns for `Store.erase`.
     """
 
     saved_at: float
-    seal: Callable[[Files], tuple[Manifest, Callable[[], None]]]
+    end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
 
 class Store(Protocol):
@@ -141,8 +141,8 @@ class Store(Protocol):
     ) -> None:
         """Start to write arrays, and the files of this process, all processes together.
 
-        It returns when the memory of the arrays may be donated. When everything is written, the manifest that
-        `commit.seal` returns is published atomically, and the function that it returns is called.
+        It returns when the memory of the arrays may be donated. When everything is written, `commit.end` is called,
+        with a function that publishes a manifest atomically.
         """
 
     def wait(self) -> None:
@@ -154,8 +154,16 @@ class Store(Protocol):
     def command_to_set_aside(self, path: str) -> str:
         """Return a shell command that gives a checkpoint a name under which nothing finds or deletes it."""
 
-    def evict(self, path: str) -> None:
-        """Delete a checkpoint atomically; log a warning if that fails."""
+    # Deletion, for `retention`.
+
+    def hide(self, path: str) -> Sequence[str]:
+        """Make a checkpoint none, atomically, and return what is left of it, for `erase`; nothing if it was none."""
+
+    def erase(self, remains: Sequence[str]) -> None:
+        """Delete what is no part of a checkpoint any more."""
+
+    def log_undeleted(self, path: str, error: Exception) -> None:
+        """Log a warning that a checkpoint could not be deleted."""
 
     def leave(self) -> None:
         """Note that the Saver was not closed and is no longer referenced: the next writer may finish its save."""

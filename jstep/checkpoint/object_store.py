@@ -332,19 +332,23 @@ class ObjectStore:
         keys = self._list(self._prefix)
         self._keys = keys  # one list request per save
         try:
-            sealed, committed = commit.seal({f"{attempt}/{key}": record for key, record in files.items()})
-            data = _manifest.encode(dataclasses.replace(sealed, data=attempt))
-            self._put(f"{name}/{_manifest.NAME}", data, before)
-            self._saving = ""
-            with self._never_failing():
-                committed()
-                if not self._forbidden:
+            below = {f"{attempt}/{key}": record for key, record in files.items()}
+            commit.end(below, functools.partial(self._publish, name, attempt, before))
+            if not self._forbidden:
+                try:  # the checkpoint exists
                     self._clean_up(Checkpoints(keys, self._prefix), name, attempt, commit.saved_at)
+                except (OSError, CheckpointError) as error:
+                    self.log_undeleted(self.directory, error)
         finally:
             self._keys = None
 
-    def _put(self, key: str, data: bytes, before: bytes) -> None:
-        """Write the manifest, if the claim holds and no other writer has written it meanwhile."""
+    def _publish(self, name: str, attempt: str, before: bytes, manifest: Manifest) -> list[str]:
+        """Write the manifest, if the claim holds and no other writer has written it meanwhile.
+
+        Returns:
+            Nothing to erase: a reader may still read what was replaced.
+        """
+        key, data = f"{name}/{_manifest.NAME}", _manifest.encode(dataclasses.replace(manifest, data=attempt))
         if self._claimed is not None:
             self._claimed.check()
         stamp = self._objects.write_if(key, data, before)
@@ -361,6 +365,8 @@ class ObjectStore:
         except CheckpointError:
             self._objects.delete(key, stamp)
             raise
+        self._saving = ""
+        return []
 
     def _clean_up(self, listed: Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
@@ -376,7 +382,7 @@ class ObjectStore:
             else:  # a list is not reliable: only a read shows that there is no manifest
                 gone = self._objects.read(f"{name}/{_manifest.NAME}").data is None
                 victims = list(attempts) if gone else []
-            self._delete([key for victim in victims for key in attempts[victim]])
+            self.erase([key for victim in victims for key in attempts[victim]])
 
     def wait(self) -> None:
         """See `Store.wait`."""
@@ -391,7 +397,7 @@ class ObjectStore:
         if folder:
             with contextlib.suppress(OSError), self._objects.within(HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
-                self._delete([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
+                self.erase([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
     def command_to_set_aside(self, path: str) -> str:
         """See `Store.command_to_set_aside`. The command is that of the cloud's own tool."""
@@ -400,36 +406,32 @@ class ObjectStore:
             return shlex.join(["gcloud", "storage", "mv", path, aside])
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
-    def evict(self, path: str) -> None:
-        """See `Store.evict`. Deletes the manifest first, if it is unchanged, then our data."""
+    def hide(self, path: str) -> list[str]:
+        """See `Store.hide`. Deletes the manifest, if it is unchanged."""
         if self._forbidden and self._keys is not None:
-            return  # trying again at each save, for more and more checkpoints, would be useless
-        with self._never_failing():
-            name = self._name(path)
-            key = f"{name}/{_manifest.NAME}"
-            keys = self._list(name.rpartition("-")[0]) if self._keys is None else self._keys
-            there = self._objects.read(key)
-            if there.data is None or not self._objects.delete(key, there.stamp):
-                return
-            ours = {key for found in Checkpoints(keys, None).attempts.get(name, {}).values() for key in found}
-            with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-                ours |= {f"{name}/{file}" for file in _manifest.decode(there.data).files}
-            self._delete(sorted(ours))
+            return []  # trying again at each save, for more and more checkpoints, would be useless
+        name = self._name(path)
+        key = f"{name}/{_manifest.NAME}"
+        keys = self._list(name.rpartition("-")[0]) if self._keys is None else self._keys
+        there = self._objects.read(key)
+        if there.data is None or not self._objects.delete(key, there.stamp):
+            return []
+        ours = {key for found in Checkpoints(keys, None).attempts.get(name, {}).values() for key in found}
+        with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
+            ours |= {f"{name}/{file}" for file in _manifest.decode(there.data).files}
+        return sorted(ours)
 
-    def _delete(self, keys: Sequence[str]) -> None:
-        for _, pending in at_once(((key, self._objects.start_delete(key)) for key in keys), _AT_ONCE):
+    def erase(self, remains: Sequence[str]) -> None:
+        """See `Store.erase`."""
+        for _, pending in at_once(((key, self._objects.start_delete(key)) for key in remains), _AT_ONCE):
             pending.result()
 
-    @contextlib.contextmanager
-    def _never_failing(self) -> Iterator[None]:
-        """Never fail: the checkpoint exists, and what cannot be deleted is logged once."""
-        try:
-            yield
-        except (OSError, CheckpointError) as error:
-            self._forbidden = self._forbidden or isinstance(error, PermissionError)
-            if not self._warned:
-                self._warned = True
-                _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
+    def log_undeleted(self, path: str, error: Exception) -> None:
+        """See `Store.log_undeleted`; logged once for all checkpoints."""
+        self._forbidden = self._forbidden or isinstance(error, PermissionError)
+        if not self._warned:
+            self._warned = True
+            _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def leave(self) -> None:
         """See `Store.leave`. The claim waits for the save."""

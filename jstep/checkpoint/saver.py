@@ -1,8 +1,6 @@
-"""`Saver`: writing of checkpoints, one at a time in the background, and which of them are kept."""
+"""`Saver`: writing of checkpoints, one at a time in the background."""
 
 import contextlib
-import dataclasses
-import logging
 import os
 import threading
 import time
@@ -15,13 +13,14 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.listing import Commit, Files, Store, name
-from jstep.checkpoint.manifest import CheckpointError, Extra, LeftOut, Manifest, RetainedSteps
+from jstep.checkpoint.listing import name
+from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import Reader, newest_in_words, short
+from jstep.checkpoint.retention import Retention
 from jstep.checkpoint.slots import PARAMS, left_out_indices, named_leaves, started_slots, to_stored
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, listing, note, scoped
+from jstep.core.checks import as_bool, as_function, as_int, as_number, kind, note, scoped
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus, refuse_compile_only
 from jstep.core.selection import VarList, check_form
@@ -29,234 +28,6 @@ from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
-
-# Retention of checkpoints: the last few, and one every N hours permanently.
-
-_logger = logging.getLogger("jstep")
-
-
-def evictions(
-    saved_at: Mapping[int, float],
-    new: int,
-    retained: RetainedSteps,
-    max_to_keep: int | None,
-    every_n_hours: float | None,
-    finite: int | None = None,
-) -> tuple[list[int], RetainedSteps]:
-    """Return the checkpoints to delete after `new` was saved, and the new retention state.
-
-    As in TF: a checkpoint that falls out of the last `max_to_keep` is kept permanently if more than `every_n_hours`
-    have passed since the previous permanent one. A long pause counts once: it does not make up for missing saves.
-
-    Args:
-        saved_at: Step → time of saving in seconds, of all existing checkpoints including the new one.
-        new: The step just saved. Neither it nor the highest step is evicted.
-        retained: The retention state before this save.
-        max_to_keep: The number of other checkpoints to keep; None for all.
-        every_n_hours: Hours between permanent checkpoints; None to keep none permanently.
-        finite: The highest step whose parameters are finite, which is not evicted; None if there is none.
-    """
-    for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
-    evictable = sorted(step for step in saved_at if step not in for_good)
-    excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
-    spared = {new, max(saved_at), finite}
-    victims: list[int] = []
-    for step in [step for step in evictable if step not in spared][: max(excess, 0)]:
-        hours = (saved_at[step] - since) / 3600
-        if every_n_hours is not None and hours > every_n_hours:
-            for_good |= {step}
-            since += 3600 * every_n_hours * int(hours / every_n_hours)
-        else:
-            victims.append(step)
-    return victims, RetainedSteps(frozenset(for_good), since)
-
-
-class RetentionManager:
-    """Manager that completes the manifests of saves, and deletes old checkpoints.
-
-    The retention state is stored in the manifest of the newest checkpoint, whichever Saver wrote it.
-    """
-
-    def __init__(
-        self, store: Store, prefix: str, max_to_keep: int | None, every_n_hours: float | None, since: float
-    ) -> None:
-        self._store, self._prefix = store, prefix
-        self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
-        self._since = since
-        self._retained: RetainedSteps | None = None
-        self._warned = False
-        self._times: dict[int, float] = {}
-        """Step → time of saving, as far as it matters, of the checkpoints that are known to be complete."""
-        self._finite: dict[int, bool] = {}
-        """Step → whether the parameters are finite, of the checkpoints for which that is known."""
-        self._passing: dict[int, tuple[bool, float]] = {}
-        """Step → whether it is passing, and when it was saved, of the checkpoints for which that is known."""
-        self._replaces = True  # there may be a passing one
-        self.write_secs: float | None = None
-        """The seconds from the begin of the latest save until its checkpoint existed; None while it is written."""
-
-    def commit_of(
-        self,
-        manifest: Manifest,
-        left_out: Callable[[], tuple[LeftOut, ...]],
-        flushes: Iterable[Callable[[], None]],
-        passing_secs: float | None = None,
-    ) -> Commit:
-        """Return the commit of a save.
-
-        Args:
-            manifest: The manifest, which still lacks files, retention and left-out leaves.
-            left_out: Returns the left-out leaves.
-            flushes: Functions to call before the checkpoint exists.
-            passing_secs: The checkpoint is passing if it is saved within that many seconds after the last one that is
-                kept; None if it is kept in any case.
-        """
-        began, self.write_secs = time.monotonic(), None
-
-        def seal(files: Files) -> tuple[Manifest, Callable[[], None]]:
-            for flush in flushes:
-                flush()
-            victims, retained, is_passing = self._decide(manifest, passing_secs)
-
-            def committed() -> None:
-                self._retained = retained
-                self._times[manifest.step] = manifest.saved_at
-                self._finite[manifest.step] = manifest.finite
-                self._passing[manifest.step] = is_passing, manifest.saved_at
-                self._replaces = is_passing
-                self.write_secs = time.monotonic() - began
-                for path in victims:
-                    self._store.evict(path)
-
-            sealed = dataclasses.replace(
-                manifest, retention=retained, files=files, left_out=left_out(), passing=is_passing
-            )
-            return sealed, committed
-
-        return Commit(manifest.saved_at, seal)
-
-    def _decide(self, manifest: Manifest, passing_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
-        """Decide what follows from a save.
-
-        Returns:
-            The paths of the checkpoints to delete once this one exists, the new retention state, and whether this
-            checkpoint is passing.
-        """
-        retained = self.load(leaf.path for leaf in manifest.leaves)
-        if self._max_to_keep is None and passing_secs is None and not self._replaces:
-            return [], retained, False
-        found = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._times.keys()))
-        # One that was kept is replaced by one that is kept: by hand, say, before the run saves this step by itself.
-        same = {manifest.step: found.pop(manifest.step)} if manifest.step in found else {}
-        was_kept = self._kept_at(same) is not None
-        kept_at = self._kept_at(found)
-        is_passing = not was_kept and (
-            passing_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < passing_secs
-        )
-        finite = self._newest_finite(found, manifest)
-        passing = [step for step in found if step in self._passing and self._passing[step][0]]
-        replaced = [found.pop(step) for step in passing if step != finite]
-        if is_passing or self._max_to_keep is None:
-            return replaced, retained, is_passing
-        self._times = {step: self._saved_at(step, path, retained) for step, path in found.items()}
-        times = self._times | {manifest.step: manifest.saved_at}
-        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
-        if manifest.step < max(times) and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
-                manifest.step,
-                name(self._prefix, max(times)),
-            )
-        return [*replaced, *(found[step] for step in victims)], retained, False
-
-    def _kept_at(self, found: Mapping[int, str]) -> float | None:
-        """Return when the newest checkpoint that is not passing was saved; None if that is not known."""
-        for step in sorted(found, reverse=True):
-            if step not in self._passing:
-                try:
-                    manifest = self._store.manifest(found[step])
-                except (CheckpointError, OSError):
-                    return None
-                self._passing[step] = manifest.passing, manifest.saved_at
-            is_passing, saved_at = self._passing[step]
-            if not is_passing:
-                return saved_at
-        return None
-
-    def _newest_finite(self, found: Mapping[int, str], new: Manifest) -> int | None:
-        """Return the highest step whose parameters are finite; None if there is none."""
-        for step in sorted({*found, new.step}, reverse=True):
-            if step != new.step and step not in self._finite:
-                with contextlib.suppress(CheckpointError, OSError):
-                    self._finite[step] = self._store.manifest(found[step]).finite
-            if new.finite if step == new.step else self._finite.get(step):
-                return step
-        return None
-
-    def delete(self, step: int) -> None:
-        """Delete one checkpoint by its step, on the first process; the others return when it is deleted.
-
-        Raises:
-            FileNotFoundError: There is no checkpoint of this step.
-        """
-        path = self._store.at(self._prefix, step)
-        if processes.any_process(path is None):
-            raise FileNotFoundError(
-                f"step={step}: there is no checkpoint {name(self._prefix, step)} in {self._store.directory}"
-            )
-        if jax.process_index() == 0 and path is not None:
-            self._store.evict(path)
-        self._times.pop(step, None)
-        self._passing.pop(step, None)
-        processes.any_process(False)
-
-    def evictable(self) -> list[str]:
-        """Return the paths of the checkpoints that are not kept permanently, lowest step first."""
-        found = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._retained_in(self._newest_manifest())).steps
-        return [found[step] for step in sorted(found) if step not in for_good]
-
-    def load(self, saved: Iterable[str]) -> RetainedSteps:
-        """Return the retention state; the first call reads it from the newest checkpoint.
-
-        A warning is logged then if that checkpoint left out some of the leaves that this Saver saves.
-
-        Args:
-            saved: The paths of these leaves.
-        """
-        if self._retained is None:
-            newest = self._newest_manifest()
-            self._retained = self._retained_in(newest)
-            absent = {leaf.path for leaf in newest.left_out} if newest is not None else set()
-            if newest is not None and (again := [repr(path) for path in saved if path in absent]):
-                _logger.warning(
-                    "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them "
-                    "out again, pass the same leave_out; with train, "
-                    "checkpoint_dir=jstep.Saver(directory, leave_out=…)",
-                    name(self._prefix, newest.step),
-                    listing("saved again", again),
-                )
-        return self._retained
-
-    def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
-        if self._every_n_hours is None or step in retained.steps:
-            return 0.0
-        try:
-            return self._times[step] if step in self._times else self._store.manifest(path).saved_at
-        except (CheckpointError, OSError):
-            return retained.since  # too young to keep permanently
-
-    def _newest_manifest(self) -> Manifest | None:
-        for _, path in self._store.newest_first(self._prefix):
-            with contextlib.suppress(CheckpointError, OSError):
-                return self._store.manifest(path)
-        return None
-
-    def _retained_in(self, newest: Manifest | None) -> RetainedSteps:
-        kept = None if newest is None else newest.retention
-        return kept or RetainedSteps(frozenset(), self._since)
-
 
 # Global steps of states, and whether compression is worthwhile.
 
@@ -408,7 +179,7 @@ class Saver:
         if hours is not None:
             meaning = "None keeps none permanently"
             hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
-        self._retention = RetentionManager(self._store, self.prefix, max_to_keep, hours, since=self._now())
+        self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=self._now())
         self._async_save = as_bool(async_save, "async_save")
         self._compress = None if compress is None else as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
@@ -629,7 +400,15 @@ class Saver:
         """
         with self._lock:
             self.claim()
-            self._retention.delete(as_int(step, "step", 0))
+            step = as_int(step, "step", 0)
+            path = self._store.at(self.prefix, step)
+            if processes.any_process(path is None):
+                raise FileNotFoundError(
+                    f"step={step}: there is no checkpoint {name(self.prefix, step)} in {self.directory}"
+                )
+            if jax.process_index() == 0 and path is not None:
+                self._retention.delete(step, path)
+            processes.any_process(False)  # the others return when it is deleted
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""

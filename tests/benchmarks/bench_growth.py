@@ -22,7 +22,7 @@ import optax
 import jstep
 from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
-from jstep.checkpoint.saver import evictions
+from jstep.checkpoint.retention import evictions
 from jstep.data.batches import Mixture
 from jstep.stores.timeline import NAME as TIMELINE
 from jstep.stores.timeline import TIMES, Timeline

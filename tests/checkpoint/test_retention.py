@@ -9,7 +9,7 @@ from file_operations import before, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jstep.checkpoint import saver as _retention
+from jstep.checkpoint import retention
 from jstep.checkpoint.saver import Saver
 
 
@@ -136,7 +136,7 @@ class TestRetention:
     def test_agrees_with_tf_train_saver(self, gaps, max_to_keep, hours):
         """The reference is the bookkeeping of tf.train.Saver, with more than one save per interval."""
         last, kept_by_tf, next_time, now = [], [], hours * 3600, 0.0
-        existing, kept = {}, _retention.RetainedSteps(frozenset(), 0.0)
+        existing, kept = {}, retention.RetainedSteps(frozenset(), 0.0)
         for step, gap in enumerate(gaps):
             now += gap * hours * 3600
             last.append((step, now))
@@ -146,7 +146,7 @@ class TestRetention:
                     next_time += hours * 3600
                     kept_by_tf.append(old[0])
             existing[step] = now
-            victims, kept = _retention.evictions(existing, step, kept, max_to_keep, hours)
+            victims, kept = retention.evictions(existing, step, kept, max_to_keep, hours)
             for victim in victims:
                 del existing[victim]
             assert sorted(kept.steps) == kept_by_tf
@@ -155,9 +155,9 @@ class TestRetention:
     def test_a_long_pause_counts_as_one_interval(self):
         hour = 3600.0
         existing = {step: 100 * hour + step for step in range(5)}
-        victims, kept = _retention.evictions(existing, 4, _retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
+        victims, kept = retention.evictions(existing, 4, retention.RetainedSteps(frozenset(), 0.0), 1, 1.0)
         assert victims == [1, 2, 3]
-        assert kept == _retention.RetainedSteps(frozenset({0}), 100 * hour)
+        assert kept == retention.RetainedSteps(frozenset({0}), 100 * hour)
 
     def test_a_save_goes_through_the_kept_ones_a_few_times(self):
         class Counted(dict):
@@ -168,7 +168,7 @@ class TestRetention:
                 return super().__iter__()
 
         existing = Counted.fromkeys(range(5000), 0.0)
-        victims, _ = _retention.evictions(existing, 4999, _retention.RetainedSteps(frozenset(), 0.0), 5002, None)
+        victims, _ = retention.evictions(existing, 4999, retention.RetainedSteps(frozenset(), 0.0), 5002, None)
         assert (victims, existing.times <= 3) == ([], True)
 
     def test_deletion_is_atomic(self, tmp_path):
