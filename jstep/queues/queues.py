@@ -3,13 +3,13 @@
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jstep.core.checks import as_bool, as_int, scoped
+from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import no_rows, rows_of, stack_trees
 
@@ -75,34 +75,6 @@ runner_thread = threading.local()
 _POLL_SECS = 0.25
 
 
-class _WaitingThreads:
-    """Threads that wait under one mutex; `count` is the number of those not notified yet."""
-
-    def __init__(self, mutex: "threading.RLock") -> None:
-        self._condition = threading.Condition(mutex)
-        self.count = 0
-
-    def wait(self) -> None:
-        self.count += 1
-        notified = False
-        try:
-            notified = self._condition.wait(_POLL_SECS)
-        finally:
-            if not notified:
-                # A timeout or Ctrl-C: a notification for this thread may have arrived meanwhile.
-                self.notify_all()
-        if not notified and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
-            raise CancelledError("the main thread has ended, so this thread stops feeding it")
-
-    def notify_one(self) -> None:
-        self.count -= 1
-        self._condition.notify()
-
-    def notify_all(self) -> None:
-        self.count = 0
-        self._condition.notify_all()
-
-
 def _empty_batch_of(element: Any) -> tuple[Any, ...]:
     """Return a batch of no elements like this one, in a tuple; the empty tuple if it cannot be stacked."""
     try:
@@ -111,12 +83,19 @@ def _empty_batch_of(element: Any) -> tuple[Any, ...]:
         return ()  # a queue takes any element: only dequeue_many needs arrays
 
 
+_Waiting: TypeAlias = dict[threading.Condition, Callable[[], bool]]
+"""Threads that wait, in order of arrival: what wakes each, and the predicate that it waits for."""
+
+
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
     The elements are those in `_items`, in order of arrival, and `_held` more that a subclass has
     taken out of it. One mutex guards everything. It is reentrant: a signal handler may close the
     queue while the main thread holds the mutex.
+
+    A thread that must wait leaves a predicate. Whoever changes the queue wakes the first thread whose predicate is
+    true, or all such threads if the change may let several of them go on.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -131,20 +110,16 @@ class BoundedQueue:
         self._held = 0
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
         self._mutex = threading.RLock()
-        self._for_room = _WaitingThreads(self._mutex)
-        self._for_elements = _WaitingThreads(self._mutex)  # or for the end of another thread's dequeue_many
-        self._for_batch = _WaitingThreads(self._mutex)  # the dequeue_many in progress
-        self._for_space = _WaitingThreads(self._mutex)  # the enqueue_many in progress
-        self._collecting = 0  # elements that the dequeue_many in progress waits for
-        self._adding = 0  # elements that the enqueue_many in progress waits to add
+        self._producers: _Waiting = {}  # threads that enqueue
+        self._consumers: _Waiting = {}  # threads that dequeue
+        self._unused: list[threading.Condition] = []  # kept, since making one takes as long as an enqueue
+        self._collecting = 0  # elements that the dequeue_many in progress waits for; other dequeues wait for its end
+        self._adding = 0  # elements that the enqueue_many in progress waits to add; other enqueues wait for its end
         self._pending = 0  # enqueues that wait for room
-        self._room = self._capacity  # waiting enqueues keep waiting from this size on
+        self._room = self._capacity  # enqueues wait from this size on
         self._closed: bool = False
         self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
-        # The fast paths compare only with these two.
-        self._limit = self._room  # new enqueues wait from this size on; 0 if closed or `_adding`
-        self._needed = 1 + self._min_after  # dequeues wait below this size
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
@@ -175,15 +150,13 @@ class BoundedQueue:
                 the wait. The element was not added.
         """
         with self._mutex:
-            if len(self._items) + self._held >= self._limit:
-                with self._pending_enqueue():
-                    while (self._adding or len(self._items) + self._held >= self._room) and not self._cancelled:
-                        self._for_room.wait()
+            if self._closed or self._adding or len(self._items) + self._held >= self._room:
+                self._wait_to_add(self._wait, self._producers, self._can_add)
             if self._empty_batch is None:
                 self._empty_batch = _empty_batch_of(element)
             self._items.append(element)
-            if self._for_elements.count or self._collecting:
-                self._wake_consumer()
+            if self._consumers:
+                self._wake_first(self._consumers)
 
     def enqueue_many(self, elements: Any) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
@@ -217,12 +190,11 @@ class BoundedQueue:
             return
         with self._mutex:
             if self._closed or self._adding or self.size() > self._most_before(n):
-                self._await_space(n)
+                self._wait_to_add(self._await_space, n)
             if self._empty_batch is None:
                 self._empty_batch = _empty_batch_of(rows[0])
             self._items.extend(rows)
-            self._for_elements.notify_all()
-            self._for_batch.notify_all()
+            self._wake()
 
     def dequeue(self) -> Any:
         """Remove and return one element; wait while the queue is empty.
@@ -234,13 +206,13 @@ class BoundedQueue:
             OutOfRangeError: The queue is closed and empty.
         """
         with self._mutex:
-            while (size := len(self._items) + self._held) < self._needed or self._collecting:
-                if not self._collecting:
-                    self._check_enough(1, size)
-                self._for_elements.wait()
+            if self._collecting or len(self._items) + self._held <= self._min_after:
+                self._wait(self._consumers, self._can_take)
+                if not self.size():
+                    self._refuse(1)
             element = self._take()
-            if self._pending:
-                self._wake_producer()
+            if self._producers:
+                self._wake_first(self._producers)
             return element
 
     def dequeue_many(self, n: int) -> Any:
@@ -293,19 +265,19 @@ class BoundedQueue:
         if n == 0:
             return self._no_elements()
         with self._mutex:
-            if len(self._items) + self._held < self._needed - 1 + n or self._collecting:
-                n = self._await_batch(n, at_least)
-            elements = [self._take() for _ in range(n)]
-            for _ in range(min(self._pending, self._room - self.size())):
-                self._wake_producer()
+            if self._collecting or self.size() < self._min_after + n:
+                self._await_batch(n)
+                if self.size() < at_least:
+                    self._refuse(n)
+            elements = [self._take() for _ in range(min(n, self.size()))]
+            self._wake()
         try:
             with internal_transfers():
                 return stack_trees(elements, name)
         except BaseException:
             with self._mutex:
                 self._put_back(elements)
-                self._for_elements.notify_all()
-                self._for_batch.notify_all()
+                self._wake()
             raise
 
     def close(self, cancel_pending_enqueues: bool = False) -> None:
@@ -324,10 +296,7 @@ class BoundedQueue:
         with self._mutex:
             self._closed = True
             self._cancelled = self._cancelled or cancel
-            self._update_limit()
-            self._check_ended()
-            self._for_room.notify_all()
-            self._for_space.notify_all()
+            self._wake()
 
     def fail(self, exception: BaseException) -> None:
         """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
@@ -345,7 +314,8 @@ class BoundedQueue:
     def _no_elements(self) -> Any:
         with self._mutex:
             if not self._empty_batch:
-                self._check_enough(0, self.size())
+                if self._has_ended():
+                    self._refuse(0)
                 raise ValueError(
                     "n=0: an empty batch has the structure, shapes and dtypes of the first element, and this "
                     f"{type(self).__name__} has had none that can be stacked; call dequeue_many if size() is positive"
@@ -358,100 +328,91 @@ class BoundedQueue:
         with internal_transfers():
             return jax.tree.map(made, batch)
 
-    # The slow paths; the mutex is held.
+    # Waiting; the mutex is held.
 
-    @scoped
-    def _pending_enqueue(self) -> Iterator[None]:
+    def _wait(self, waiting: _Waiting, is_ready: Callable[[], bool]) -> None:
+        while not is_ready():
+            changed, woken = self._unused.pop() if self._unused else threading.Condition(self._mutex), False
+            try:
+                waiting[changed] = is_ready
+                woken = changed.wait(_POLL_SECS)
+            finally:
+                waiting.pop(changed, None)
+                self._unused.append(changed)
+                if not woken:
+                    # A timeout or Ctrl-C: this thread may have been woken meanwhile, instead of another.
+                    self._wake()
+            if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
+                raise CancelledError("the main thread has ended, so this thread stops feeding it")
+
+    def _wake(self) -> None:
+        """Wake all threads that can go on."""
+        for waiting in (self._producers, self._consumers):
+            while self._wake_first(waiting):
+                pass
+
+    def _wake_first(self, waiting: _Waiting) -> bool:
+        """Wake the first of these threads that can go on; return whether there is one."""
+        for changed, is_ready in tuple(waiting.items()):
+            if is_ready():
+                waiting.pop(changed, None)
+                changed.notify()
+                return True
+        return False
+
+    def _can_add(self) -> bool:
+        return self._cancelled or (not self._adding and len(self._items) + self._held < self._room)
+
+    def _can_take(self) -> bool:
+        return not self._collecting and (len(self._items) + self._held > self._min_after or self._has_ended())
+
+    def _wait_to_add(self, wait: Callable[..., None], *args: Any) -> None:
         name = type(self).__name__
         if self._closed:
             raise CancelledError(f"{name} is closed: it accepts no more elements")
         self._pending += 1
         try:
-            yield
+            wait(*args)
         finally:
             self._pending -= 1
-            self._check_ended()
+            if self._has_ended():
+                self._wake()
         if self._cancelled:
             raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
 
     def _await_space(self, n: int) -> None:
         """Wait for room for n elements at once."""
-        with self._pending_enqueue():
-            while self._adding and not self._cancelled:
-                self._for_room.wait()
-            self._adding = n
-            self._update_limit()
-            try:
-                while self.size() > self._most_before(n) and not self._cancelled:
-                    self._for_space.wait()
-            finally:
-                self._adding = 0
-                self._update_limit()
-                self._for_room.notify_all()
+        self._wait(self._producers, lambda: self._cancelled or not self._adding)
+        self._adding = n
+        try:
+            self._wait(self._producers, lambda: self._cancelled or self.size() <= self._most_before(n))
+        finally:
+            self._adding = 0
+            self._wake()
 
     def _most_before(self, n: int) -> int:
         """Return the size from which n elements may be added: the most with room for them, or without a dequeue."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
-    def _await_batch(self, n: int, at_least: int) -> int:
-        """Wait for n elements, or the end of a queue with at least some; return the number to take."""
-        while self._collecting:
-            self._for_elements.wait()
-        self._collecting = n
-        self._set_room(max(self._capacity, n + self._min_after))
+    def _await_batch(self, n: int) -> None:
+        """Wait for n elements, or the end of the queue."""
+        self._wait(self._consumers, lambda: not self._collecting)
+        self._collecting, self._room = n, max(self._capacity, n + self._min_after)
+        self._wake()  # of those that enqueue
         try:
-            while (size := len(self._items) + self._held) < self._needed - 1 + n:
-                if size >= at_least and self._has_ended():
-                    return size
-                self._check_enough(n, size)
-                self._for_batch.wait()
-            return n
+            self._wait(self._consumers, lambda: self.size() >= self._min_after + n or self._has_ended())
         finally:
-            self._collecting = 0
-            self._set_room(self._capacity)
-            self._for_elements.notify_all()
-
-    def _set_room(self, room: int) -> None:
-        if room > self._room:
-            self._for_room.notify_all()
-        self._for_space.notify_all()
-        self._room = room
-        self._update_limit()
-
-    def _update_limit(self) -> None:
-        self._limit = 0 if self._closed or self._adding else self._room
+            self._collecting, self._room = 0, self._capacity
+            self._wake()
 
     def _has_ended(self) -> bool:
         """Return whether no further element can arrive."""
         return self._closed and (self._cancelled or not self._pending)
 
-    def _check_ended(self) -> None:
-        """Wake all threads that wait for elements once no further element can arrive."""
-        if self._has_ended():
-            self._needed = 1
-            self._for_elements.notify_all()
-            self._for_batch.notify_all()
-
-    def _check_enough(self, n: int, size: int) -> None:
-        if self._has_ended():
-            what = f"{type(self).__name__} is closed and has insufficient elements"
-            why = f"; its input failed: {self._failure!r}" if self._failure else ""
-            raise OutOfRangeError(f"{what} (requested {n}, current size {size}){why}") from self._failure
-
-    def _wake_consumer(self) -> None:
-        size = len(self._items) + self._held
-        if self._collecting:
-            if self._for_batch.count and size >= self._needed - 1 + self._collecting:
-                self._for_batch.notify_one()
-        elif size >= self._needed:
-            self._for_elements.notify_one()
-
-    def _wake_producer(self) -> None:
-        if self._adding:
-            if self._for_space.count and self.size() <= self._most_before(self._adding):
-                self._for_space.notify_one()
-        elif self._for_room.count:
-            self._for_room.notify_one()
+    def _refuse(self, n: int) -> NoReturn:
+        what = f"{type(self).__name__} is closed and has insufficient elements"
+        why = f"; its input failed: {self._failure!r}" if self._failure else ""
+        raise OutOfRangeError(f"{what} (requested {n}, current size {self.size()}){why}") from self._failure
 
 
 # Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue.

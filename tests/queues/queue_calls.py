@@ -34,9 +34,13 @@ class Call:
 
 def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0, fills=0):
     """Wait until these numbers of calls block inside the queue; `fills` is the `enqueue_many` in progress."""
-    expected = (enqueues, dequeues, batches, fills)
-    waiting = (queue._for_room, queue._for_elements, queue._for_batch, queue._for_space)
-    wait_until(lambda: tuple(one.count for one in waiting) == expected)
+
+    def blocked():
+        with queue._mutex:
+            collecting, adding = bool(queue._collecting), bool(queue._adding)
+            return len(queue._producers) - adding, len(queue._consumers) - collecting, collecting, adding
+
+    wait_until(lambda: blocked() == (enqueues, dequeues, batches, fills))
 
 
 def drain(queue):

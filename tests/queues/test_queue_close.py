@@ -1,7 +1,9 @@
 """Closing a queue, interrupting blocked calls, and invalid arguments."""
 
 import signal
+import threading
 import time
+import types
 
 import pytest
 from processes import running_program
@@ -116,6 +118,12 @@ class TestClose:
         assert sorted([call.wait(), *drain(queue)]) == list(range(5))
 
 
+def use_condition(monkeypatch, condition):
+    """Make queues wait by this class, and nobody else."""
+    names = vars(threading) | {"Condition": condition}
+    monkeypatch.setattr(queues, "threading", types.SimpleNamespace(**names))
+
+
 class TestInterrupts:
     """Ctrl-C interrupts a waiting main thread, and no element is lost."""
 
@@ -149,19 +157,18 @@ class TestInterrupts:
                 assert process.stdout.readline() == "interrupted\n"
             assert process.wait(timeout=60) == 0
 
-    def test_wake_up_of_an_interrupted_call_is_passed_on(self):
+    def test_wake_up_of_an_interrupted_call_is_passed_on(self, monkeypatch):
         queue = fifo()
-        waiting = queue._for_elements
-        original = waiting._condition.wait
 
-        def interrupted(timeout=None):
-            original(timeout)
-            raise KeyboardInterrupt
+        class Interrupted(threading.Condition):
+            def wait(self, timeout=None):
+                super().wait(timeout)
+                raise KeyboardInterrupt
 
-        waiting._condition.wait = interrupted
-        first = Call(queue.dequeue)
-        wait_until_blocked(queue, dequeues=1)
-        waiting._condition.wait = original
+        with monkeypatch.context() as patch:
+            use_condition(patch, Interrupted)
+            first = Call(queue.dequeue)
+            wait_until_blocked(queue, dequeues=1)
         second = Call(queue.dequeue)
         wait_until_blocked(queue, dequeues=2)
         queue.enqueue("x")
@@ -173,14 +180,13 @@ class TestInterrupts:
         """The wake-up arrives before the call waits."""
         monkeypatch.setattr(queues, "_POLL_SECS", 0.01)
         queue = fifo()
-        original = queue._for_elements.wait
 
-        def close_before_waiting():
-            queue._for_elements.wait = original
-            queue.close()  # on this thread, between its check and its wait
-            original()
+        class ClosedBefore(threading.Condition):
+            def wait(self, timeout=None):
+                queue.close()  # on this thread, between its check and its wait
+                return super().wait(timeout)
 
-        queue._for_elements.wait = close_before_waiting
+        use_condition(monkeypatch, ClosedBefore)
         with pytest.raises(OutOfRangeError):
             Call(queue.dequeue).wait()
 
