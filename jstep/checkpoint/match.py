@@ -1,7 +1,6 @@
 """Matching of the leaves of a target to those of a checkpoint, and their placement."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,15 +11,14 @@ import numpy as np
 from jstep.checkpoint import slots
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.checkpoint.slots import GLOBAL_STEP, PARAMS, Keys, Kind
-from jstep.core import trees
-from jstep.core.checks import SHOWN, array_type, kind, listing, shown
+from jstep.core import targets, trees
+from jstep.core.checks import array_type, kind, listing, shown
 from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
-from jstep.core.selection import assign, entries, has_value, kind_of, names_of
+from jstep.core.selection import names_of
 from jstep.core.slot_roles import opened, roles_in, split
 
 # Matching of the leaves of a target to the leaves of a checkpoint.
 
-_GROUPS = 8  # prefixes listed in a message
 _NAMED = 5  # entries of params named in a message
 
 Names = Mapping[str, str] | Callable[[str], str | None]
@@ -48,71 +46,45 @@ class Copy(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class Wanted(targets.Wanted[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
     Attributes:
-        path: The path of the leaf.
         keys: The keys of the path.
-        leaf: The leaf.
-        kind: Its shape and dtype.
-        source: The saved leaf; None if no saved leaf fits.
         is_guard: Whether it belongs to a guard that the saved state did not have.
         left_out: The record of a leaf that was left out of the checkpoint, so that the target's value is used.
         copy: What this leaf, without a source, begins as a copy of.
         half: The other half of the source, if the leaf is the value of both.
     """
 
-    path: str
-    keys: Keys
-    leaf: Any
-    kind: Kind
-    source: Leaf | None = None
+    keys: Keys = ()
     is_guard: bool = False
     left_out: LeftOut | None = None
     copy: Copy | None = None
     half: Leaf | None = None
 
     @property
-    def dtype(self) -> str:
-        """The name of the dtype."""
-        return self.kind[1]
+    def is_missing(self) -> bool:
+        """Whether the checkpoint lacks it, though it should not."""
+        return super().is_missing and not self.is_guard and self.left_out is None
 
     @property
-    def is_numpy(self) -> bool:
-        """Whether the leaf is a NumPy array."""
-        return isinstance(self.leaf, np.ndarray | np.generic)
+    def kind(self) -> Kind:
+        """The shape, and the name of the dtype."""
+        return self.shape, self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class Match(targets.Match[Wanted]):
     """The result of matching a target to a checkpoint.
 
     Attributes:
-        wanted: The target's leaves, in its order.
-        missing: Paths of the target that the checkpoint lacks.
-        extra: Paths of the checkpoint that the target does not use.
-        differing: Descriptions of leaves that differ in shape or dtype.
         in_other_format: Whether `compact` stores slots of one in two, and not, or in other blocks, those of the other.
     """
 
-    wanted: list[Wanted]
-    missing: list[str]
-    extra: list[str]
-    differing: list[str]
     in_other_format: bool
 
-    def differences(self) -> str:
-        """Describe everything that does not fit; the empty string if everything fits."""
-        if not (self.missing or self.extra or self.differing):
-            return ""
-        return (
-            listing("missing in the checkpoint", [repr(path) for path in self.missing])
-            + _by_prefix(self.missing)
-            + listing("extra in the checkpoint", [repr(path) for path in self.extra])
-            + _by_prefix(self.extra)
-            + listing("differing", self.differing)
-        )
+    TITLES = "missing in the checkpoint", "extra in the checkpoint", "differing"
 
 
 def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str) -> Match:
@@ -131,66 +103,59 @@ def match(target: Any, manifest: Manifest, averages: Sequence[str] | None, names
     """
     records = slots.leaves_by_id(manifest.leaves)
     saved: dict[_Id, Leaf | LeftOut] = {**slots.leaves_by_id(manifest.left_out), **records}
-    leaves = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-        keys = slots.keys_of(path)
-        shape, dtype = kind_of(leaf, "/".join(keys), _NO_KIND)
-        leaves.append(Wanted("/".join(keys), keys, leaf, (shape, str(dtype))))
-    steps = next((one.kind[0] for one in leaves if one.keys == (GLOBAL_STEP,)), ())
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
-    own = [(renamed.get(path, path), number) for path, number in slots.ids(one.path for one in leaves)]
+    leaves = []
+    for given, leaf in jax.tree_util.tree_leaves_with_path(target):
+        keys = slots.keys_of(given)
+        path = "/".join(keys)
+        shape, dtype = targets.kind_of(leaf, path, _NO_KIND)
+        leaves.append(Wanted(path, leaf, shape, str(dtype), renamed.get(path, path), None, keys=keys))
+    steps = next((one.shape for one in leaves if one.keys == (GLOBAL_STEP,)), ())
+    numbers = [number for _, number in slots.ids(one.path for one in leaves)]
+    own = [(str(one.name), number) for one, number in zip(leaves, numbers, strict=True)]
     averaged = [average_of(key, records, averages) for key in own]
     averaged = [
-        key if key is not None and records[key].shape == one.kind[0] else None
+        key if key is not None and records[key].shape == one.shape else None
         for key, one in zip(averaged, leaves, strict=True)
     ]
-    found = assign(
-        [key or other for key, other in zip(averaged, own, strict=True)],
-        saved,
-        lambda i, source: "" if averaged[i] else _difference(leaves[i], source, steps),
-    )
-    roles = roles_in(target)
-    of_guards = {i for i in found.missing if slots.is_of_guard(leaves[i].keys, roles)}
-    arrays = manifest.by_array
-    halves = slots.halves_in(target)
+
+    def difference(one: Wanted, source: Leaf | LeftOut) -> str:
+        return _difference(one, source, steps)
+
+    leaves = [
+        targets.matched(one, average or key, saved, difference if average is None else lambda *_: "")
+        for one, key, average in zip(leaves, own, averaged, strict=True)
+    ]
+    roles, halves, arrays = roles_in(target), slots.halves_in(target), manifest.by_array
 
     def is_in_other_format(i: int, record: Leaf) -> bool:
         half, wanted = arrays.get(record.half or ""), halves.get(i)
         return (half and (half.shape, half.dtype)) != (None if wanted is None else leaves[wanted].kind)
 
-    copies = {} if all(found.sources) else _copies(target, found.sources, halves)
+    copies = {} if all(one.source for one in leaves) else _copies(target, leaves, halves)
     wanted = [
         dataclasses.replace(
             one,
-            source=source if isinstance(source, Leaf) else None,
-            is_guard=i in of_guards,
-            left_out=source if isinstance(source, LeftOut) else None,
+            source=one.source if isinstance(one.source, Leaf) else None,
+            is_guard=one.is_missing and slots.is_of_guard(one.keys, roles),
+            left_out=one.source if isinstance(one.source, LeftOut) else None,
             copy=copies.get(i),
-            half=arrays.get(source.half or "") if isinstance(source, Leaf) and averaged[i] else None,
+            half=arrays.get(one.source.half or "") if isinstance(one.source, Leaf) and averaged[i] else None,
         )
-        for i, (one, source) in enumerate(zip(leaves, found.sources, strict=True))
+        for i, one in enumerate(leaves)
     ]
-    passed_over = set(own)  # by averages in their place
-    unused = [
-        key[0]
-        for key in found.unused
-        if isinstance(saved[key], Leaf) and key not in passed_over and not _is_of_averages(key[0], averages)
-    ]
-    return Match(
-        wanted,
-        [leaves[i].path for i in found.missing if i not in of_guards],
-        unused,
-        found.differing,
-        bool(roles) and any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own)),
-    )
+    used = {*own, *averaged}  # an average passes over the parameter
+    unused = [key[0] for key in records if key not in used and not _is_of_averages(key[0], averages)]
+    in_other_format = any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own))
+    return Match(wanted, unused, bool(roles) and in_other_format)
 
 
-def _copies(target: Any, sources: Sequence[Leaf | LeftOut | None], halves: Mapping[int, int]) -> dict[int, Copy]:
+def _copies(target: Any, leaves: Sequence[Wanted], halves: Mapping[int, int]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → what they begin as copies of, which it has."""
     found: dict[int, Copy] = {}
     for i, originals in slots.copied(target).items():
-        restored = [j for j in originals if isinstance(sources[j], Leaf)]
-        if sources[i] is None and restored:
+        restored = [j for j in originals if isinstance(leaves[j].source, Leaf)]
+        if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
             for part, number in enumerate(parts):
                 found[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
@@ -235,7 +200,7 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
     if found.wanted and all(wanted.source is None for wanted in found.wanted):
         raise ValueError(
             f"target has nothing in common with {where}"
-            + listing("differing", found.differing)
+            + listing("differing", [one.problem for one in found.wanted if one.problem])
             + listing("target has", [repr(wanted.path) for wanted in found.wanted])
             + listing("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
             + listing("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
@@ -246,7 +211,7 @@ def check(found: Match, manifest: Manifest, partial: bool, where: str) -> None:
             "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
             "a step, such as {'params': params}."
         )
-    without = [repr(one.path) for one in found.wanted if one.left_out is not None and not has_value(one.leaf)]
+    without = [repr(one.path) for one in found.wanted if one.left_out is not None and not targets.has_value(one.leaf)]
     if without:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
@@ -267,8 +232,8 @@ def check_run(found: Match, manifest: Manifest, where: str) -> None:
     Raises:
         ValueError: Something does not fit.
     """
-    unmatched = [one.path for one in found.wanted if one.source is None and not one.is_guard and one.left_out is None]
-    differ = {path.split("/")[0] for path in (*unmatched, *found.extra)}
+    unmatched = [one.path for one in found.wanted if one.is_missing or one.problem]
+    differ = {path.split("/")[0] for path in (*unmatched, *found.unused)}
     if found.in_other_format or not found.differences() or not differ & {PARAMS, "slots"}:
         check(found, manifest, False, where)
         return
@@ -288,7 +253,7 @@ def check_run(found: Match, manifest: Manifest, where: str) -> None:
 
 def _renamed(names: Names | None, target: Any, saved: set[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    given = {} if names is None else entries(names, names_of(target), "target", _FORM)
+    given = {} if names is None else targets.entries(names, names_of(target), "target", _FORM)
     if not isinstance(names, Mapping):
         given = {path: other for path, other in given.items() if other is not None}
     for path, other in given.items():
@@ -376,7 +341,7 @@ def match_params(
     found = match(target, manifest, averages, whole, where)
     check(found, manifest, True, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
-    found = dataclasses.replace(found, extra=[path for path in found.extra if path in extra])
+    found = dataclasses.replace(found, unused=[path for path in found.unused if path in extra])
     if found.differences():
         raise ValueError(
             f"target_params does not fit the params of {where}{found.differences()}. Nothing was restored. names={{…}} "
@@ -388,9 +353,9 @@ def match_params(
 
 def _without_absent(params: Any, found: Match) -> str:
     """Describe how to restore the rest if all that does not fit are entries of params that the checkpoint lacks."""
-    if not isinstance(params, Mapping) or found.extra or found.differing:
+    if not isinstance(params, Mapping) or found.unused or any(one.problem for one in found.wanted):
         return ""
-    missing = set(found.missing)
+    missing = {one.path for one in found.wanted if one.is_missing}
     of_entries = {name: set(trees.paths_of({PARAMS: {name: params[name]}})) for name in params}
     absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
     rest = [name for name, paths in of_entries.items() if paths - missing]
@@ -422,26 +387,6 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
         return whole(other, saved)
 
     return renamed
-
-
-def _by_prefix(paths: Sequence[str]) -> str:
-    """Count paths by their common prefixes, for the end of a listing that does not show all of them."""
-    if len(paths) <= SHOWN:
-        return ""
-    groups: dict[tuple[str, ...], list[list[str]]] = {}
-    for depth in (2, 1):  # by entries of a field, or by field
-        groups = {}
-        for path in paths:
-            groups.setdefault(tuple(path.split("/")[:depth]), []).append(path.split("/"))
-        if len(groups) <= _GROUPS:
-            break
-    counted = []
-    for some in groups.values():
-        columns = zip(*(parts[:-1] for parts in some), strict=False)
-        common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
-        of_all = f"'{'/'.join([*common, '*'])}' ({len(some)} leaves)"
-        counted.append(repr("/".join(some[0])) if len(some) == 1 else of_all)
-    return f", that is, {', '.join(counted)}"
 
 
 # Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.
@@ -566,7 +511,7 @@ def keep_target_leaf(wanted: Wanted, step: int) -> Any:
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
         since = np.full(np.shape(leaf), step, wanted.dtype)
         return since if wanted.is_numpy else jax.device_put(place_anywhere(since), target_sharding(leaf, wanted.path))
-    if not has_value(leaf):
+    if not targets.has_value(leaf):
         raise ValueError(
             f"target: {wanted.path!r} is not in the checkpoint, or differs there, and has no value to keep; "
             "with partial=True, pass arrays for leaves that the checkpoint lacks"

@@ -207,7 +207,7 @@ class Reader:
             path,
             listing("started as copies of what was restored", [repr(found.wanted[i].path) for i in copies]),
             listing("left unchanged in target", [repr(found.wanted[i].path) for i in left]),
-            listing("not used from the checkpoint", [repr(one) for one in found.extra]),
+            listing("not used from the checkpoint", [repr(one) for one in found.unused]),
         )
         if stale := slots.stale_warning(target, values, [*left, *copies]):
             _logger.warning(stale)

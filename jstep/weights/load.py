@@ -23,12 +23,12 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, kind, listing, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus, refuse_compile_only, target_sharding
-from jstep.core.selection import has_value
+from jstep.core.targets import has_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
-from jstep.weights import fit as fitting
+from jstep.weights import match
 from jstep.weights.files import INDEX, SUFFIX, Array, Tensor, confirm, find_weights, folder_of, local
-from jstep.weights.fit import Fit, Names, Rule, Wanted
+from jstep.weights.match import Match, Names, Rule, Wanted
 
 _AT_ONCE = 2**30
 """Bytes to read together: while they are cast, they occupy memory in both dtypes."""
@@ -112,39 +112,39 @@ def load_weights(
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     refuse_compile_only(target, "target")
     with open_source(path, partial=partial) as source:
-        found = source.fit(target, fitting.rules(names, target, "target"), float_dtype)
-        if found.problems() and not partial:
-            raise _misfit(fitting.with_transform_problems(found), source.path)
+        found = source.match(target, match.rules(names, target, "target"), float_dtype)
+        if found.differences() and not partial:
+            found.wanted[:] = map(match.with_problem_of_ones, found.wanted)
+            raise _misfit(found, source.path)
         for wanted in found.wanted:
-            if wanted.tensor is None:
+            if wanted.source is None:
                 _check_kept(wanted)
         leaves = [wanted.leaf for wanted in found.wanted]
         # Leaves with transforms come first, since the result of a transform may not fit.
         for i, wanted in enumerate(found.wanted):
-            if wanted.tensor is not None and wanted.rule.transform is not None:
-                result = fitting.transformed(wanted.rule.transform, source.whole(wanted.tensor), wanted.path)
+            if wanted.source is not None and wanted.transform is not None:
+                result = match.transformed(wanted.transform, source.whole(wanted.source), wanted.path)
                 with internal_transfers():
                     array = np.asarray(result)
                 problem = wanted.difference(array.shape, array.dtype)
-                if problem and not partial:
-                    rest = fitting.with_transform_problems(dataclasses.replace(found, wanted=found.wanted[i + 1 :]))
-                    raise _misfit(dataclasses.replace(rest, mismatched=[problem, *rest.mismatched]), source.path)
-                if problem:
-                    found.mismatched.append(problem)
-                    found.wanted[i] = dataclasses.replace(wanted, tensor=None)
-                    _check_kept(wanted)
-                else:
-                    leaves[i] = fitting.from_host(wanted, array)
-        if found.problems():
-            nothing = "" if any(wanted.tensor for wanted in found.wanted) else ", and nothing was loaded"
+                if not problem:
+                    leaves[i] = match.from_host(wanted, array)
+                    continue
+                found.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
+                if not partial:
+                    found.wanted[i + 1 :] = map(match.with_problem_of_ones, found.wanted[i + 1 :])
+                    raise _misfit(found, source.path)
+                _check_kept(wanted)
+        if found.differences():
+            nothing = "" if any(wanted.source for wanted in found.wanted) else ", and nothing was loaded"
             _logger.warning(
-                "load_weights: %s does not fit target%s%s", source.path, nothing, found.problems() + found.hint
+                "load_weights: %s does not fit target%s%s", source.path, nothing, found.differences() + found.hint
             )
-        plain = [i for i, one in enumerate(found.wanted) if one.tensor is not None and one.rule.transform is None]
+        plain = [i for i, one in enumerate(found.wanted) if one.source is not None and one.transform is None]
         for i, leaf in zip(plain, source.leaves([found.wanted[i] for i in plain]), strict=True):
             leaves[i] = leaf
     for i, wanted in enumerate(found.wanted):
-        if wanted.is_key and wanted.tensor is not None:
+        if wanted.is_key and wanted.source is not None:
             leaves[i] = _keys(wanted, leaves[i])
     return jax.tree.unflatten(trees.structure(target), leaves)
 
@@ -156,9 +156,9 @@ def _keys(wanted: Wanted, data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=impl[0])
 
 
-def _misfit(found: Fit, path: str) -> ValueError:
+def _misfit(found: Match, path: str) -> ValueError:
     return ValueError(
-        f"target does not fit {path}{found.problems()}. Nothing was loaded; names= maps leaves to tensors (None: "
+        f"target does not fit {path}{found.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
         f"none), dtype= casts floating tensors, and partial=True loads what fits{found.hint}"
     )
 
@@ -196,18 +196,18 @@ class _Files:
         self.path, self._tensors, self._stack = path, tensors, stack
         self._open: dict[str, io.RawIOBase] = {}
 
-    def fit(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Fit:
-        """Find the tensor of each leaf of a target; see `jstep.weights.fit.fit`."""
-        return fitting.fit(target, self._tensors, by_name, float_dtype)
+    def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
+        """Find the tensor of each leaf of a target; see `jstep.weights.match.match`."""
+        return match.match(target, self._tensors, by_name, float_dtype)
 
     def whole(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Read a whole tensor into new memory."""
-        return fitting.read_whole(self._file(tensor), tensor)
+        return match.read_whole(self._file(tensor), tensor)
 
     def leaves(self, wanted: Sequence[Wanted]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
         for one in wanted:
-            yield fitting.placed(one, self._file(one.tensor))
+            yield match.placed(one, self._file(one.source))
 
     def _file(self, tensor: Any) -> io.RawIOBase:
         if tensor.file not in self._open:
@@ -230,23 +230,21 @@ class Checkpoint:
     arrays: Mapping[str, Array]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
 
-    def fit(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Fit:
-        """Find the array of each leaf of a target; see `jstep.weights.fit.fit`.
+    def match(self, target: Any, by_name: Sequence[Rule], float_dtype: Any) -> Match:
+        """Find the array of each leaf of a target; see `jstep.weights.match.match`.
 
         `params/` may be omitted from names. A checkpoint may hold more than weights, such as the state of an optimizer:
         if `params` is loaded from, groups at the root of its tree from which nothing is loaded do not count as unused;
         if names only adds a group to all paths, nothing outside of that group does.
         """
-        found = fitting.fit(target, self.arrays, self._in_params(by_name), float_dtype)
-        wanted = {one.path: one.rule.name for one in found.wanted if one.rule.name is not None}
-        used = {path: name for path, name in wanted.items() if name in self.arrays}
-        if groups := _groups(used):
-            outside = {repr(name) for name in self.arrays if not name.startswith(groups)}
-            found = dataclasses.replace(found, unused=[name for name in found.unused if name not in outside])
-        missing = [name for path, name in wanted.items() if path not in used]
+        found = match.match(target, self.arrays, self._in_params(by_name), float_dtype)
+        names = {one.path: one.name for one in found.wanted if one.name is not None}
+        used = {path: name for path, name in names.items() if name in self.arrays}
+        unused = [name for name in found.unused if name.startswith(_groups(used))]
+        missing = [names[one.path] for one in found.wanted if one.is_missing]
         are_paths = all(rule.name == path for rule, path in zip(by_name, trees.paths_of(target), strict=True))
         hint = _names_hint(missing, self.arrays.keys()) if missing and are_paths else ""
-        return dataclasses.replace(found, hint=hint or found.hint)
+        return dataclasses.replace(found, unused=unused, hint=hint or found.hint)
 
     def _in_params(self, by_name: Sequence[Rule]) -> list[Rule]:
         """Return the rules with names in which `params/` is not omitted."""
@@ -265,12 +263,12 @@ class Checkpoint:
         for batch in _batches(wanted):
             shardings = {}
             for one in batch:
-                is_known = jax.dtypes.canonicalize_dtype(one.tensor.dtype) == one.tensor.dtype
-                as_array = is_known and not one.on_host
-                shardings[one.tensor.name] = target_sharding(one.leaf, one.path) if as_array else None
+                is_known = jax.dtypes.canonicalize_dtype(one.source.dtype) == one.source.dtype
+                as_array = is_known and not one.is_numpy
+                shardings[one.source.name] = target_sharding(one.leaf, one.path) if as_array else None
             arrays = self.read(shardings)
             for one in batch:
-                yield _leaf(one, arrays.pop(one.tensor.name))
+                yield _leaf(one, arrays.pop(one.source.name))
 
 
 def _in_params(name: str) -> str:
@@ -278,7 +276,7 @@ def _in_params(name: str) -> str:
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what the names begin with that are to be loaded completely; nothing for all.
+    """Return what the names begin with that are to be loaded completely; the empty string for all.
 
     Args:
         used: Path of a leaf → name of its array.
@@ -289,7 +287,7 @@ def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)
     above = {name.removesuffix(_BOX).removesuffix(path.removesuffix(_BOX)) for path, name in used.items()}
-    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ()
+    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ("",)
 
 
 def _names_hint(missing: Sequence[str], there: Set[str]) -> str:
@@ -315,11 +313,11 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     batch: dict[str, Wanted] = {}
     nbytes = 0
     for one in wanted:
-        nbytes += one.tensor.nbytes
-        if batch and (one.tensor.name in batch or nbytes > _AT_ONCE):
+        nbytes += one.source.nbytes
+        if batch and (one.source.name in batch or nbytes > _AT_ONCE):
             yield list(batch.values())
-            batch, nbytes = {}, one.tensor.nbytes
-        batch[one.tensor.name] = one
+            batch, nbytes = {}, one.source.nbytes
+        batch[one.source.name] = one
     if batch:
         yield list(batch.values())
 
@@ -327,13 +325,13 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
 def _leaf(wanted: Wanted, array: Any) -> Any:
     """Return the leaf of an array that was read with its sharding."""
     if not isinstance(array, jax.Array):
-        return fitting.from_host(wanted, array)
+        return match.from_host(wanted, array)
     if array.dtype == wanted.dtype and not is_on_cpus(array):
         return array
     # On the CPU an array may alias the memory that it was read into, which is not reused when it is donated.
     with internal_transfers():
         parts = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
-    return fitting.from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
+    return match.from_parts(wanted, target_sharding(wanted.leaf, wanted.path), parts)
 
 
 def open_jstep_checkpoint(path: str, *, partial: bool = False) -> Checkpoint:

@@ -27,7 +27,7 @@ from jstep.core.placement import refuse_shapes
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.weights.files import INDEX, LARGEST, METADATA, bits_of, code_of, confirm, local, package
-from jstep.weights.fit import Names, Rule, rules, transform_of_ones, transformed
+from jstep.weights.match import Names, Rule, rules, transform_of_ones, transformed
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.slots import as_integers
-from jstep.core import placement, trees
-from jstep.core.checks import array_type, kind, listing, note, shown
+from jstep.core import placement, targets, trees
+from jstep.core.checks import array_type, kind, note, shown
 from jstep.core.placement import ShardBounds
-from jstep.core.selection import ambiguous, assign, entries, kind_of, names_of
+from jstep.core.selection import ambiguous, names_of
 from jstep.weights.files import Tensor, dtype_of
 
 # Matching of tensors to the leaves of a target, by the `names` argument, and what does not fit.
@@ -59,7 +59,7 @@ def rules(names: Any, tree: Any, what: str) -> list[Rule]:
     for path, count in Counter(found[0] for found in known).items():
         if count > 1:
             raise ValueError(ambiguous(what, path, count))
-    given = entries(
+    given = targets.entries(
         names, known, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )
     return [_rule(path, given[path]) if path in given else Rule(path) for path, *_ in known]
@@ -89,44 +89,24 @@ def transformed(transform: Transform, array: Any, path: str) -> Any:
     return result
 
 
-_SHOWN = 200  # entries of a list in a message: enough to show the names of a model's layers
-
-
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A leaf of a target.
+class Wanted(targets.Wanted[Any]):
+    """A leaf of a target, and the tensor to load into it.
+
+    For a leaf with typed PRNG keys, shape and dtype are those of their data, which is loaded.
 
     Attributes:
-        path: Its path.
-        leaf: The leaf.
-        rule: The name of its tensor, and the transform.
-        tensor: The tensor of that name; None if the file has none, or it does not fit.
-        dtype: The dtype of the loaded leaf.
+        transform: From the tensor to the leaf; None for the identity.
         casts: Whether floating tensors of other dtypes fit.
     """
 
-    path: str
-    leaf: Any
-    rule: Rule
-    tensor: Any
-    dtype: Any
-    casts: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array to load: that of the leaf, or of the data of its PRNG keys."""
-        leaf = jax.eval_shape(jax.random.key_data, self.leaf) if self.is_key else self.leaf
-        return tuple(np.shape(leaf))
+    transform: Transform | None = None
+    casts: bool = False
 
     @property
     def is_key(self) -> bool:
-        """Whether the leaf holds typed PRNG keys, whose data is loaded."""
+        """Whether the leaf holds typed PRNG keys."""
         return trees.is_key(self.leaf)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the leaf is a NumPy array."""
-        return isinstance(self.leaf, np.ndarray | np.generic)
 
     def difference(self, shape: Sequence[int], dtype: Any) -> str:
         """Describe why an array does not fit this leaf; the empty string if it fits."""
@@ -134,11 +114,11 @@ class Wanted:
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             reverse, hint = self.shape[::-1], ""
-            if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.rule.transform is None:
-                hint = f" (transposed: map it to ({self.rule.name!r}, numpy.transpose) in names)"
+            if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.transform is None:
+                hint = f" (transposed: map it to ({self.name!r}, numpy.transpose) in names)"
             here = array_type(np.shape(self.leaf), own)
             return f"{self._named} is {array_type(shape, dtype)}, and {here} in target{hint}"
-        if not self.on_host and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
+        if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
 
@@ -150,37 +130,24 @@ class Wanted:
 
     @property
     def _named(self) -> str:
-        return repr(self.path) if self.rule.name == self.path else f"{self.path!r} (tensor {self.rule.name!r})"
+        return repr(self.path) if self.name == self.path else f"{self.path!r} (tensor {self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Match(targets.Match[Wanted]):
     """The result of matching a target to files.
 
     Attributes:
-        wanted: The target's leaves, in its order.
-        missing: Descriptions of leaves whose tensor does not exist.
-        unused: Tensors that no leaf uses.
-        mismatched: Descriptions of leaves that differ in shape or dtype.
-        hint: The end of a message: the separator that finds what is missing; the empty string if none does.
+        hint: The end of a message: the names that find what is missing; the empty string if none do.
     """
 
-    wanted: list[Wanted]
-    missing: list[str]
-    unused: list[str]
-    mismatched: list[str]
     hint: str = ""
 
-    def problems(self) -> str:
-        """Describe everything that does not fit; the empty string if everything fits."""
-        return (
-            listing("missing", self.missing, _SHOWN)
-            + listing("unused", self.unused, _SHOWN)
-            + listing("mismatched", self.mismatched, _SHOWN)
-        )
+    TITLES = "missing", "unused", "mismatched"
+    MOST = 200  # enough to show the names of a model's layers
 
 
-def fit(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any) -> Fit:
+def match(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: Any) -> Match:
     """Find the tensor of each leaf of a target.
 
     Args:
@@ -194,29 +161,19 @@ def fit(target: Any, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_
     """
     wanted = []
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), by_name, strict=True):
-        dtype = _dtype(leaf, path)
+        shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
-        wanted.append(Wanted(path, leaf, rule, None, float_dtype if casts else dtype, casts))
-    keys = [one.rule.name for one in wanted]
-    found = assign(keys, tensors, lambda i, tensor: _problem(wanted[i], tensor))
-    return Fit(
-        [dataclasses.replace(one, tensor=tensor) for one, tensor in zip(wanted, found.sources, strict=True)],
-        [_missing(wanted[i]) for i in found.missing],
-        list(map(repr, found.unused)),
-        found.differing,
-        _separator_hint(wanted, tensors.keys() - set(found.unused), set(found.unused)),
-    )
-
-
-def _missing(wanted: Wanted) -> str:
-    same = wanted.rule.name == wanted.path
-    return repr(wanted.path) if same else f"{wanted.rule.name!r} (for {wanted.path!r})"
+        one = Wanted(path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts)
+        wanted.append(targets.matched(one, rule.name, tensors, _problem))
+    names = {one.name for one in wanted}
+    unused = [name for name in tensors if name not in names]
+    return Match(wanted, unused, _separator_hint(wanted, tensors.keys() & names, set(unused)))
 
 
 def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) -> str:
     """Describe how to find all missing or all unused tensors, if names and tensors differ by their separator."""
-    is_identity = all(one.rule == Rule(one.path) for one in wanted)
-    missing = {one.rule.name for one in wanted if one.rule.name is not None} - used
+    is_identity = all(one.name == one.path and one.transform is None for one in wanted)
+    missing = {str(one.name) for one in wanted if one.is_missing}
     for here, there in (("/", "."), (".", "/")):
         renamed = {name.replace(here, there) for name in missing}
         found = renamed & unused
@@ -228,17 +185,15 @@ def _separator_hint(wanted: Sequence[Wanted], used: Set[str], unused: Set[str]) 
     return ""
 
 
-def with_transform_problems(found: Fit) -> Fit:
-    """Add the mismatches of leaves with transforms, so that one error lists all problems.
+def with_problem_of_ones(wanted: Wanted) -> Wanted:
+    """Add the mismatch of a leaf with a transform, so that one error lists all problems.
 
-    Nothing is read: each transform is called with ones, and skipped if it fails with these.
+    Nothing is read: the transform is called with ones, and skipped if it fails with these.
     """
-    problems = []
-    for one in found.wanted:
-        if one.tensor is not None and one.rule.transform is not None:
-            array = transform_of_ones(one.rule.transform, one.tensor.shape, one.tensor.dtype, one.path)
-            problems.append("" if array is None else one.difference(array.shape, array.dtype))
-    return dataclasses.replace(found, mismatched=[*found.mismatched, *filter(None, problems)])
+    if wanted.source is None or wanted.transform is None:
+        return wanted
+    array = transform_of_ones(wanted.transform, wanted.source.shape, wanted.source.dtype, wanted.path)
+    return wanted if array is None else dataclasses.replace(wanted, problem=wanted.difference(array.shape, array.dtype))
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: Any, path: str) -> Any:
@@ -257,14 +212,15 @@ def _problem(wanted: Wanted, tensor: Any) -> str:
     if tensor.dtype is None or other_keys:
         what = f"; it is {wanted.leaf.dtype} in target" if wanted.is_key else ", which load_weights cannot load"
         return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{what}"
-    return "" if wanted.rule.transform else wanted.difference(tensor.shape, tensor.dtype)
+    return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
 
 
-def _dtype(leaf: Any, path: str) -> Any:
+def _kind(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
     if trees.is_traced(leaf):
         raise TypeError(f"target: {trees.quoted(path)} is traced; load weights outside of jit")
-    dtype = kind_of(leaf, path, _NO_KIND)[1]
-    return np.dtype(np.uint32) if trees.is_key(leaf) else dtype
+    if trees.is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return targets.kind_of(leaf, path, _NO_KIND)
 
 
 _NO_KIND = (
@@ -351,18 +307,18 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
         wanted: The leaf, with its tensor and no transform.
         file: The tensor's file, unbuffered.
     """
-    sharding = None if wanted.on_host else placement.target_sharding(wanted.leaf, wanted.path)
+    sharding = None if wanted.is_numpy else placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
-        return from_host(wanted, read_whole(file, wanted.tensor))
+        return from_host(wanted, read_whole(file, wanted.source))
     parts = placement.local_parts(wanted.shape, sharding)
-    values = (_cast(wanted, array) for array in read_parts(file, wanted.tensor, parts))
+    values = (_cast(wanted, array) for array in read_parts(file, wanted.source, parts))
     return placement.place(wanted.shape, wanted.dtype, sharding, dict(zip(parts, values, strict=True)))
 
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     """Return a leaf from the whole array on the host."""
     array = _cast(wanted, array)
-    if wanted.on_host:
+    if wanted.is_numpy:
         return np.array(array)
     sharding = placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
