@@ -51,9 +51,10 @@ from jstep.hooks.card_differences import (
 from jstep.hooks.card_differences import card_difference as card_difference  # where it was until now
 from jstep.hooks.hook import key_of
 from jstep.hooks.metric_sums_program import LOSS
+from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.run_record import Observer, Options, Run
+from jstep.loop.run import Observer, Run
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.leafwise import RULE
 from jstep.stores.timeline import START

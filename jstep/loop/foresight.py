@@ -13,9 +13,10 @@ from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.programs import body_of, depend_on_calls
 from jstep.core.slot_roles import ACCUMULATED, FOLLOWS_STEP, FOLLOWS_UPDATES, abstractly, roles_in, roles_of
 from jstep.core.trees import Optimizer, Step
+from jstep.loop.arguments import LARGEST_STEP
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of
-from jstep.loop.run_record import LARGEST_STEP, Run
+from jstep.loop.run import Run
 from jstep.optimizers.averages import MOVED
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate, values_used
 from jstep.optimizers.leafwise import is_rated

@@ -12,7 +12,7 @@ from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import Due, next_call
 from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, is_public, name_of
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.run_record import Run
+from jstep.loop.run import Run
 from jstep.loop.saving import ENDED, RunSaverHook
 from jstep.loop.stages import EndsAhead, StageBoundaries
 

@@ -21,7 +21,7 @@ from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, step_of
 from jstep.hooks.numbers import is_ready, numbers_of, scalars, start_transfer, text
 from jstep.hooks.speed import shown_share
-from jstep.loop.run_record import Observer, Run
+from jstep.loop.run import Observer, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 

@@ -39,8 +39,9 @@ from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
 from jstep.hooks.stock import CheckpointSaverHook
+from jstep.loop.arguments import Options
 from jstep.loop.calls import AUTO
-from jstep.loop.run_record import Options, Resumed, Run
+from jstep.loop.run import Resumed, Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive

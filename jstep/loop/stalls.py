@@ -36,8 +36,8 @@ from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
-from jstep.loop.run_record import ENDING, Observer, Run
-from jstep.loop.run_record import STARTING as BEGINNING
+from jstep.loop.run import ENDING, Observer, Run
+from jstep.loop.run import STARTING as BEGINNING
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue

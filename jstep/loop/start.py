@@ -29,7 +29,7 @@ from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Programs
-from jstep.loop.run_record import RUNNING, Run
+from jstep.loop.run import RUNNING, Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.loop.stopping import reason_done

@@ -27,7 +27,7 @@ from jstep.core.checks import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run_record import ENDING, Run
+from jstep.loop.run import ENDING, Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
 from jstep.state.train_state import TrainState
 

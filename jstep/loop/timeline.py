@@ -8,7 +8,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.loop.run_record import Observer, Run
+from jstep.loop.run import Observer, Run
 from jstep.stores.objects import location
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 

@@ -19,12 +19,13 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.logs import log_to_stderr
+from jstep.loop.arguments import Options, cache_directory, check
 from jstep.loop.card import Cards
-from jstep.loop.compiler import StartTimes, cache_directory, persistent_cache
+from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
-from jstep.loop.run_record import ENDING, Observer, Options, Run, check, new_run
+from jstep.loop.run import ENDING, Observer, Run, new_run
 from jstep.loop.saving import open_checkpoints
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
@@ -34,6 +35,7 @@ from jstep.loop.stopping import exit_on_signal, leave_after_closing, leave_at_on
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
+from jstep.stores.compile_cache import persistent_cache
 
 OBSERVERS: tuple[type[Observer], ...] = (
     TimelineRecorder,

@@ -13,7 +13,7 @@ from jstep.core.devices import has_peaks, peak_of
 from jstep.core.placement import device_count, device_of
 from jstep.core.programs import Product, body_of, recomputes, work_of
 from jstep.loop.calls import Call
-from jstep.loop.run_record import Observer, Run
+from jstep.loop.run import Observer, Run
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")

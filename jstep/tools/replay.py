@@ -33,9 +33,9 @@ from jstep.data.loaders import (
 )
 from jstep.data.to_devices import over_axes
 from jstep.hooks.hook import LoopState, check_step
+from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.feeder import copied_batches
 from jstep.loop.programs import Programs
-from jstep.loop.run_record import as_steps_per_call, check, check_locations
 from jstep.loop.stages import StageBoundaries, stages_of
 from jstep.loop.train import train
 from jstep.queues.queues import until_end

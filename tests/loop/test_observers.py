@@ -13,7 +13,7 @@ from loop_runs import train
 
 import jstep
 from jstep.loop import train as loop
-from jstep.loop.run_record import Observer
+from jstep.loop.run import Observer
 from jstep.loop.train import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent

@@ -16,7 +16,7 @@ from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
 from jstep.hooks.base import RunHook
-from jstep.loop.run_record import ENDING, Run
+from jstep.loop.run import ENDING, Run
 
 MAIN = Path(jstep.__file__).parent / "loop"
 

@@ -1,182 +1,26 @@
-"""The arguments of `train`, validated, and the record of one run."""
+"""The record of a run of `train`, which all parts of the loop share, and what watches it."""
 
 import contextlib
 import dataclasses
 import functools
-import os
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from jstep.checkpoint.names import checkpoint_name
-from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int, as_number, kind, shown
-from jstep.core.placement import refuse_compile_only
 from jstep.core.stopwatch import STEPPING, Stopwatch
-from jstep.data.sequence import StateBatches
-from jstep.data.to_devices import placement
-from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import RunInfo, list_of_hooks
+from jstep.hooks.hook import RunInfo
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
-from jstep.loop.calls import AUTO
+from jstep.loop.arguments import Options
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import BatchFeeder, FetchCounter
 from jstep.loop.in_flight import InFlight
 from jstep.loop.programs import Programs
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
-from jstep.state.global_step import get_global_step
-from jstep.state.train_state import TrainState, require_state
+from jstep.state.train_state import TrainState
 from jstep.stores.timeline import Timeline
-
-# The arguments of `train`, validated.
-
-LARGEST_STEP = int(np.iinfo(np.int32).max)
-_NO_END = "or None if the batches, a hook or a signal end the run"
-_KEPT_SECS = 600.0
-"""The interval between checkpoints in seconds where only the one in steps is given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The arguments of `train`, without the step, the state and the batches; validated when created."""
-
-    last_step: Any
-    hooks: Sequence[Any]
-    checkpoint_dir: str | os.PathLike[str] | Saver | None
-    checkpoint_prefix: str
-    save_checkpoint_secs: float | str | None
-    save_checkpoint_steps: int | None
-    logdir: str | os.PathLike[str] | None
-    save_summaries_steps: int | None
-    log_steps: int | None
-    steps_per_call: int | str
-    progress: bool | None
-    batch_sharding: Any
-    compile_cache: str | os.PathLike[str] | bool | None
-    stop_secs: float | None
-
-    @property
-    def end(self) -> int | None:
-        """The step at which the run ends; None if the batches, a hook or a signal end it."""
-        return None if self.last_step == LARGEST_STEP else int(self.last_step)
-
-    def for_batches(self, batches: Any) -> "Options":
-        """The options for these batches: those that are made with the state allow one step a call.
-
-        Raises:
-            ValueError: `batches` are made with the state, and a call would take several steps.
-        """
-        steps = as_steps_per_call(self.steps_per_call, batches)
-        return self if steps == self.steps_per_call else dataclasses.replace(self, steps_per_call=steps)
-
-    def __post_init__(self) -> None:
-        checked = {
-            "hooks": list_of_hooks(self.hooks),
-            "last_step": LARGEST_STEP if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END),
-            "steps_per_call": as_steps_per_call(self.steps_per_call),
-            "progress": None if self.progress is None else as_bool(self.progress, "progress"),
-            "stop_secs": None
-            if self.stop_secs is None
-            else as_number(self.stop_secs, "stop_secs", low=0, above=True, expected="a number of seconds"),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
-            object.__setattr__(self, "save_checkpoint_secs", _KEPT_SECS)
-        if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:
-            raise ValueError(
-                f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "
-                "steps alone), or 'auto'"
-            )
-        secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
-        steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
-        cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
-        for name in ("save_summaries_steps", "log_steps"):
-            cadence(steps=(name, getattr(self, name)), required=False)
-        check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
-
-
-def as_steps_per_call(value: Any, batches: Any = None) -> int | str:
-    """Return `steps_per_call`, an integer ≥ 1 or "auto"; refuse anything else.
-
-    Batches that are made with the state allow one step a call, and "auto" means 1 for them.
-    """
-    if isinstance(value, str):
-        if value != AUTO:
-            raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
-        return 1 if isinstance(batches, StateBatches) else AUTO
-    steps = as_int(value, "steps_per_call", 1)
-    if steps > 1 and isinstance(batches, StateBatches):
-        raise ValueError(
-            f"steps_per_call={steps}, batches={batches!r}: batches of jstep.from_state are made with the state before "
-            "each step; use steps_per_call=1"
-        )
-    return steps
-
-
-def check_locations(checkpoint_dir: Any, checkpoint_prefix: str, logdir: Any, batch_sharding: Any) -> None:
-    """Refuse invalid directories, prefixes and shardings, without opening anything."""
-    if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
-        raise TypeError(
-            f"checkpoint_dir={shown(checkpoint_dir)}: must be a directory, a URL or a Saver, got {kind(checkpoint_dir)}"
-        )
-    if not isinstance(logdir, str | os.PathLike | None):
-        raise TypeError(f"logdir={shown(logdir)}: must be a directory or a URL, got {kind(logdir)}")
-    for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
-        if isinstance(place, str) and not place.strip():
-            raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
-    try:
-        checkpoint_name(checkpoint_prefix, 0)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"checkpoint_{error}") from None
-    if isinstance(checkpoint_dir, Saver) and checkpoint_prefix not in ("model", checkpoint_dir.prefix):
-        raise ValueError(
-            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
-            f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
-        )
-    if batch_sharding is not None:
-        try:
-            placement(batch_sharding)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"batch_{error}") from None
-
-
-def check(state: Any, last_step: int) -> None:
-    """Refuse a state without a scalar global step, or a last_step that its dtype cannot hold.
-
-    Raises:
-        RuntimeError: The state has no global step.
-    """
-    refuse_compile_only(require_state(state), "state")
-    if np.ndim(state.global_step):
-        raise ValueError(
-            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
-            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, "
-            "jax.eval_shape(create, seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), "
-            "and in jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
-            "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
-        )
-    step = get_global_step(state)
-    if step is None:
-        # Raises the error of StepCounterHook, which every run has.
-        StepCounterHook().begin(state)
-        return
-    last = np.iinfo(step.dtype).max
-    if last_step > last:
-        raise ValueError(
-            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can hold; under "
-            "jax_enable_x64 steps are int64"
-        )
-
-
-# The record of one run of `train`, which all parts of the loop share.
 
 STARTING, RUNNING, ENDING = "starting", "running", "ending"
 """The phases of a run: before its first call, while it takes steps, and after its last call."""

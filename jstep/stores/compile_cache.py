@@ -1,0 +1,154 @@
+"""JAX's persistent compilation cache, enabled for the duration of a run."""
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jstep.core.checks import scoped
+from jstep.stores.files import make_folders, sync_files, sync_folder
+
+_logger = logging.getLogger("jstep")
+
+_SETTINGS = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+"""Every program is cached, whatever its size and compile time. XLA's own caches are disabled because they include the
+path of the directory in the key of each program: after the directory is moved, nothing would be found.
+"""
+
+
+@dataclasses.dataclass
+class _Cache:
+    """JAX's cache, of which a process has one: its directory, JAX's settings before, and how many runs use it."""
+
+    directory: str
+    before: dict[str, Any]
+    runs: int = 0
+
+
+_lock = threading.Lock()
+_cache: _Cache | None = None
+"""The cache of the current runs: the first one sets it up, and the last one to leave restores JAX's settings."""
+
+
+@scoped
+def persistent_cache(directory: str | None) -> Iterator[None]:
+    """Use a directory as JAX's persistent compilation cache, and restore JAX's settings afterwards.
+
+    The settings are global to the process: while one run has a cache, programs of other threads are cached there too,
+    and the directory of another run is not used. Of runs that overlap, the last one to leave restores the settings,
+    whichever began first. Entries that a power cut left incomplete are removed at the start, and those of this run are
+    on the disk when it ends.
+    """
+    if directory is None or not _is_writable(directory):
+        yield
+        return
+    global _cache
+    with _lock:
+        if _cache is None:
+            _remove_incomplete(_entries(directory))
+            _cache = _Cache(
+                directory, {name: getattr(jax.config, name) for name in (*_SETTINGS, "jax_compilation_cache_dir")}
+            )
+            _set({**_SETTINGS, "jax_compilation_cache_dir": directory})
+        elif directory != _cache.directory:
+            _logger.warning(
+                "compile_cache=%s: another run of this process uses %s; both use it", directory, _cache.directory
+            )
+        cache = _cache
+        cache.runs += 1
+    there = _entries(cache.directory)
+    try:
+        yield
+    finally:
+        with _lock:
+            cache.runs -= 1
+            if not cache.runs:
+                _set(cache.before)
+                _cache = None
+        _sync(cache.directory, _entries(cache.directory) - there)
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # JAX keeps an open cache, even if the settings change.
+    compilation_cache.reset_cache()
+
+
+_ENTRY = "-cache"
+"""The end of the names of JAX's entries."""
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def _entries(directory: str) -> set[str]:
+    with contextlib.suppress(OSError):
+        return {os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(_ENTRY)}
+    return set()
+
+
+def _remove_incomplete(entries: set[str]) -> None:
+    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and never replace it."""
+    for path in entries:
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            with open(path, "rb") as file:
+                data = file.read()
+            if not _is_whole(data):
+                os.remove(path)
+                _logger.info("%s is incomplete, as after a power cut, and was removed: its program is compiled", path)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether an entry can be decompressed: JAX uses zstandard if Python has it, and zlib otherwise."""
+    try:
+        if not data.startswith(_ZSTD):
+            zlib.decompress(data)
+        elif (decompress := _zstandard()) is not None:
+            decompress(data)
+    except Exception:  # each library has its own
+        return False
+    return True
+
+
+def _zstandard() -> Any:
+    for module in ("compression.zstd", "zstandard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).decompress
+    return None
+
+
+def _sync(directory: str, entries: set[str]) -> None:
+    try:
+        sync_files(entries)
+        sync_folder(directory)
+    except FileNotFoundError:  # another process emptied the cache
+        pass
+    except OSError as error:
+        _logger.warning("compile_cache=%s: %s; after a power cut its programs may be compiled again", directory, error)
+
+
+def _is_writable(directory: str) -> bool:
+    try:
+        make_folders(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError as error:
+        _logger.warning(
+            "compile_cache=%s: cannot be written (%s); the run compiles its programs without a cache",
+            directory,
+            error.strerror or error,
+        )
+        return False
