@@ -19,8 +19,9 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.selection import VarList, check_form
 from jstep.hooks import hook
 from jstep.hooks.base import as_functions
-from jstep.hooks.hook import RunInfo, StopWith, key_of
+from jstep.hooks.hook import StopWith, key_of
 from jstep.hooks.numbers import is_number, read
+from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, listed
 from jstep.state.global_step import global_step
@@ -476,7 +477,7 @@ class KeepBest:
         """
         saver, self._is_fresh = run.saver, run.restored is None
         # A run that resumes from a checkpoint does not evaluate its step again: what it kept there must exist.
-        run.flushes.append(self._settle)
+        run.reports.flushes.append(self._settle)
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return

@@ -32,8 +32,9 @@ from jstep.evaluating.callbacks import (
 from jstep.evaluating.evaluation_batches import OBJECT, EvaluationBatches, Metric, Totals
 from jstep.hooks.base import OwnRun, RunHook, check_writer, scalar
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Clock, Metrics, RunInfo, StopWith, key_of
+from jstep.hooks.hook import Clock, Metrics, StopWith, key_of
 from jstep.hooks.numbers import numbers_of, read, text
+from jstep.hooks.run_info import RunInfo
 from jstep.optimizers.averages import NAME, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive
@@ -259,7 +260,7 @@ class EvaluationHook(RunHook):
         self._owed, self._left = (step, None) if on_cadence else (None, step)
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
+        self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
             with interruptible(self.run.stop_requested):
                 values = self._evaluate(state)

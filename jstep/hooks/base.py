@@ -7,9 +7,8 @@ from jstep.core.checks import kind, shown
 from jstep.core.stopwatch import HOOKS
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, Due
-from jstep.hooks.hook import Hook, Metrics, RunInfo
-from jstep.hooks.metric_sums import MetricSums
-from jstep.hooks.numbers import TransferQueue
+from jstep.hooks.hook import Hook, Metrics
+from jstep.hooks.run_info import Repeated, RunCall, RunInfo, Timed
 from jstep.state.train_state import TrainState
 
 # The base class of stock hooks, and the run of one that other code than `train` calls.
@@ -42,7 +41,7 @@ class RunHook(Hook):
     @property
     def _writer(self) -> Any:
         """The writer of event files that the hook was given, or that of the run; None if there is neither."""
-        return self.run.writer if self._given_writer is None else self._given_writer
+        return self.run.reports.writer if self._given_writer is None else self._given_writer
 
     def use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""
@@ -69,18 +68,12 @@ class RunHook(Hook):
         """
         if self.cadence is None or self.cadence.secs is not None:
             return None
-        if isinstance(self._run, OwnRun) and self._run.sums.is_wanted:
+        if isinstance(self._run, OwnRun) and self._run.reports.sums.is_wanted:
             return None
         return self.cadence.next_multiple(step)
 
-    def around_calls(self, run_call: Any, again: Any, timed: Any) -> Any:
-        """Return what runs the calls of the run: `run_call`, or what does more around it.
-
-        Args:
-            run_call: Runs the steps of a call: `run_call(state, call) -> (state, metrics)`.
-            again: Maps a call to a function that repeats it.
-            timed: A context manager that counts time as that of hooks: `with timed(): …`.
-        """
+    def around_calls(self, run_call: RunCall, again: Repeated, timed: Timed) -> RunCall:
+        """Return what runs the calls of the run: `run_call`, or what does more around it."""
         return run_call
 
     def before_save(self, step: int) -> bool | None:
@@ -99,17 +92,16 @@ class OwnRun(RunInfo):
     """
 
     def __init__(self, hook: RunHook) -> None:
-        super().__init__(last_step=None, sums=MetricSums(), transfers=TransferQueue())
+        super().__init__()
         self._due = Due(hook, 0, by_cadence=True)
 
     def after_step(self, hook: RunHook, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Add up the metrics, and call the hook when it is due."""
         if self.metrics is None or step <= self.step:  # the first step, or that of another loop
-            self.first = step - 1
             self._due.follow(step - 1)
         self.step, self.metrics = step, metrics  # not the state, which the next step may use up
-        if self.sums.is_wanted:
-            self.sums.add(step - 1, metrics)
+        if self.reports.sums.is_wanted:
+            self.reports.sums.add(step - 1, metrics)
         self.pending[:] = [(one, look) for one, look in self.pending if not look()]
         if not self._due.now(step):
             return None if self.stopped_by is None else True

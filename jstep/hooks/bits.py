@@ -18,6 +18,7 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
 from jstep.hooks.hook import Metrics
+from jstep.hooks.run_info import Call, Repeated, RunCall, Timed
 from jstep.state import fingerprints as _log
 from jstep.state.fingerprints import ByDevice, Difference, by_device, named_leaves, stacked
 from jstep.state.train_state import TrainState
@@ -123,7 +124,7 @@ class FingerprintHook(RunHook):
             ValueError: There is neither path nor logdir.
         """
         super().begin(state)
-        self._path = self._given or os.fspath(getattr(self.run.writer, "logdir", ""))
+        self._path = self._given or os.fspath(getattr(self.run.reports.writer, "logdir", ""))
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
@@ -289,7 +290,7 @@ class AuditHook(RunHook):
         """
         named_leaves(state)
 
-    def around_calls(self, run_call: Any, again: Any, timed: Any) -> Any:
+    def around_calls(self, run_call: RunCall, again: Repeated, timed: Timed) -> RunCall:
         """Audit the calls that are due."""
         return functools.partial(self.audit_call, run_call, again, timed)
 
@@ -297,22 +298,15 @@ class AuditHook(RunHook):
         """The steps N whose update N → N + 1 is audited, in a run from `start` to `last_step`."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: Any, step_of: Any, timed: Any, state: Any, call: Any) -> Any:
+    def audit_call(self, run_call: RunCall, repeated: Repeated, timed: Timed, state: Any, call: Call) -> Any:
         """Run the steps of a call, and repeat them if they are due for an audit.
-
-        Args:
-            run_call: As in `around_calls`, like `timed`.
-            step_of: Maps the call to its training step.
-            timed: Counts the time of the audit.
-            state: The state.
-            call: The batches of the call, and its steps.
 
         Raises:
             AuditError: The results differ.
         """
         if -call.first % self._n >= call.steps:
             return run_call(state, call)
-        step = step_of(call)
+        step = repeated(call)
         with timed():
             again, args = _preserved(step, state, call.args)
         result = run_call(state, call)

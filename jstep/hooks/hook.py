@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +14,11 @@ from jstep.core.checks import kind, note, shown
 from jstep.core.matching import difference
 from jstep.core.meshes import internal_transfers
 from jstep.core.slot_roles import roles_in
-from jstep.core.stopwatch import Stopwatch
 from jstep.core.tagged_arrays import UnsupportedError
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
-# The `Hook` protocol and the information about a run that stock hooks receive.
+# The `Hook` protocol.
 
 NEVER = 2**63
 """A step that is never reached."""
@@ -98,107 +96,6 @@ class Hook:
         It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
         """
         return None
-
-
-@dataclasses.dataclass
-class LoopState:
-    """The place of a loop over calls: in `train`, in `replay`, and in `verify_resume`.
-
-    Attributes:
-        step: The step of the state.
-        state: The state after the latest step, with the changes that hooks made.
-        metrics: The metrics of the last step; None before the first one.
-        rows: The number of rows of its batch; None if not known.
-    """
-
-    step: int = 0
-    state: Any = None
-    metrics: Any = None
-    rows: int | None = None
-
-    def take(self, run_call: Callable[[Any, Any], Any], call: Any) -> None:
-        """Run the steps of a call. It never waits for the device, and nothing changes if the call raises.
-
-        Args:
-            run_call: `run_call(state, call) -> (state, metrics)`, such as the `Programs` of a run.
-            call: The batches, and the program that runs their steps.
-        """
-        self.state, self.metrics = run_call(self.state, call)
-        self.step, self.rows = call.first + call.steps, call.program.rows
-
-
-@dataclasses.dataclass(kw_only=True)
-class RunInfo(LoopState):
-    """The information about a run of `train` that stock hooks receive, kept up to date by the loop.
-
-    Attributes:
-        last_step: The step at which the run ends; None if the batches or a hook end it.
-        sums: The sums of metrics over intervals, a `MetricSums`.
-        transfers: The queue of metrics to report, a `TransferQueue`.
-        first: The step at which the run begins; 0 until it is known.
-        examples: The number of examples of the run so far, and that of the steps whose number of rows is not known.
-        stopped_by: The name of the hook, or of the callback of a hook, that ended the run; None if none did.
-        is_over: Whether the last step was taken.
-        pending: What hooks wait for, with these hooks: functions that are called after each call, until they return
-            True, and once more after the last step, with `wait=True`.
-        logdir: The directory of event files, or None.
-        writer: The writer of event files, or None.
-        saver: The run's `Saver`, or None.
-        restored: The step of the checkpoint that the run resumes from, or None.
-        constant_metrics: Returns the names of metrics that never change; known after the first step.
-        counter: The run's `StepCounterHook`.
-        evaluations: The run's `EvaluationHook`s.
-        stop_requested: Returns whether a signal requests a stop; must be called equally often on all processes.
-        watch: The stopwatch of the run.
-        before_save: Called before each save, with the step; if it returns True, nothing must be saved.
-        params_at_start: The contents of the parameters that the run begins with, a `StateContents`; None if no hook
-            looks at them.
-        nonfinite: The error of a save of parameters that became NaN or infinite since then; None if they did not.
-            `before_save` finds it.
-        before_off_cadence: Called before what is done only because the run ends here, such as an evaluation that is not
-            due: what it tells the object that makes the batches is not saved, or a resumed run would be another one.
-        flushes: Functions that are called in the background before each checkpoint of the run exists: they flush what
-            must not be older than the checkpoint. Hooks append theirs in `use_run`.
-    """
-
-    last_step: int | None
-    sums: Any
-    transfers: Any
-    first: int = 0
-    examples: tuple[int, int] = (0, 0)
-    stopped_by: str | None = None
-    is_over: bool = False
-    pending: list[tuple[Any, Callable[..., bool]]] = dataclasses.field(default_factory=list)
-    logdir: str | os.PathLike[str] | None = None
-    writer: Any = None
-    saver: Any = None
-    restored: int | None = None
-    constant_metrics: Callable[[], Collection[str]] = tuple
-    counter: Any = None
-    evaluations: tuple[Any, ...] = ()
-    stop_requested: Callable[[], bool] = lambda: False
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    before_save: Callable[[int], bool] = lambda step: False
-    params_at_start: Any = None
-    nonfinite: Exception | None = None
-    before_off_cadence: Callable[[], None] = lambda: None
-    flushes: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-
-    def after_step(self, hook: Any, step: int, state: TrainState, metrics: Metrics) -> Any:
-        """Call a stock hook, which the loop has found to be due; a subclass may be called at other steps, too."""
-        cadence = hook.cadence
-        if cadence.secs is None and cadence.ends_calls and not (self.is_over or cadence.has_multiple(step)):
-            return None
-        return hook.when_due(step, state, metrics)
-
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Make a meter of the utilization, before the first step; None if nothing measures it."""
-        return None
-
-    def count_examples(self, steps: int, rows: int | None) -> None:
-        """Count the examples of some steps more, whose batches have so many rows, or not known how many."""
-        known, unknown = self.examples
-        self.examples = (known, unknown + steps) if rows is None else (known + steps * rows, unknown)
 
 
 def name_of(hook: Any) -> str:

@@ -11,9 +11,10 @@ from jstep.core.stopwatch import STEPPING
 from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.cadence import cadence
-from jstep.hooks.hook import Metrics, RunInfo, name_of, step_of
+from jstep.hooks.hook import Metrics, name_of, step_of
 from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.metric_sums_program import GRAD_NORM, LOSS
+from jstep.hooks.run_info import RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, in_words, listed
 from jstep.state.train_state import TrainState
 
@@ -24,7 +25,7 @@ _logger = logging.getLogger("jstep")
 
 def nonfinite_params(run: RunInfo) -> dict[str, int]:
     """Wait, and return the contents of the parameters that became NaN or infinite since the run began."""
-    return StateContents(run.state, params_only=True).worse_since(run.params_at_start)[0]
+    return StateContents(run.state, params_only=True).worse_since(run.finite.at_start)[0]
 
 
 class NonfiniteParametersHook(RunHook):
@@ -39,12 +40,12 @@ class NonfiniteParametersHook(RunHook):
         """Start to check the parameters that the run begins with."""
         super().begin(state)
         self.run.pending.append((self, self._look_at_start))
-        self.run.params_at_start = StateContents(state, params_only=True)
+        self.run.finite.at_start = StateContents(state, params_only=True)
         self._checked = step_of(state)
 
     def _look_at_start(self, *, wait: bool = False) -> bool:
         """Warn of restored parameters, now that the device is busy with the first step."""
-        start, saver = self.run.params_at_start, self.run.saver
+        start, saver = self.run.finite.at_start, self.run.saver
         if start is None or saver is None or saver.allow_nonfinite or self.run.restored is None:
             return True
         if bad := start.with_nan():
@@ -64,10 +65,10 @@ class NonfiniteParametersHook(RunHook):
         bad = nonfinite_params(self.run)
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.run.nonfinite, self._checked = None, step
+            self.run.finite.error, self._checked = None, step
             return
         where = in_words(bad) or "those of another process"
-        self.run.nonfinite = NanLossDuringTrainingError(
+        self.run.finite.error = NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: {where}. "
             f"The cause is one of the updates {self._checked} → {step}. A restart meets the same batch: "
             "jstep.NanLossHook() among the hooks names its step N, and data.skip(N, N + 1) leaves it out of "
@@ -128,13 +129,13 @@ class NanLossHook(RunHook):
     def use_run(self, run: RunInfo) -> None:
         """Use the sums of the run."""
         super().use_run(run)
-        self._number = run.sums.subscribe(self.max_skipped_steps, means=False)
+        self._number = run.reports.sums.subscribe(self.max_skipped_steps, means=False)
 
     def begin(self, state: TrainState) -> None:
         """Reset the hook for a new run."""
         super().begin(state)
         self._reset(state)
-        self.run.params_at_start = self._at_start
+        self.run.finite.at_start = self._at_start
         self._began = self._checked = step_of(state)
         self.run.pending.append((self, self._look_for_loss))
 
@@ -156,7 +157,7 @@ class NanLossHook(RunHook):
         """
         _check_loss(metrics)  # of a later stage, too
         # All processes check the same steps, so that they stop together.
-        before, self._held = self._held, self.run.sums.take(self._number)
+        before, self._held = self._held, self.run.reports.sums.take(self._number)
         self._look_at(before)
         return self._bad or self._over
 
@@ -215,7 +216,7 @@ class NanLossHook(RunHook):
         """Check the losses up to a step, and its state, if that is known."""
         before, self._held = self._held, None
         self._look_at(before)
-        self._look_at(self.run.sums.take(self._number))
+        self._look_at(self.run.reports.sums.take(self._number))
         if state is None or self._at_start is None or self._bad or self._over or step == self._began:
             return
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below

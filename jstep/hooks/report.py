@@ -13,9 +13,10 @@ from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, kind, note, shown
 from jstep.hooks.base import RunHook, check_writer, scalar
 from jstep.hooks.cadence import UNSET, Cadence, cadence
-from jstep.hooks.hook import Clock, Metrics, RunInfo
+from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.logs import as_level
 from jstep.hooks.numbers import Pending, in_order, is_ready, names_of_arrays, read, scalars, text, transferred
+from jstep.hooks.run_info import RunInfo
 from jstep.hooks.speed import StepCounterHook, shown_share
 from jstep.state.train_state import TrainState
 
@@ -48,22 +49,22 @@ class ReportingHook(RunHook):
         """Use the sums of the run."""
         super().use_run(run)
         if self._mean:
-            self._number = run.sums.subscribe()
+            self._number = run.reports.sums.subscribe()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Queue the metrics of this step, and deliver what is ready."""
-        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self._deliver, self)
-        self.run.transfers.deliver_ready()
+        self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self._deliver, self)
+        self.run.reports.transfers.deliver_ready()
 
     def end(self, step: int, state: TrainState) -> None:
         """Deliver all pending rows."""
-        self.run.transfers.deliver_all()
+        self.run.reports.transfers.deliver_all()
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> Pending:
         """The numbers to deliver for a step; means start from zero again."""
         if not self._mean:
             return transferred(scalars(metrics, leave_out))
-        interval = self.run.sums.take(self._number)
+        interval = self.run.reports.sums.take(self._number)
         names = in_order(interval.names(), leave_out)
         return Pending(interval.is_ready, lambda: interval.means(names))
 
@@ -114,7 +115,7 @@ class LoggingHook(ReportingHook):
             _logger.log(self._level, "step %d  %s%s", step, text(values), self._speed(step))
 
     def _speed(self, step: int) -> str:
-        counter, share = self._given_counter or self.run.counter, None
+        counter, share = self._given_counter or self.run.reports.counter, None
         if isinstance(counter, StepCounterHook):
             counter.look()
             _, steps, examples, share = counter.figure_at(step)
@@ -268,11 +269,11 @@ class SummarySaverHook(ReportingHook):
         self._check_writer()  # the caller may not have called `begin`
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
-            self.run.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
+            self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self._deliver, self)
         self._write(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(histograms_of(state, self._histograms), step)
-        self.run.transfers.deliver_ready()
+        self.run.reports.transfers.deliver_ready()
 
     def _write(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
         if (summary := merged_summary(values, metrics or {})) is not None:

@@ -152,7 +152,7 @@ class StepCounterHook(RunHook):
             raise RuntimeError("Global step should be created to use StepCounterHook.")
         super().begin(state)
         self._reset()
-        self._meter = None if self.run.meter is None else self.run.meter(state, self._peak, self._flops)
+        self._meter = self.run.meter(state, self._peak, self._flops)
         self.run.pending.append((self, self._begin_interval))
 
     def _begin_interval(self, *, wait: bool = False) -> bool:
@@ -162,7 +162,7 @@ class StepCounterHook(RunHook):
 
     def _count_at(self, step: int, markers: Sequence[Any] = ()) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
-        return _Count(step, self._clock(), counted, self.run.examples, markers)
+        return _Count(step, self._clock(), counted, self.run.reports.examples, markers)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""

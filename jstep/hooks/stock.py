@@ -121,7 +121,7 @@ class CheckpointSaverHook(RunHook):
             hook.check_step(step, state)
             if self._saver is None:  # closed at the end of an earlier run
                 self._saver = Saver(self._directory or "")
-            nonfinite = self.run.nonfinite
+            nonfinite = self.run.finite.error
             if nonfinite is not None and not self._saver.allow_nonfinite:
                 raise nonfinite
             extra = self._extra() if self._extra else None

@@ -421,7 +421,7 @@ class Cards(Observer):
         run.programs.after_first.append(self._add_program)
         if run.restored is not None and isinstance(kept := run.resumed.extra.get(PAST), dict):
             self._kept = kept
-        given = run.options, run.stages, run.first, shapes_of(run.state), run.resumed.held, batches
+        given = run.options, run.programs.train_steps, run.first, shapes_of(run.state), run.resumed.held, batches
 
         def record() -> None:
             self._card = {**card(*given), "programs": []}
@@ -431,7 +431,7 @@ class Cards(Observer):
 
     def _is_active(self) -> bool:
         """Whether this process records the run: the first one, if the run keeps anything."""
-        return jax.process_index() == 0 and (self.run.timeline is not None or self.run.saver is not None)
+        return jax.process_index() == 0 and (self.run.reports.timeline is not None or self.run.saver is not None)
 
     def _add_program(self, call: Call, state: Any) -> None:
         """Record a program that was called for the first time."""
@@ -475,8 +475,9 @@ class Cards(Observer):
             self._optimizers[str(program["stage"])] = ", ".join(program["optimizer"])
         self.run.write_line("card", programs=[program])
         kept, self._kept = self._kept, None
-        if kept is not None and (step := self.run.restored) is not None:
-            self._compare(step, checkpoint_name(self.run.saver.prefix, step), kept, program)
+        saver, step = self.run.saver, self.run.restored
+        if kept is not None and saver is not None and step is not None:
+            self._compare(step, checkpoint_name(saver.prefix, step), kept, program)
 
     def _compare(self, step: int, name: str, kept: Mapping[str, Any], program: Mapping[str, Any]) -> None:
         """Report what has changed since the start that made the checkpoint."""
@@ -491,10 +492,11 @@ class Cards(Observer):
 
     def _changes_since(self, start: Any, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes since a start; None if the timeline does not know it, or its card cannot be read."""
-        if self.run.timeline is None or not isinstance(start, str):
+        timeline = self.run.reports.timeline
+        if timeline is None or not isinstance(start, str):
             return None
         try:
-            of_start = [one for one in starts_of(self.run.timeline.where, start) if one.id == start]
+            of_start = [one for one in starts_of(timeline.where, start) if one.id == start]
             if not of_start:
                 return None
             before = of_start[-1].card
@@ -515,8 +517,11 @@ class Cards(Observer):
         return None
 
     def _past(self, step: int) -> dict[str, Any]:
-        found = past_of(self._batches, step, self._optimizers, lanes_of(self.run.stages.at(max(step - 1, 0))))
-        return found if self.run.timeline is None else {START: self.run.timeline.start, **found}
+        found = past_of(
+            self._batches, step, self._optimizers, lanes_of(self.run.programs.train_steps.at(max(step - 1, 0)))
+        )
+        timeline = self.run.reports.timeline
+        return found if timeline is None else {START: timeline.start, **found}
 
 
 @contextlib.contextmanager

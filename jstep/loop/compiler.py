@@ -279,12 +279,14 @@ class StartTimes:
         began: When the start began.
         parts: Name of the part → seconds.
         is_cached: Whether the compiled programs were found in JAX's persistent cache.
+        is_logged: Whether the run logs lines, and `log` one of them.
     """
 
     clock: Callable[[], float] = time.perf_counter
     began: float = 0.0
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
+    is_logged: bool = False
 
     def __post_init__(self) -> None:
         self.began = self.clock()
@@ -313,14 +315,14 @@ class StartTimes:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self) -> None:
-        """Log one line when the first step has been dispatched."""
+        """Log one line when the first step has been dispatched, if the run logs lines."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
             for name in names
             if name in self.parts
         ]
-        if words:
+        if words and self.is_logged:
             _logger.info("first step after %.1f s: %s", self.clock() - self.began, ", ".join(words))
 
 

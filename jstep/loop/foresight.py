@@ -189,7 +189,7 @@ def _zero_rate_from(run: Run) -> int | None:
     """
     end = run.options.end
     begin = LARGEST_STEP if end is None else end
-    for stage in reversed(list(run.stages.stages())):
+    for stage in reversed(list(run.programs.train_steps.stages())):
         first = max(stage.first, run.first)
         step = minimized(stage.value)
         if first >= begin or (stage.stop is not None and stage.stop <= run.first):
@@ -219,7 +219,7 @@ def _zero_rate_from(run: Run) -> int | None:
 def _warn_of_averages_left_behind(run: Run) -> None:
     """Warn of each stage that no longer trains leaves whose averages move only in their updates."""
     params, trained = run.state.params, [False] * len(jax.tree.leaves(run.state.params))
-    for stage in run.stages.stages():
+    for stage in run.programs.train_steps.stages():
         step = minimized(stage.value)
         if stage.first >= run.options.last_step or step is None or step.trains is None or step.optimizer is None:
             continue  # it is not reached, or what it trains is not known

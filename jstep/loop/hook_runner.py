@@ -30,6 +30,7 @@ class HookRunner:
 
     Attributes:
         precedes_calls: Whether a hook has a `before_step`, for which `before` must be called.
+        is_checking: Whether the first state of a stage is being checked.
         is_done: Whether one of the hooks ends the run before any step.
         ended_at: The step at which `end` of the hooks was called last, by this start or an earlier one, or None.
     """
@@ -40,6 +41,7 @@ class HookRunner:
         self.precedes_calls = bool(self._before)
         self._due: list[Due] = []
         self._ends: EndsAhead | None = None
+        self.is_checking = self._was_last = False
         self._next_check = self._counted = run.first
         self._rows: int | None = None
         self.is_done = False
@@ -91,13 +93,13 @@ class HookRunner:
             self._ends.extend()
         signals = run.signals
         if signals.is_stopping or (signals.is_shared and signals.to_stop()):
-            run.is_interrupted = True
-        return run.is_interrupted or run.stopped_by is not None
+            signals.is_heeded = True
+        return signals.is_heeded or run.stopped_by is not None
 
     def _count_examples(self, step: int) -> None:
         """Count the examples up to a step: before hooks read them, and before batches of another size are counted."""
         run = self._run
-        run.count_examples(step - self._counted, self._rows)
+        run.reports.count_examples(step - self._counted, self._rows)
         self._counted, self._rows = step, run.rows
 
     def _check_step(self, first: int) -> None:
@@ -108,15 +110,14 @@ class HookRunner:
             for due in self._due:  # intervals of saves that the run makes by itself begin with its first step
                 if callable(due.cadence.secs):
                     due.done(run.step)
-            if run.logs_lines:
-                run.times.log()
-        run.is_checking = True
+            run.times.log()
+        self.is_checking = True
         began = run.watch.clock()
         check_step(run.step, run.state, first)
         run.in_flight.look()
         run.watch.record(FIRST_CALL, began, share=1 / (run.step - first))
-        run.is_checking = False
-        edge = run.stages.edge_after(first)
+        self.is_checking = False
+        edge = run.programs.train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge
 
     def _call_due_hooks(self) -> None:
@@ -145,7 +146,7 @@ class HookRunner:
                 continue  # the handler of the error saves
             run.calling = (hook, "after_step")
             if not isinstance(hook, RunHook):
-                run.sums.flush()
+                run.reports.sums.flush()
             try:
                 self._apply(hook, hook.after_step(step, run.state, run.metrics))
                 if errors.all:
@@ -175,9 +176,9 @@ class HookRunner:
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions while another error is handled."""
         run, errors = self._run, Errors(self._run)
-        if run.step == run.first or run.is_over:
+        if run.step == run.first or self._was_last:
             return
-        run.is_over = True
+        self._was_last = True
         self._count_examples(run.step)
         pending, run.pending = run.pending, []
         last = {id(due.hook): due.hook for due in self._due if due.at_last(run.step)}  # each once
@@ -195,7 +196,7 @@ class HookRunner:
         while not is_delivered:
             run.calling = (self._hooks[0], "after_step") if self._hooks else None
             try:
-                run.transfers.deliver_all()
+                run.reports.transfers.deliver_all()
                 is_delivered = True
             except Exception as error:  # drop the failed row and deliver the others
                 errors.add(error)
@@ -239,7 +240,7 @@ class HookRunner:
             return True
         is_last = run.step >= run.options.last_step or run.stopped_by is not None
         is_evaluated = all(run.step in hook.results for hook in run.evaluations)
-        return is_last and is_evaluated and not (self._ends_of_users or run.is_interrupted)
+        return is_last and is_evaluated and not (self._ends_of_users or run.signals.is_heeded)
 
     def save(self, savers: Sequence[CheckpointSaverHook]) -> list[tuple[Any, bool | Exception]]:
         """Save the state by each of these savers; return whether each has saved it, or its error."""
@@ -255,7 +256,7 @@ class HookRunner:
 
     def before_save(self, step: int) -> bool:
         """Deliver all pending metrics before a checkpoint; return whether a hook prevents the save."""
-        self._run.transfers.deliver_all()
+        self._run.reports.transfers.deliver_all()
         hooks = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         return True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
 

@@ -159,6 +159,7 @@ class Programs:
         watch: The stopwatch of the run; compilation is not counted as time of the steps.
 
     Attributes:
+        train_steps: The training steps.
         stages: The stages, in order.
         on_device: Whether batches must be put on the device, for a step that is not compiled.
         is_looped: Whether calls may take several steps.
@@ -186,7 +187,8 @@ class Programs:
         is_auto = steps_per_call == AUTO
         self.is_looped = steps_per_call != 1
         self.stages = made_stages(stages, compiled=self.is_looped)
-        self._firsts, self._at = stages, (self.stages[0], 0, 0.0)  # a stage, its first step, and the one after its last
+        self.train_steps = stages
+        self._at = self.stages[0], 0, 0.0  # a stage, its first step, and the one after its last
         # The most steps of a call, None for one that is not stacked; from a step on, those that "auto" chose. One
         # attribute, which a thread that makes calls reads.
         self._most: tuple[int | None, float, int | None] = (None if is_auto else int(steps_per_call), math.inf, None)
@@ -218,7 +220,7 @@ class Programs:
 
     def stage_of(self, step: int) -> Stage:
         """The stage that contains a step."""
-        stage, edge = self.stages[self._firsts.index(step)], self._firsts.edge_after(step)
+        stage, edge = self.stages[self.train_steps.index(step)], self.train_steps.edge_after(step)
         self._at = stage, stage.first, math.inf if edge is None else edge
         return stage
 

@@ -188,7 +188,7 @@ class ProgressHook(RunHook):
     def _show(self, numbers: dict[str, Any]) -> None:
         results = [numbers_of(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
         words = text(functools.reduce(operator.or_, results, numbers))
-        counter = self.run.counter
+        counter = self.run.reports.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
         share = shown_share(getattr(counter, "utilization", None))

@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from jstep.core import trees
 from jstep.core.stopwatch import STEPPING, Stopwatch
-from jstep.hooks.hook import RunInfo
+from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
+from jstep.hooks.run_info import ENDING, RUNNING, STARTING, Reports, RunInfo
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.arguments import Options
 from jstep.loop.compiler import StartTimes
@@ -20,10 +22,6 @@ from jstep.loop.programs import Programs
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
-from jstep.stores.timeline import Timeline
-
-STARTING, RUNNING, ENDING = "starting", "running", "ending"
-"""The phases of a run: before its first call, while it takes steps, and after its last call."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,49 +30,41 @@ class Run(RunInfo):
 
     Attributes:
         options: The arguments of `train`.
-        stages: The training steps.
         programs: Runs the steps.
         times: Measures the start.
         closing: Closes what the run opens.
         signals: Receives SIGTERM and SIGINT.
-        phase: One of the phases above.
-        start: The step at which the run begins; None until it is known.
-        resumed: What it resumes from.
-        is_begun: Whether the state was restored, or is the given one.
         hooks: All hooks, the user's before the stock ones.
         runner: Calls the hooks, a `HookRunner`; None until they are known.
-        logs_lines: Whether progress is reported by log lines.
         observers: What watches the run.
-        timeline: The file of lines about the run; None if none is open.
         feeder: The calls of the run; None if it takes no step.
         fetched: Counts the batches that were fetched.
         in_flight: The calls that the device has not finished.
         calling: The hook and the method that is being called, or that raised; None if none is.
-        is_checking: Whether the first state of a stage is being checked.
-        is_interrupted: Whether a signal ended the run.
     """
 
     options: Options
-    stages: TrainSteps
     programs: Programs
     times: StartTimes
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     signals: StopSignals
-    phase: str = STARTING
-    start: int | None = None
-    resumed: "Resumed" = dataclasses.field(default_factory=lambda: Resumed())
-    is_begun: bool = False
     hooks: list[Any] = dataclasses.field(default_factory=list)
     runner: Any = None
-    logs_lines: bool = False
     observers: list["Observer"] = dataclasses.field(default_factory=list)
-    timeline: Timeline | None = None
     feeder: BatchFeeder | None = None
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
     calling: tuple[Any, str] | None = None
-    is_checking: bool = False
-    is_interrupted: bool = False
+
+    @property
+    def first(self) -> int:
+        """The step at which the run begins; 0 until it is known."""
+        return self.resumed.first or 0
+
+    @property
+    def evaluations(self) -> list[EvaluationHook]:
+        """All hooks that evaluate."""
+        return [hook for hook in self.hooks if isinstance(hook, EvaluationHook)]
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
@@ -83,8 +73,12 @@ class Run(RunInfo):
 
     def write_line(self, kind: str, **fields: Any) -> None:
         """Write a line about the run, from any thread, if a file is open."""
-        if self.timeline is not None:
-            self.timeline.write(kind, **fields)
+        if self.reports.timeline is not None:
+            self.reports.timeline.write(kind, **fields)
+
+    def constant_metrics(self) -> Collection[str]:
+        """The names of metrics that never change."""
+        return self.programs.constants.values.keys()
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter of the utilization, before the first step; None if no observer measures it."""
@@ -93,7 +87,20 @@ class Run(RunInfo):
 
     def begin_at(self, step: int) -> None:
         """Begin the run at a step."""
-        self.start = self.first = self.step = step
+        self.resumed, self.step = dataclasses.replace(self.resumed, first=step), step
+
+    def stop_requested(self) -> bool:
+        """Whether a signal requests a stop."""
+        return self.signals.to_stop()
+
+    def before_save(self, step: int) -> bool:
+        """Deliver what is pending; return whether a hook prevents the save."""
+        return bool(self.runner.before_save(step))
+
+    def before_off_cadence(self) -> None:
+        """Keep the position of batches that are made with the state as it is now."""
+        if self.feeder is not None and self.feeder.live is not None:
+            self.feeder.live.fix()
 
     def may_leave_call(self) -> bool:
         """Whether the run is stopping, and need not run the call that was fetched: its batches will be made again."""
@@ -116,23 +123,6 @@ class Run(RunInfo):
         self.signals.on_first = lambda: None
         self.in_flight.clear()
         self.programs.release()
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """What a run resumes from.
-
-    Attributes:
-        latest: The newest checkpoint, known before it is restored, or None.
-        given: The step of the given state; None if it is abstract or was donated.
-        held: Name → initial value of the held hyperparameters.
-        extra: The `extra` of the checkpoint.
-    """
-
-    latest: int | None = None
-    given: int | None = None
-    held: dict[str, float] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
@@ -170,34 +160,30 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return {}
 
 
-def new_run(options: Options, stages: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:
+def new_run(options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch) -> Run:
     """The record of a run that has not begun."""
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
-    sums = MetricSums(limit for limit in limits if limit is not None)
-    signals = StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs))
+    reports = Reports(
+        MetricSums(limit for limit in limits if limit is not None),
+        TransferQueue(functools.partial(watch.part, STEPPING)),
+    )
     programs = Programs(
-        stages,
+        train_steps,
         options.steps_per_call,
         state=state,
-        sums=sums,
+        sums=reports.sums,
         first_call=times.compiling,
         watch=watch,
     )
     run = Run(
-        last_step=options.end,
-        sums=sums,
-        transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
         state=trees.owned(state),
-        logdir=options.logdir,
-        constant_metrics=lambda: programs.constants.values.keys(),
-        stop_requested=signals.to_stop,
+        reports=reports,
         watch=watch,
         options=options,
-        stages=stages,
         programs=programs,
         times=times,
-        signals=signals,
+        signals=StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs)),
     )
-    signals.on_first = run.on_signal
+    run.signals.on_first = run.on_signal
     programs.may_leave_call = run.may_leave_call
     return run

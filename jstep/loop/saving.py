@@ -38,10 +38,11 @@ from jstep.hooks.hook import Metrics, get_states, set_states, step_of
 from jstep.hooks.metric_sums_program import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read
+from jstep.hooks.run_info import Resumed
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.arguments import Options
 from jstep.loop.calls import AUTO
-from jstep.loop.run import Resumed, Run
+from jstep.loop.run import Run
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
@@ -66,7 +67,8 @@ def open_checkpoints(run: Run) -> None:
         saver, latest = processes.on_all_processes(lambda: _opened(options), "the checkpoints cannot be read")
         run.closing.push(functools.partial(_leave, run, saver))
         given = _step_if_known(state)
-        run.saver, run.resumed = saver, Resumed(latest, given, {} if given is None else _held(state))
+        run.saver = saver
+        run.resumed = Resumed(latest=latest, given=given, held={} if given is None else _held(state))
         if latest is None or latest < options.last_step:
             saver.claim(state)  # fails now, not at the first save
         else:
@@ -77,13 +79,11 @@ def open_checkpoints(run: Run) -> None:
         _begin_with_given(run, "and no checkpoint_dir to restore from")
         return
     latest = run.resumed.latest
-    run.start = run.resumed.given if latest is None else latest
-    run.first = run.start or 0
-    if latest is not None:
-        try:
-            run.resumed = dataclasses.replace(run.resumed, extra=_extra(run.saver, latest))
-        except Exception:  # `restore` reports what is wrong
-            run.start = None
+    if latest is None:
+        run.resumed = dataclasses.replace(run.resumed, first=run.resumed.given)
+        return
+    with contextlib.suppress(Exception):  # `restore` reports what is wrong
+        run.resumed = dataclasses.replace(run.resumed, first=latest, extra=_extra(run.saver, latest))
 
 
 def _opened(options: Options) -> tuple[Saver, int | None]:
@@ -96,7 +96,7 @@ def _opened(options: Options) -> tuple[Saver, int | None]:
 
 def restore(run: Run) -> None:
     """Restore the newest checkpoint, or start from the given state."""
-    run.is_begun = True
+    run.resumed = dataclasses.replace(run.resumed, is_begun=True)
     saver = run.saver
     if saver is None:
         return
@@ -113,13 +113,13 @@ def restore(run: Run) -> None:
             _logger.info("no checkpoint%s in %s: starts at step %d", kind, place, run.first)
         return
     restored = step_of(run.state)
-    extra = run.resumed.extra if restored == run.start else _extra(saver, restored)
-    run.restored = restored
+    extra = run.resumed.extra if restored == run.resumed.first else _extra(saver, restored)
     run.begin_at(restored)
     _logger.info("restored %s", checkpoint_name(saver.prefix, restored))
     then, before = run.resumed, extra.get(HELD)
     _warn_if_different(then.given, then.held, restored, before, checkpoint_name(saver.prefix, restored))
-    run.resumed = dataclasses.replace(then, extra=extra, held=(before or {}) if then.given else then.held)
+    held = (before or {}) if then.given else then.held
+    run.resumed = dataclasses.replace(then, restored=restored, extra=extra, held=held)
 
 
 def _extra(saver: Saver, step: int) -> dict[str, Any]:
@@ -274,20 +274,21 @@ class RunSaverHook(CheckpointSaverHook):
 
     Args:
         run: The run.
+        saver: Its Saver.
     """
 
-    def __init__(self, run: Run) -> None:
-        options = run.options
+    def __init__(self, run: Run, saver: Saver) -> None:
+        options, self._own = run.options, saver
         secs: Any = options.save_checkpoint_secs
         is_auto = secs == AUTO
         super().__init__(
-            run.saver,
+            saver,
             save_secs=None if is_auto else secs,
             save_steps=options.save_checkpoint_steps,
             extra=self._made_extra,
             before_save=(self._call_before,),
         )
-        self._interval = SaveInterval(run.saver) if is_auto else None
+        self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
@@ -296,8 +297,9 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _call_before(self, step: int) -> None:
         run = self._loop
-        if run.writer is not None:  # a run that resumes from a checkpoint does not write earlier summaries again
-            run.writer.drain()
+        # A run that resumes from a checkpoint does not write earlier summaries again.
+        if run.reports.writer is not None:
+            run.reports.writer.drain()
         for observer in run.observers:
             observer.before_save()
 
@@ -340,9 +342,9 @@ class RunSaverHook(CheckpointSaverHook):
         if not super().has_saved(step, state):
             self._call_before(step)
             extra = self._extra_of(_Memory(self._positions(), self._memory.hooks))
-            with internal_transfers(), self._loop.saver.knowing(not nonfinite_params(self._loop)):
-                self._loop.saver.save(state, extra=extra)
-        self._loop.saver.wait()
+            with internal_transfers(), self._own.knowing(not nonfinite_params(self._loop)):
+                self._own.save(state, extra=extra)
+        self._own.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step was restored, with the current state and states of hooks."""
@@ -354,7 +356,7 @@ class RunSaverHook(CheckpointSaverHook):
         super().is_saved(step, state)
         self._memory = self._of_this_save
         for name, one in self._memory.hooks.files.items():  # for `save_alone`, when they are no longer in memory
-            one.load = functools.partial(self._loop.saver.read_file, name, step)
+            one.load = functools.partial(self._own.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, and the current states of hooks and position."""
@@ -431,7 +433,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
         return False
     try:
         with internal_transfers():
-            latest, skip_metric = run.sums.latest(), run.programs.constants.skipped
+            latest, skip_metric = run.reports.sums.latest(), run.programs.constants.skipped
             if latest is not None and latest.bad is not None:
                 return True
             finite = np.isfinite(host(loss).astype(np.float64))

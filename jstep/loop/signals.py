@@ -69,6 +69,7 @@ class StopSignals:
         received: The first signal; None until one is received. SIGTERM at the end of the time limit.
         is_over: Whether the time limit stops the run.
         at_once: Whether a second SIGINT was received.
+        is_heeded: Whether the loop has ended because of it.
         is_stopping: Whether all waits end: a signal was received, and this is the only process.
     """
 
@@ -78,7 +79,7 @@ class StopSignals:
         self.is_shared = not self._alone
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
-        self.is_over = self.at_once = self.is_stopping = self._agreed = False
+        self.is_over = self.at_once = self.is_stopping = self.is_heeded = self._agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0

@@ -32,12 +32,13 @@ from jstep.evaluating.evaluation_batches import taken
 from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import Hook, name_of
+from jstep.hooks.run_info import ENDING
+from jstep.hooks.run_info import STARTING as BEGINNING
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, FirstBatch, compiled_here
 from jstep.loop.hook_runner import FIRST_CALL, part_of, thing_of
-from jstep.loop.run import ENDING, Observer, Run
-from jstep.loop.run import STARTING as BEGINNING
+from jstep.loop.run import Observer, Run
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.queues.coordinator import QueueRunner
 from jstep.queues.queues import FIFOQueue
@@ -300,20 +301,21 @@ class StallWatch(Observer):
         if hook is not None:
             return Wait(_HOOK, f"in the hook {name_of(hook)} at step {step}", (thing, step), thing)
         if phase == BEGINNING:
-            if run.is_begun and run.resumed.latest is not None and run.restored is None:
+            if run.resumed.is_begun and run.resumed.latest is not None and run.restored is None:
                 return Wait("restore", f"restoring step {run.resumed.latest}", "restore", "restore")
-            what = f"starting at step {step}" if run.is_begun else "starting: it looks for checkpoints"
+            what = f"starting at step {step}" if run.resumed.is_begun else "starting: it looks for checkpoints"
             return Wait(_START, what, what, _START)
         if phase == ENDING or feeder is None:
             return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
         waits_for_compiler = part == STARTING and (step > run.first or run.programs.first_compiler is not None)
-        compiles = is_tracing or waits_for_compiler or (not run.is_checking and self._compiled.unfinished >= feeder.got)
+        is_checking = run.runner.is_checking
+        compiles = is_tracing or waits_for_compiler or (not is_checking and self._compiled.unfinished >= feeder.got)
         if run.programs.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:
             number = run.first + run.fetched.count
             return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
-        first = step - feeder.steps if run.is_checking else step
+        first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
     def _of_device(self) -> Wait | None:

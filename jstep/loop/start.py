@@ -17,11 +17,11 @@ from jstep.data.loaders import RarePosition, Source, saved_position, source_of
 from jstep.data.sequence import BatchSequence, StateBatches
 from jstep.data.to_devices import as_shardings, copied, placement
 from jstep.distributed import processes
-from jstep.evaluating.evaluator import EvaluationHook
 from jstep.hooks.base import RunHook
-from jstep.hooks.hook import check_owners, get_states, name_of
+from jstep.hooks.hook import check_owners, get_states
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
+from jstep.hooks.run_info import RUNNING
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.stock import CheckpointSaverHook
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, FirstBatch, interruptible, shapes_of
@@ -29,7 +29,7 @@ from jstep.loop.feeder import BatchFeeder, copied_batches
 from jstep.loop.foresight import look_ahead
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Programs
-from jstep.loop.run import RUNNING, Run
+from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, restore, restore_hooks
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.loop.stopping import reason_done
@@ -39,45 +39,41 @@ _logger = logging.getLogger("jstep")
 
 # Assemble user-supplied and stock hooks.
 
-_NOT_CALLED = ("after_call", "after_first_call", "after_last", "before_save", "close", "use_writer")
-"""Methods that `train` called on every hook in jstep 0.2 and earlier."""
-
 
 def build_hooks(run: Run) -> None:
     """Open the event file, append the stock hooks to the user's, and give the run to the stock hooks."""
     options = run.options
-    run.writer = _open_writer(run)
+    run.reports.writer = _open_writer(run)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
-    _warn_of_methods_not_called(own)
-    run.evaluations = tuple(hook for hook in own if isinstance(hook, EvaluationHook))
-    run.counter = _first(own, StepCounterHook)
     run.hooks = list(own)
-    if run.counter is None:
-        run.counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
-        run.hooks.append(run.counter)
+    counter = _first(own, StepCounterHook)
+    if counter is None:
+        counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        run.hooks.append(counter)
+    run.reports.counter = counter
     reporters = [hook for observer in run.observers if (hook := observer.reporter()) is not None]
     run.hooks += reporters
     if not reporters and options.log_steps is not None and options.progress is not False and jax.process_index() == 0:
         run.hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=run.constant_metrics))
-        run.logs_lines = True
+        run.times.is_logged = True
     summed = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
-    if run.writer is not None and options.save_summaries_steps is not None and not summed:
+    if run.reports.writer is not None and options.save_summaries_steps is not None and not summed:
         run.hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if (run.saver is not None or savers) and not _first(own, NanLossHook):
         run.hooks.append(NonfiniteParametersHook())
     if run.saver is not None:
         # A run that resumes from a checkpoint does not write earlier summaries and times again.
-        if run.writer is not None:
-            run.flushes.insert(0, run.writer.settle)
-        savers.insert(0, RunSaverHook(run))
+        if run.reports.writer is not None:
+            run.reports.flushes.insert(0, run.reports.writer.settle)
+        savers.insert(0, RunSaverHook(run, run.saver))
     run.hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
     for hook in run.hooks:
         if isinstance(hook, RunHook):
             run.closing.callback(hook.close)
             hook.use_run(run)
     if run.saver is not None:
-        for flush in run.flushes:
+        for flush in run.reports.flushes:
             run.closing.enter_context(run.saver.flushing(flush))
 
 
@@ -85,25 +81,12 @@ def _first(hooks: list[Any], kind: type) -> Any:
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
-def _warn_of_methods_not_called(hooks: list[Any]) -> None:
-    """Warn about hooks written for jstep 0.2, some of whose methods are not called."""
-    for hook in hooks:
-        names = [name for name in _NOT_CALLED if callable(getattr(type(hook), name, None))]
-        if names and not isinstance(hook, RunHook):
-            _logger.warning(
-                "hooks: %s has %s, which train does not call (jstep 0.2 did); see jstep.Hook for what it calls. "
-                "Use `end`, or close what the hook opened around train: with contextlib.closing(hook)",
-                name_of(hook),
-                ", ".join(names),
-            )
-
-
 def _open_writer(run: Run) -> Any:
-    if run.logdir is None:
+    if run.options.logdir is None:
         return None
     from jstep.summary.writer import SummaryWriter
 
-    writer = run.closing.enter_context(SummaryWriter(run.logdir))
+    writer = run.closing.enter_context(SummaryWriter(run.options.logdir))
     # TensorBoard drops the events of earlier runs from this step on, so nothing is shown twice.
     writer.add_session_log("START", run.first + 1)
     return writer
@@ -244,7 +227,7 @@ _PROBLEM = "the batches cannot be opened"
 
 def begin(run: Run, batches: Any) -> None:
     """Restore the state, begin the hooks, and make the calls of the run: `run.feeder`, None if it takes no step."""
-    if run.saver is not None and run.resumed.latest is not None and run.start is not None:
+    if run.saver is not None and run.resumed.latest is not None and run.resumed.first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` takes the one that is then the newest
             run.saver.check_run(run.state, run.resumed.latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_batches(run, batches), _PROBLEM)
@@ -254,7 +237,6 @@ def begin(run: Run, batches: Any) -> None:
         observer.restored(batches)
     processes.on_all_processes(lambda: build_hooks(run), "the logs cannot be opened")
     runner = run.runner = HookRunner(run)
-    run.before_save = runner.before_save
     source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _PROBLEM)
     check_owners(run.hooks)
     runner.begin()
@@ -293,14 +275,12 @@ def _report_done(run: Run) -> None:
 
 
 def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch) -> None:
-    boundaries = StageBoundaries(run.stages, source.next_change)
+    boundaries = StageBoundaries(run.programs.train_steps, source.next_change)
     compile_ahead(run, boundaries, source)
     ends = runner.ends(boundaries) if run.programs.is_looped else None
     made = run.programs.calls(iter(items), run.first, ends or (math.inf,), run.options.batch_sharding)
     run.feeder = BatchFeeder(source, made, run.signals, run.watch)
     run.closing.callback(run.feeder.close)
-    if run.feeder.live is not None:
-        run.before_off_cadence = run.feeder.live.fix
     if ends is not None:
         run.closing.callback(ends.close)  # first, as the thread of the feeder may wait for one
     run.phase = RUNNING
@@ -308,7 +288,7 @@ def _make_calls(run: Run, runner: HookRunner, source: Source, items: FirstBatch)
 
 def _begin_batches(run: Run, batches: Any) -> tuple[Source, FirstBatch] | None:
     """Start the first batch and the first compilation before the checkpoint is read; None if that is not possible."""
-    start = run.start
+    start = run.resumed.first
     own = batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.last_step or isinstance(batches, StateBatches):
         return None

@@ -26,8 +26,9 @@ from jstep.core import trees
 from jstep.core.checks import note
 from jstep.distributed import processes
 from jstep.hooks.hook import name_of
+from jstep.hooks.run_info import ENDING
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run import ENDING, Run
+from jstep.loop.run import Run
 from jstep.loop.saving import STOPPED, RunSaverHook, why_not_finite, why_position_lost
 from jstep.state.train_state import TrainState
 
@@ -42,7 +43,7 @@ def report_early_end(run: Run) -> None:
     Raises:
         ValueError: There is no batch at all, and the run was not restored.
     """
-    start, last_step = run.first, run.last_step
+    start, last_step = run.first, run.options.end
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -94,7 +95,7 @@ def exit_on_signal(run: Run) -> NoReturn:
     errors.end()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        raise run.nonfinite or run.signals.stopped(f"{when}, which is not saved: {why}")
+        raise run.finite.error or run.signals.stopped(f"{when}, which is not saved: {why}")
     if outcomes:
         is_saved = all(outcome for _, outcome in outcomes)
         when += (
@@ -146,15 +147,16 @@ def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state, by another thread than the loop's, and return the outcome, for the log."""
     step, (hook, method) = run.step, run.calling or (None, "")
     try:
-        why = "" if run.saver.allow_nonfinite else why_not_finite(run)
+        saver = next(saver for saver in run.savers if isinstance(saver, RunSaverHook))
+        why = "" if saver.allows_nonfinite else why_not_finite(run)
         if why := why or why_position_lost(run):
             return f"step {step} is not saved: {why}"
-        next(saver for saver in run.savers if isinstance(saver, RunSaverHook)).save_alone(step, run.state)
+        saver.save_alone(step, run.state)
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
     later = run.runner.not_called() if method == "after_step" else []
     missed = [f"{name_of(hook)} did not return"] * (hook is not None) + [f"{name} was not called" for name in later]
-    name = checkpoint_name(run.saver.prefix, step)
+    name = checkpoint_name(saver.prefix, step)
     return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
 
 
@@ -197,7 +199,7 @@ def _doing(run: Run) -> str:
         at_step += f", after the update with batch {run.step - 1}"
     if run.calling is not None:
         hook, method = run.calling
-        hook = run.transfers.failed_owner or hook  # a hook may deliver the metrics of another
+        hook = run.reports.transfers.failed_owner or hook  # a hook may deliver the metrics of another
         return f"{at_step}, in {name_of(hook)}.{method}"
     if run.feeder is None:
         return f"at step {run.step}"
@@ -205,7 +207,7 @@ def _doing(run: Run) -> str:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
     is_over = run.signals.received is not None or run.step >= run.options.last_step
-    if is_over or run.is_checking or run.stopped_by is not None:
+    if is_over or run.runner.is_checking or run.stopped_by is not None:
         return at_step
     return f"{at_step}, while running the step on {_batches(run.step, run.feeder.steps)}"
 

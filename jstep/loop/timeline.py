@@ -58,8 +58,8 @@ class TimelineRecorder(Observer):
             _logger.warning("%s: the times of this run cannot be kept: %s", self._directory, error)
             self.run.watch.stop()
             return
-        self.run.timeline = self._timeline
-        self.run.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
+        self.run.reports.timeline = self._timeline
+        self.run.reports.flushes.append(self._timeline.flush)  # no line is older than the newest checkpoint
         self.times(START, version=VERSION)
         self._thread.start()
 
@@ -68,7 +68,7 @@ class TimelineRecorder(Observer):
         run, timeline = self.run, self._timeline
         if timeline is None:
             return
-        first, step, seconds = run.start if run.is_begun else None, run.step, run.watch.seconds()
+        first, step, seconds = run.resumed.first if run.resumed.is_begun else None, run.step, run.watch.seconds()
         time = round(self._wall + sum(seconds.values()), 6)
         timeline.write(
             kind,

@@ -19,13 +19,14 @@ from jstep.distributed import processes
 from jstep.hooks.base import RunHook
 from jstep.hooks.hook import check_step
 from jstep.hooks.logs import log_to_stderr
+from jstep.hooks.run_info import ENDING
 from jstep.loop.arguments import Options, cache_directory, check
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import fetched_by_all
 from jstep.loop.foresight import report_accumulated
 from jstep.loop.progress import Progress
-from jstep.loop.run import ENDING, Observer, Run, new_run
+from jstep.loop.run import Observer, Run, new_run
 from jstep.loop.saving import open_checkpoints
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stages import stages_of
@@ -230,9 +231,9 @@ def _take_steps(run: Run) -> None:
             if runner.after(call.first) or run.step >= last_step:
                 break
     except StopWaiting:
-        run.is_interrupted = True
+        run.signals.is_heeded = True
     run.phase = ENDING
-    if run.step < run.options.last_step and not (run.is_interrupted or run.stopped_by is not None):
+    if run.step < run.options.last_step and not (run.signals.is_heeded or run.stopped_by is not None):
         report_early_end(run)
 
 
@@ -241,8 +242,8 @@ def _finish(run: Run) -> None:
     run.phase = ENDING
     run.runner.last()
     check_step(run.step, run.state)
-    if not run.is_interrupted:
+    if not run.signals.is_heeded:
         run.runner.end()
-    if run.is_interrupted or run.signals.to_stop():  # also if it arrived during the hooks above
+    if run.signals.is_heeded or run.signals.to_stop():  # also if it arrived during the hooks above
         exit_on_signal(run)
     report_accumulated(run)

@@ -32,7 +32,8 @@ from jstep.data.loaders import (
     with_files,
 )
 from jstep.data.to_devices import over_axes
-from jstep.hooks.hook import LoopState, check_step
+from jstep.hooks.hook import check_step
+from jstep.hooks.run_info import LoopState
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.feeder import copied_batches
 from jstep.loop.programs import Programs

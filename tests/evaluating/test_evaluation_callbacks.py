@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.hook import RunInfo
+from jstep.hooks.run_info import Resumed, RunInfo
 
 
 def state_at(step=0, rate=0.5):
@@ -227,7 +227,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
-        one.use_run(RunInfo(last_step=100, sums=None, transfers=None, restored=restored))
+        one.use_run(RunInfo(resumed=Resumed(restored=restored)))
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert (

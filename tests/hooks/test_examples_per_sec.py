@@ -61,7 +61,7 @@ def test_examples_of_batches_of_every_structure(name, steps_per_call):
 
     class Look(jstep.StepCounterHook):
         def when_due(self, n, state, metrics):
-            seen.append((n, self.run.examples))
+            seen.append((n, self.run.reports.examples))
             return super().when_due(n, state, metrics)
 
     batches = [STRUCTURES[name](np.ones((n, 3), np.float32)) for n in sizes]

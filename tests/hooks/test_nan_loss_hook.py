@@ -176,12 +176,12 @@ def test_before_step_is_called_before_each_call():
     assert seen == [(n, n) for n in (0, 4, 8)]
 
 
-def test_methods_outside_the_protocol_are_logged_and_not_called(caplog):
+def test_methods_outside_the_protocol_are_not_called():
     class Mine(jstep.Hook):
         def close(self, path):
             raise AssertionError
 
-        use_run = after_call = after_last = before_save = started = use_writer = after_first_call = close
+        use_run = after_call = before_save = close
 
     class Duck:
         def after_step(self, step, state, metrics):
@@ -190,11 +190,7 @@ def test_methods_outside_the_protocol_are_logged_and_not_called(caplog):
         def before_save(self, step):
             raise AssertionError
 
-    train(3, [Mine(), Duck(), jstep.NanLossHook(), jstep.every(1, lambda *_: None)], steps_per_call=2)
-    messages = [record.getMessage() for record in caplog.records if "does not call" in record.getMessage()]
-    assert len(messages) == 2
-    assert "Mine has after_call, after_first_call, after_last, before_save, close, use_writer, which" in messages[0]
-    assert "Duck has before_save, which" in messages[1]
+    assert int(train(3, [Mine(), Duck(), jstep.NanLossHook()], steps_per_call=2).global_step) == 3
 
 
 def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):

@@ -45,7 +45,7 @@ def hook_clock_and_writer(monkeypatch):
 def drive(hook, step, metrics):
     """What the loop does after a call of some steps."""
     run = hook.run
-    run.count_examples(step - run.step, run.rows)
+    run.reports.count_examples(step - run.step, run.rows)
     hook.after_step(step, None, metrics)
 
 
