@@ -16,7 +16,8 @@ from loop_runs import OPTIMIZER, make_state, train
 
 import jstep
 from jstep.hooks.base import RunHook
-from jstep.loop.run import ENDING, Run
+from jstep.hooks.run_info import ENDING
+from jstep.loop.run import Run
 
 MAIN = Path(jstep.__file__).parent / "loop"
 
