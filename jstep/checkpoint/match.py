@@ -422,12 +422,9 @@ def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
     if record.dtype != wanted.dtype and jnp.issubdtype(record.dtype, jnp.integer):
         array = slots.as_integers(np.asarray(array), wanted.dtype, wanted.path)
         record = dataclasses.replace(record, dtype=wanted.dtype)
-    if wanted.is_numpy:
-        return np.array(slots.from_stored(record, np.asarray(array)), leaf.dtype)
     sharding = target_sharding(leaf, wanted.path)
     if sharding is None or not isinstance(array, jax.Array):
-        value = _on_default_device(wanted, record, np.asarray(array))
-        return value if sharding is None else jax.device_put(value, sharding)
+        return _from_host(wanted, record, np.asarray(array), sharding)
     if record.key_impl is not None or record.stored_as is not None or array.dtype != leaf.dtype:
 
         def leaf_of(stored: Any) -> Any:
@@ -439,14 +436,15 @@ def place_leaf(wanted: Wanted, read: Any, half: Any) -> Any:
     return array if array.sharding == sharding else jax.device_put(array, sharding)
 
 
-def _on_default_device(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any]) -> jax.Array:
+def _from_host(wanted: Wanted, record: Leaf, array: np.ndarray[Any, Any], sharding: Any) -> Any:
     if record.key_impl is not None:
-        return jax.random.wrap_key_data(place_anywhere(array), impl=record.key_impl)
+        keys = jax.random.wrap_key_data(place_anywhere(array), impl=record.key_impl)
+        return keys if sharding is None else jax.device_put(keys, sharding)
     value = slots.from_stored(record, array)
     value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
-    if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+    if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
-    return place_anywhere(value)
+    return targets.placed(wanted, value)
 
 
 def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
@@ -455,7 +453,7 @@ def nested_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: S
     values = {}
     for key, record in records.items():
         array = slots.zeros_of(record) if record.array is None else arrays[record.array]
-        values[key] = array if record.key_impl is not None else slots.from_stored(record, array)
+        values[key] = slots.from_stored(record, array)
     nested: dict[str, Any] = {}
     for key, record in records.items():
         average = average_of(key, values, averages)

@@ -1,4 +1,4 @@
-"""Targets: the matching of their leaves to what was saved, in a checkpoint or in files of weights."""
+"""Targets: their leaves, what was saved of them in a checkpoint or in files of weights, and what is made of that."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import trees
+from jstep.core import placement, trees
 from jstep.core.checks import SHOWN, kind, listing, shown
 
 _GROUPS = 8  # prefixes listed in a message
@@ -173,3 +173,15 @@ def kind_of(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
         return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
     raise TypeError(f"target: {trees.quoted(path)} is {type(leaf).__name__}; {advice}")
+
+
+def placed(wanted: Wanted[Any], values: np.ndarray[Any, Any]) -> Any:
+    """Return the leaf that has these values, in memory of its own: each device gets its part."""
+    if wanted.is_numpy:
+        return np.array(values)
+    sharding = placement.target_sharding(wanted.leaf, wanted.path)
+    if sharding is None:
+        return placement.place_anywhere(values)
+    own = placement.local_parts(values.shape, sharding)
+    parts = {part: np.asarray(values[placement.slices(part)]) for part in own}  # that of a scalar is a NumPy scalar
+    return placement.place(values.shape, values.dtype, sharding, parts)

@@ -307,7 +307,7 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
         wanted: The leaf, with its tensor and no transform.
         file: The tensor's file, unbuffered.
     """
-    sharding = None if wanted.is_numpy else placement.target_sharding(wanted.leaf, wanted.path)
+    sharding = placement.target_sharding(wanted.leaf, wanted.path)
     if sharding is None:
         return from_host(wanted, read_whole(file, wanted.source))
     parts = placement.local_parts(wanted.shape, sharding)
@@ -317,14 +317,7 @@ def placed(wanted: Wanted, file: io.RawIOBase) -> Any:
 
 def from_host(wanted: Wanted, array: np.ndarray[Any, Any]) -> Any:
     """Return a leaf from the whole array on the host."""
-    array = _cast(wanted, array)
-    if wanted.is_numpy:
-        return np.array(array)
-    sharding = placement.target_sharding(wanted.leaf, wanted.path)
-    if sharding is None:
-        return placement.place_anywhere(array)
-    parts = {part: array[placement.slices(part)] for part in placement.local_parts(wanted.shape, sharding)}
-    return placement.place(wanted.shape, wanted.dtype, sharding, parts)
+    return targets.placed(wanted, _cast(wanted, array))
 
 
 def from_parts(wanted: Wanted, sharding: Any, parts: Iterable[tuple[Any, np.ndarray[Any, Any]]]) -> jax.Array:

@@ -140,6 +140,14 @@ def test_transforms_on_a_mesh(path, transform, kind):
         assert loaded["dense"]["bias"].sharding == bias.sharding
 
 
+def test_transform_to_a_scalar_on_a_mesh(path):
+    mesh = jax.make_mesh((8,), ("data",))
+    scalar = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, P()))
+    loaded = jstep.load_weights(path, {"largest": scalar}, {"largest": ("dense.bias", np.max)}, partial=True)
+    assert same(loaded["largest"], B.max())
+    assert loaded["largest"].sharding == scalar.sharding
+
+
 # dtype.
 
 
