@@ -1,18 +1,15 @@
-"""Checks of arguments, and the words of errors: numbers, sizes, lists and tables for people."""
+"""Checks of arguments, and the words of errors: numbers, sizes and lists for people."""
 
-import base64
 import contextlib
 import contextvars
 import dataclasses
 import functools
-import html
 import importlib
 import inspect
 import math
 import operator
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
@@ -20,10 +17,8 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack
 import ml_dtypes
 import numpy as np
 
-# Text, HTML and figures for people: numbers, sizes, lists, tables.
+# Text for people: numbers, sizes, lists.
 
-WIDTH = 100
-"""The longest line of printed tables."""
 SHOWN = 20
 """Entries of a list in a message."""
 
@@ -79,111 +74,6 @@ def listing(title: str, items: Sequence[str], most: int = SHOWN) -> str:
         return ""
     more = f", … and {len(items) - most} more" if len(items) > most else ""
     return f"; {title} ({len(items)}): " + ", ".join(items[:most]) + more
-
-
-def wrapped(title: str, words: Sequence[str]) -> list[str]:
-    """Wrap a list of words after a title."""
-    lines = [f"{title}  "]
-    for i, word in enumerate(words):
-        more = word + ("" if i + 1 == len(words) else ", ")
-        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
-            lines.append(" " * (len(title) + 2))
-        lines[-1] += more
-    return [line.rstrip() for line in lines]
-
-
-def columns(rows: Sequence[Sequence[str]], left: int = 1, most: int | None = None) -> list[str]:
-    """Align the cells of rows of equal length.
-
-    Args:
-        rows: The rows, the heads first.
-        left: The number of columns that are left-aligned; the others are right-aligned.
-        most: The width of the lines. If they are wider, each row takes several: first its first cell, then the others
-            below their heads; or, if these are too wide, too, each after its head. Nothing is cut off.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
-        pairs = enumerate(zip(cells, widths, strict=True))
-        return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
-
-    if most is None or breadth(rows) <= most:
-        return [line(cells, widths, left) for cells in rows]
-    if len(widths) == 2:
-        return [part for first, other in rows for part in (*folded(first, most), *folded(f"  {other}", most, 2))]
-    if widths[0] == max(widths) and breadth([cells[1:] for cells in rows]) + 2 <= most:
-        below = [f"  {line(cells[1:], widths[1:], left - 1)}" for cells in rows]
-        return [part for cells, rest in zip(rows, below, strict=True) for part in (*folded(cells[0], most), rest)]
-    heads = ["", *rows[0][1:]]
-    named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
-    return [part for text in named for part in folded(text.strip(), most, 2)]
-
-
-def breadth(rows: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table."""
-    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
-
-
-def folded(line: str, most: int, indent: int = 0) -> list[str]:
-    """Fold a line that is too long, at spaces if it has some; what follows is indented."""
-    if len(line) <= most:
-        return [line]
-    return textwrap.wrap(line, max(most, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
-_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
-_LEFT = f"{_CELL}; text-align: left"
-_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
-
-
-def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
-
-    Args:
-        title: The title above the table.
-        rows: The rows: the first cell is left-aligned, the others right-aligned.
-        head: The names of the columns, if any.
-        notes: Lines below the table.
-    """
-    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
-    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
-    if head:
-        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
-        parts.append(f"<tr>{cells}</tr>")
-    for row in rows:
-        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell)}</td>' for i, cell in enumerate(row))
-        parts.append(f'<tr style="background: none">{cells}</tr>')
-    parts.append("</table>")
-    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
-    return "".join([*parts, "</div>"])
-
-
-def html_picture(png: bytes | None, alt: str) -> str:
-    """Format an inline image; an empty string without an image."""
-    if png is None:
-        return ""
-    source = base64.b64encode(png).decode()
-    # White background also in dark themes, because plots are drawn in black.
-    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
-    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
-
-
-def figure() -> Any:
-    """Return an empty figure of matplotlib, created without pyplot, which has global state and may need a display.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
-    return Figure(layout="constrained")
-
-
-def _side(column: int) -> str:
-    return _RIGHT if column else _LEFT
 
 
 # The user's exceptions: notes on them, and context managers that let them pass as they are.

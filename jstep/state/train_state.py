@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jstep.core import meshes, trees
-from jstep.core.checks import as_bool, as_text, html_table, kind, size
+from jstep.core.checks import as_bool, as_text, kind, size
 from jstep.core.optimizers import require_optimizer
 from jstep.core.placement import (
     checked_memory,
@@ -23,6 +23,7 @@ from jstep.core.placement import (
     run_checks,
     shape_of,
 )
+from jstep.core.report import html_table
 from jstep.core.selection import index_of
 from jstep.core.slot_roles import HALVES, NO_ROLES, Role, Roles, opened, roles_in, roles_of
 from jstep.core.tracebacks import shortens_tracebacks

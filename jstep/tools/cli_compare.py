@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
-from jstep.core.checks import columns, is_inexact
+from jstep.core.checks import is_inexact
+from jstep.core.report import columns
 from jstep.hooks.card_differences import VERSION, Start, card_difference, changes, starts_of
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.objects import is_url, join, location, split

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jstep.core.checks import cut, figure
+from jstep.core.checks import cut
+from jstep.core.report import figure
 from jstep.hooks.stall_files import read_stalls, silent, waited_for
 from jstep.stores.files import is_directory, opened
 from jstep.stores.objects import absolute, is_url, location

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import re
-import textwrap
 import time
 import warnings
 from collections import Counter
@@ -17,11 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import trees
-from jstep.core.checks import WIDTH, as_function, html_table, listed, scaled, size
+from jstep.core.checks import as_function, listed, scaled, size
 from jstep.core.devices import memory_of, parsed
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.programs import body_of, is_annotated, work_of
+from jstep.core.report import Report
 from jstep.core.slot_roles import blocks_between, roles_in
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.waiting import slow, without_noise
@@ -445,7 +445,7 @@ _UNKNOWN = "not known"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Cost:
+class Cost(Report):
     """Cost of a step on each device.
 
     Figures that the compiler does not report are None. For a program that does not fit, these are all figures of the
@@ -495,22 +495,42 @@ class Cost:
     topology: str | None = None
     recomputes: bool | None = None
     warnings: tuple[str, ...] = ()
+    _left = 2
 
-    def __repr__(self) -> str:
-        return str(self)
+    def _title(self) -> str:
+        where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
+        if self.topology is None:
+            return f"a step {where}"
+        by = ", ".join(f"{package} {version}" for package, version in versions(parsed(self.topology).kind).items())
+        return f"a step {where}, {self.topology} (compiled, not run; {by})"
 
-    def __str__(self) -> str:
-        rows = _rows(self)
-        width = max(len(name) for name, _ in rows)
-        lines = [_title(self), *(f"  {name:<{width}}  {text}" for name, text in rows)]
-        for warning in self.warnings:
-            lines += textwrap.wrap(
-                f"warning: {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
-            )
-        return "\n".join(lines)
+    def _rows(self) -> list[tuple[str, str]]:
+        unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
+        moved = None if self.collectives is None else self.collectives.items()
+        verdict = ""
+        if self.memory_bytes is not None:
+            problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
+            verdict = f" of {size(self.memory_bytes, digits=4)}{problem}"
+        rows = [
+            ("operations", _UNKNOWN if self.flops is None else scaled(self.flops, "FLOP") + unknown),
+            ("memory traffic", _size(self.bytes_accessed)),
+            ("parameters", size(self.params_bytes)),
+            ("slots", size(self.slots_bytes)),
+            ("arguments", _size(self.argument_bytes)),
+            ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
+            ("temporaries", _size(self.temp_bytes)),
+            ("at its peak", _size(self.peak_bytes) + verdict),
+            *([("on the host", size(self.host_bytes))] if self.host_bytes else []),
+            *([("between devices", _UNKNOWN)] if moved is None else []),
+            *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
+            ("compiled in", f"{self.compile_seconds:.1f} s"),
+        ]
+        if self.output_bytes is None:
+            rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
+        return rows
 
-    def _repr_html_(self) -> str:
-        return html_table(_title(self), _rows(self), notes=[f"warning: {warning}" for warning in self.warnings])
+    def _notes(self) -> list[str]:
+        return [f"warning: {warning}" for warning in self.warnings]
 
 
 @shortens_tracebacks
@@ -558,41 +578,6 @@ def cost(train_step: Callable[..., Any], state: Any, *args: Any, topology: str |
     with using_mesh(mesh_of((state, args))), slow(doing):
         step = train_step if hasattr(train_step, "lower") else jax.jit(train_step)
         return Cost(**compiled_cost(step, state, args))
-
-
-def _rows(cost: Cost) -> list[tuple[str, str]]:
-    """Return the rows of the table of a `Cost`: name and figure."""
-    unknown = f", {cost.loops_unknown} loops of unknown length counted once" if cost.loops_unknown else ""
-    moved = None if cost.collectives is None else cost.collectives.items()
-    verdict = ""
-    if cost.memory_bytes is not None:
-        problem = ": it does not fit" if cost.fits is False else ", recomputes to fit" if cost.recomputes else ""
-        verdict = f" of {size(cost.memory_bytes, digits=4)}{problem}"
-    rows = [
-        ("operations", _UNKNOWN if cost.flops is None else scaled(cost.flops, "FLOP") + unknown),
-        ("memory traffic", _size(cost.bytes_accessed)),
-        ("parameters", size(cost.params_bytes)),
-        ("slots", size(cost.slots_bytes)),
-        ("arguments", _size(cost.argument_bytes)),
-        ("results", f"{_size(cost.output_bytes)}, {_size(cost.alias_bytes)} of it aliased to arguments"),
-        ("temporaries", _size(cost.temp_bytes)),
-        ("at its peak", _size(cost.peak_bytes) + verdict),
-        *([("on the host", size(cost.host_bytes))] if cost.host_bytes else []),
-        *([("between devices", _UNKNOWN)] if moved is None else []),
-        *((kind, f"{one.number} × per step, {size(one.bytes)} in all") for kind, one in moved or ()),
-        ("compiled in", f"{cost.compile_seconds:.1f} s"),
-    ]
-    if cost.output_bytes is None:
-        rows = [row for row in rows if row[1] != _UNKNOWN and row[0] != "results"]
-    return rows
-
-
-def _title(cost: Cost) -> str:
-    where = "on one device" if cost.devices == 1 else f"on each of {cost.devices} devices"
-    if cost.topology is None:
-        return f"a step {where}"
-    by = ", ".join(f"{package} {version}" for package, version in versions(parsed(cost.topology).kind).items())
-    return f"a step {where}, {cost.topology} (compiled, not run; {by})"
 
 
 def _size(count: float | None) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.checks import columns, html_table
+from jstep.core.report import Report
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.stores.objects import absolute, location
 from jstep.stores.timeline import STALL, fields_with, is_seconds, read
@@ -17,7 +17,7 @@ _COPIED = tuple(part for part in PARTS if part != STEPPING)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Goodput:
+class Goodput(Report):
     """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
 
     Attributes:
@@ -79,26 +79,14 @@ class Goodput:
         """The goodput, productive / total; 0 if no time has elapsed."""
         return self.productive / self.total if self.total > 0 else 0.0
 
-    @property
     def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
         return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
-    @property
     def _rows(self) -> list[tuple[str, str, str]]:
-        parts = [((name, seconds), ("  stalled", self.stalled.get(name))) for name, seconds in self.parts.items()]
-        rows = [row for part in parts for row in part if row[1]]
-        return [(name, f"{seconds:.3f} s", _percent(seconds / self.total)) for name, seconds in rows if seconds]
-
-    def _repr_html_(self) -> str:
-        return html_table(self._title, self._rows)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        rows = [(f"{name:<10}", text, f"{share:>7}") for name, text, share in self._rows]
-        return "\n".join([self._title, *(f"  {line}" for line in columns(rows))])
+        parts = [((name, secs), ("  stalled", self.stalled.get(name, 0.0))) for name, secs in self.parts.items()]
+        rows = [row for part in parts for row in part]
+        return [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
 
 
 def _percent(share: float) -> str:

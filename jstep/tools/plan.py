@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import checks
-from jstep.core.checks import WIDTH
+from jstep.core.checks import as_int, count, cut, cut_path, kind, shown
 from jstep.core.meshes import internal_transfers
 from jstep.core.optimizers import is_transformation, require_optimizer
+from jstep.core.report import WIDTH, Report, columns, figure, html_picture, wrapped
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches
@@ -29,292 +29,6 @@ from jstep.hooks.hook import Hook, list_of_hooks, name_of
 from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.foresight import rates_of, scheduled_rates
 from jstep.loop.stages import name_of_step, stages_of
-
-# The steps at which hooks are due, derived from their cadence.
-
-_MAX_LISTED = 64
-"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
-
-
-def steps_of(hook: Any, start: int, last_step: int) -> Any:
-    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
-
-    For an `AuditHook`, these are the steps that it repeats.
-    None if the hook is due only by time, or never.
-    """
-    if isinstance(hook, AuditHook):
-        return hook.steps_between(start, last_step)
-    cadence = cadence_of(hook)
-    if cadence is not None:
-        if cadence.steps is None:
-            return None
-        # Not the method of a stock hook, which may be in use in a loop of the caller's.
-        is_own = cadence.secs is None and type(hook).next_due is not RunHook.next_due
-        return _spaced(hook.next_due if is_own else cadence.next_multiple, start, last_step)
-    if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
-        return None
-    next_due = getattr(hook, "next_due", None)
-    if isinstance(hook, StopAtStepHook) and next_due is not None:
-        first = next_due(start)
-        return range(first, min(first, last_step) + 1)  # the run ends there
-    if next_due is None or next_due(start) is None:
-        return range(start + 1, last_step + 1)
-    return _spaced(next_due, start, last_step)
-
-
-def _spaced(next_due: Any, start: int, last_step: int) -> Any:
-    found: list[int] = []
-    due = next_due(start)
-    while due is not None and due <= last_step and len(found) < _MAX_LISTED:
-        found.append(due)
-        due = next_due(due)
-    if len(found) < 2:
-        return range(found[0], found[0] + 1) if found else range(start + 1, start + 1)
-    evenly = range(found[0], last_step + 1, found[1] - found[0])
-    # Checked at both ends only: the first steps and the last interval.
-    if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
-        return evenly
-    return tuple(found)
-
-
-# Formatting of plans as text and HTML, at most 100 columns wide.
-
-_ROWS = 11
-
-
-def plan_text(plan: Any) -> str:
-    """Format a `Plan` as text: columns of changing values, then constants, hooks, and the schedule of the data."""
-    lines = [f"steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"]
-    for names in _column_groups(_changing(plan), max(4, len(checks.count(plan.steps[-1])))):
-        heads = [f"{'step':>4}", *(f"{checks.cut_path(name):>12}" for name in names)]
-        lines += ["", *checks.columns([heads, *_rows_shown(plan, names)], left=0)]
-    constant = _constants(plan, longest=36)
-    if constant:
-        lines += ["", *checks.wrapped("constant", constant)]
-    lines += ["", *warned] if (warned := _warnings(plan)) else []
-    due = named_due(plan)
-    if due:
-        hooks = checks.columns([(checks.cut_path(name, 40), due_text(when)) for name, when in due], left=2)
-        lines += ["", *(checks.cut(line, WIDTH) for line in hooks)]
-    schedule = _schedule(plan)
-    return "\n".join([*lines, "", *schedule] if schedule else lines)
-
-
-def plan_html(plan: Any) -> str:
-    """Format a `Plan` as HTML for a notebook, followed by the schedule of the data."""
-    changing, constant = _changing(plan), _constants(plan)
-    notes = [
-        *_warnings(plan),
-        *([f"constant: {', '.join(constant)}"] if constant else []),
-        *_schedule(plan),
-        *(f"{name}: {due_text(when)}" for name, when in named_due(plan)),
-    ]
-    title = f"Plan of the steps {checks.count(plan.steps[0])} to {checks.count(plan.last_step - 1)}"
-    table = (_rows_shown(plan, changing), ("step", *changing)) if changing else ([], ())
-    return checks.html_table(title, *table, notes)
-
-
-def _warnings(plan: Any) -> list[str]:
-    if plan.rate_zero_from is None:
-        return []
-    first, end = checks.count(plan.rate_zero_from), checks.count(plan.last_step)
-    return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
-
-
-def _changing(plan: Any) -> dict[str, np.ndarray[Any, Any]]:
-    named = plan.hyperparameters.items()
-    return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
-
-
-def _constants(plan: Any, longest: int | None = None) -> list[str]:
-    found, changing = [], _changing(plan)
-    for name, column in plan.hyperparameters.items():
-        if name not in changing:
-            value = number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
-            found.append(f"{checks.cut_path(name, longest) if longest else name} {value}")
-    return found
-
-
-def _rows_shown(plan: Any, names: Iterable[str]) -> list[list[str]]:
-    """Return the cells of the table: steps between the first and the last, and some values at these."""
-    last = len(plan.steps) - 1
-    rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
-    return [[checks.count(plan.steps[row]), *(number(plan.hyperparameters[n][row]) for n in names)] for row in rows]
-
-
-def _schedule(plan: Any) -> list[str]:
-    """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
-    each = [f"{checks.count(total)} ({plan.passes[name]:.3g} passes)" for name, total in plan.rows.items()]
-    is_one = list(plan.rows) == ["rows"]
-    words = {
-        "stages    ": [f"{checks.count(first)}: {name}" for first, name in plan.stages.items()],
-        "batch size": [f"{checks.count(first)}: {size}" for first, size in plan.batch_size.items()],
-        "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(plan.rows, each, strict=True)],
-        "weights   ": [
-            (f"{checks.count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
-            for first, of in plan._weights.items()
-            for i, (name, weight) in enumerate(of.items())
-        ],
-    }
-    return [line for title, some in words.items() if some for line in checks.wrapped(title, some)]
-
-
-def named_due(plan: Any) -> list[tuple[str, Any]]:
-    """Return the display name of each hook of a `Plan`, and its steps."""
-    return [(name_of(hook), steps) for hook, steps in plan.due.items()]
-
-
-def due_text(due: Any) -> str:
-    """Describe the steps at which a hook is due."""
-    if not len(due):
-        return "not due"
-    if isinstance(due, range) and len(due) > 1:
-        if due.step == 1:
-            return f"every step, {checks.count(len(due))} times"
-        return f"every {checks.count(due.step)} steps, {checks.count(len(due))} times: {_listed(due)}"
-    return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
-
-
-def number(value: Any) -> str:
-    """Format a number with at most six digits."""
-    return f"{np.asarray(value).item():.6g}"
-
-
-def _listed(due: Any) -> str:
-    if len(due) <= 4:
-        return ", ".join(map(checks.count, due))
-    return f"{checks.count(due[0])}, {checks.count(due[1])}, …, {checks.count(due[-1])}"
-
-
-def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
-    """Group names so that the columns of each group fit the width."""
-    groups: list[list[str]] = []
-    left = 0
-    for name in names:
-        width = max(12, len(checks.cut_path(name))) + 2
-        if not groups or width > left:
-            groups.append([])
-            left = WIDTH - step_width
-        groups[-1].append(name)
-        left -= width
-    return groups
-
-
-# Plots of plans with matplotlib; no display is needed.
-
-_INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
-_MARKS = 400
-"""More marks than this are drawn as a bar."""
-
-
-def draw_plan(plan: Any, file: Any, **options: Any) -> None:
-    """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
-    changing, due = _changing(plan), named_due(plan)
-    panels: list[Callable[..., None]] = [
-        functools.partial(_panel, name=name, column=column) for name, column in changing.items()
-    ]
-    panels += [_sizes] if len(plan.batch_size) > 1 else []
-    panels += [_rows] if plan._rows_at and len(plan.steps) > 1 else []
-    across = 1 if len(panels) <= 2 else 2
-    down = math.ceil(len(panels) / across)
-    fig = checks.figure()
-    heights = [1.0] * down
-    heights += [0.3 + 0.17 * len(plan.stages)] if len(plan.stages) > 1 else []
-    heights += [0.25 + 0.17 * len(due)] if due else []
-    fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
-    if heights:
-        grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
-        for i, panel in enumerate(panels):
-            panel(_axes(fig, grid[i // across, i % across], plan), plan)
-        if len(plan.stages) > 1:
-            _stage_figures(_axes(fig, grid[down, :], plan), plan)
-        if due:
-            _marks(_axes(fig, grid[len(heights) - 1, :], plan), due)
-    others = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
-    constant = [f"{name} = {number(column[0])}" for name, column in others.items() if column.ndim == 1]
-    if constant:
-        words = f"constant:  {',  '.join(constant)}"
-        fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
-    fig.savefig(file, dpi=200, **options)
-
-
-def _panel(axes: Any, plan: Any, name: str, column: Any) -> None:
-    axes.plot(plan.steps, column, color=_INK, linewidth=1.4, marker="o" if len(plan.steps) == 1 else None)
-    low, high = float(np.min(column)), float(np.max(column))
-    if low >= 0 and low < 0.5 * high:
-        axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
-    _titled(axes, name)
-    # No common factor above the axis: it would misalign the panel's title with its neighbours.
-    axes.yaxis.set_major_formatter(lambda value, _: number(value))
-
-
-def _sizes(axes: Any, plan: Any) -> None:
-    firsts = [max(first, int(plan.steps[0])) for first in plan.batch_size]
-    values = list(plan.batch_size.values())
-    axes.step([*firsts, plan.last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
-    axes.set_ylim(0, max(values) * 1.06)
-    _titled(axes, "batch size")
-
-
-def _rows(axes: Any, plan: Any) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    for name, column in plan._rows_at.items():
-        axes.plot(plan.steps, column, linewidth=1.4, label=name)
-    axes.set_ylim(0, None)
-    if len(plan._rows_at) > 1:
-        axes.legend(fontsize=6.5, frameon=False)
-    _titled(axes, "rows so far")
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _titled(axes: Any, name: str) -> None:
-    axes.set_title(name, fontsize=9, loc="left")
-    axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
-
-
-def _stage_figures(axes: Any, plan: Any) -> None:
-    firsts = [max(first, int(plan.steps[0])) for first in plan.stages]
-    stops, names = [*firsts[1:], plan.last_step], plan.stages.values()
-    for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
-        axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
-    axes.set_title("stages", fontsize=9, loc="left")
-    _as_lines(axes, [f"{name}:  from {checks.count(first)}" for first, name in zip(firsts, names, strict=True)])
-
-
-def _marks(axes: Any, due: Sequence[tuple[str, Any]]) -> None:
-    for row, (_, when) in enumerate(due):
-        if len(when) > _MARKS:
-            axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
-        elif len(when):
-            axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
-    _as_lines(axes, [f"{name}:  {due_text(when)}" for name, when in due])
-
-
-def _as_lines(axes: Any, labels: Sequence[str]) -> None:
-    """Label lines inside the axes, so that they align with the panels."""
-    for row, label in enumerate(labels):
-        axes.text(0.012, row - 0.27, label, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
-    axes.set_yticks([])
-    axes.set_ylim(len(labels) - 0.55, -1)
-    axes.spines["left"].set_visible(False)
-
-
-def _axes(fig: Any, place: Any, plan: Any) -> Any:
-    """Add axes with the steps of a plan below."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes, first = fig.add_subplot(place), int(plan.steps[0])
-    margin = max(1, plan.last_step - first) * 0.015
-    axes.set_xlim(first - margin, plan.last_step + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    if plan.last_step >= 10_000:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("global step", fontsize=8)
-    axes.tick_params(labelsize=7.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
-
 
 # Preview of hyperparameters, hook schedules, stages and batches of a run.
 
@@ -335,7 +49,7 @@ class Due(Mapping[Any, Any]):
         found = found or [steps for one, steps in self._pairs if name_of(one) == hook]
         if len(found) != 1:
             names = ", ".join(name_of(one) for one, _ in self._pairs)
-            raise KeyError(f"{len(found)} hooks match {checks.shown(hook)}; the hooks are: {names or 'none'}")
+            raise KeyError(f"{len(found)} hooks match {shown(hook)}; the hooks are: {names or 'none'}")
         return found[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -349,7 +63,7 @@ class Due(Mapping[Any, Any]):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Report):
     """Preview of a run, returned by `plan`.
 
     Attributes:
@@ -377,11 +91,45 @@ class Plan:
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict, repr=False)
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
-    def __repr__(self) -> str:
-        return str(self)
+    @functools.cached_property
+    def _changing(self) -> dict[str, np.ndarray[Any, Any]]:
+        named = self.hyperparameters.items()
+        return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
 
     def __str__(self) -> str:
-        return plan_text(self)
+        """Columns of changing values, then constants, hooks, and the schedule of the data: at most 100 columns wide."""
+        lines = [self._steps_text()]
+        for names in _column_groups(self._changing, max(4, len(count(self.steps[-1])))):
+            heads = [f"{'step':>4}", *(f"{cut_path(name):>12}" for name in names)]
+            lines += ["", *columns([heads, *self._rows_of(names)], left=0)]
+        constant, due = self._constants(longest=36), self._due_texts()
+        lines += ["", *wrapped("constant", constant)] if constant else []
+        lines += ["", *warned] if (warned := self._warnings()) else []
+        if due:
+            hooks = columns([(cut_path(name, 40), when) for name, when in due], left=2)
+            lines += ["", *(cut(line, WIDTH) for line in hooks)]
+        schedule = self._schedule()
+        return "\n".join([*lines, "", *schedule] if schedule else lines)
+
+    def _title(self) -> str:
+        return f"Plan of the {self._steps_text()}"
+
+    def _head(self) -> Sequence[str]:
+        return ("step", *self._changing) if self._changing else ()
+
+    def _rows(self) -> list[list[str]]:
+        return self._rows_of(self._changing) if self._changing else []
+
+    def _notes(self) -> list[str]:
+        constant, due = self._constants(), [f"{name}: {when}" for name, when in self._due_texts()]
+        constants = [f"constant: {', '.join(constant)}"] if constant else []
+        return [*self._warnings(), *constants, *self._schedule(), *due]
+
+    def _repr_html_(self) -> str:
+        picture = io.BytesIO()
+        with contextlib.suppress(ImportError):  # without matplotlib there is no picture
+            _draw(self, picture, format="png")
+        return super()._repr_html_() + html_picture(picture.getvalue() or None, "the plan, drawn")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan.
@@ -395,13 +143,50 @@ class Plan:
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
-        draw_plan(self, os.fspath(path))
+        _draw(self, os.fspath(path))
 
-    def _repr_html_(self) -> str:
-        picture = io.BytesIO()
-        with contextlib.suppress(ImportError):  # without matplotlib there is no picture
-            draw_plan(self, picture, format="png")
-        return plan_html(self) + checks.html_picture(picture.getvalue() or None, "the plan, drawn")
+    def _steps_text(self) -> str:
+        return f"steps {count(self.steps[0])} to {count(self.last_step - 1)}"
+
+    def _rows_of(self, names: Iterable[str]) -> list[list[str]]:
+        """Return the cells of the table: steps between the first and the last, and some values at these."""
+        last = len(self.steps) - 1
+        rows = np.unique(np.linspace(0, last, min(_ROWS, last + 1)).round().astype(int))
+        return [[count(self.steps[row]), *(_number(self.hyperparameters[n][row]) for n in names)] for row in rows]
+
+    def _constants(self, longest: int | None = None) -> list[str]:
+        found = []
+        for name, column in self.hyperparameters.items():
+            if name not in self._changing:
+                value = _number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
+                found.append(f"{cut_path(name, longest) if longest else name} {value}")
+        return found
+
+    def _warnings(self) -> list[str]:
+        if self.rate_zero_from is None:
+            return []
+        first, end = count(self.rate_zero_from), count(self.last_step)
+        return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
+
+    def _due_texts(self) -> list[tuple[str, str]]:
+        """Return the name of each hook, and when it is due."""
+        return [(name_of(hook), _due_text(steps)) for hook, steps in self.due.items()]
+
+    def _schedule(self) -> list[str]:
+        """Format stages, batch sizes, rows of each source and weights; empty if none is known."""
+        each = [f"{count(total)} ({self.passes[name]:.3g} passes)" for name, total in self.rows.items()]
+        is_one = list(self.rows) == ["rows"]
+        words = {
+            "stages    ": [f"{count(first)}: {name}" for first, name in self.stages.items()],
+            "batch size": [f"{count(first)}: {size}" for first, size in self.batch_size.items()],
+            "rows      ": each if is_one else [f"{n} {w}" for n, w in zip(self.rows, each, strict=True)],
+            "weights   ": [
+                (f"{count(first)}: " if i == 0 else "") + f"{name} {weight:.3g}"
+                for first, of in self._weights.items()
+                for i, (name, weight) in enumerate(of.items())
+            ],
+        }
+        return [line for title, some in words.items() if some for line in wrapped(title, some)]
 
 
 @shortens_tracebacks
@@ -456,8 +241,8 @@ def plan(
     """
     if last_step is None:
         raise TypeError("last_step=None: must be an integer; a plan has an end, also that of a run without a last_step")
-    last_step = checks.as_int(last_step, "last_step", 1)
-    start, points = checks.as_int(start, "start", 0), checks.as_int(points, "points", 1)
+    last_step = as_int(last_step, "last_step", 1)
+    start, points = as_int(start, "start", 0), as_int(points, "points", 1)
     if start >= last_step:
         raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
     if is_transformation(optimizer):
@@ -497,15 +282,12 @@ def _functions(optimizer: Any) -> Any:
             is_array = hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.number)
             is_number = isinstance(one, int | float) or (is_array and not np.ndim(one))
             if isinstance(one, bool | type) or not (callable(one) or is_number):
-                raise TypeError(
-                    f"optimizer[{name!r}]={checks.shown(one)}: must be a schedule or a number, got {checks.kind(one)}"
-                )
+                raise TypeError(f"optimizer[{name!r}]={shown(one)}: must be a schedule or a number, got {kind(one)}")
         return lambda step: {str(name): one(step) if callable(one) else one for name, one in optimizer.items()}
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
-        f"optimizer={checks.shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, "
-        f"got {checks.kind(optimizer)}"
+        f"optimizer={shown(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got {kind(optimizer)}"
     )
 
 
@@ -542,7 +324,7 @@ def _data(batches: Any, start: int, last_step: int, steps: np.ndarray[Any, Any])
         return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
-        raise ValueError(f"batches={checks.shown(batches)}: they end at step {stop}, before start={start}")
+        raise ValueError(f"batches={shown(batches)}: they end at step {stop}, before start={start}")
     size, rows = batches.batch_size, _by_source(batches, stop)
     total = {"rows": batches.num_rows} if isinstance(batches, Batches) else batches.num_rows
     at = [_by_source(batches, min(int(step), stop)) for step in steps]
@@ -564,3 +346,207 @@ def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
 def _by_source(batches: Any, step: int) -> dict[str, int]:
     rows = batches.rows_before(step)
     return rows if isinstance(rows, dict) else {"rows": rows}
+
+
+# The steps at which hooks are due, derived from their cadence.
+
+_MAX_LISTED = 64
+"""Number of due steps to inspect for even spacing; also the most that are listed if they are not evenly spaced."""
+
+
+def steps_of(hook: Any, start: int, last_step: int) -> Any:
+    """Return the steps after which a hook is called: a range if they are evenly spaced, else a tuple.
+
+    For an `AuditHook`, these are the steps that it repeats.
+    None if the hook is due only by time, or never.
+    """
+    if isinstance(hook, AuditHook):
+        return hook.steps_between(start, last_step)
+    cadence = cadence_of(hook)
+    if cadence is not None:
+        if cadence.steps is None:
+            return None
+        # Not the method of a stock hook, which may be in use in a loop of the caller's.
+        is_own = cadence.secs is None and type(hook).next_due is not RunHook.next_due
+        return _spaced(hook.next_due if is_own else cadence.next_multiple, start, last_step)
+    if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
+        return None
+    next_due = getattr(hook, "next_due", None)
+    if isinstance(hook, StopAtStepHook) and next_due is not None:
+        first = next_due(start)
+        return range(first, min(first, last_step) + 1)  # the run ends there
+    if next_due is None or next_due(start) is None:
+        return range(start + 1, last_step + 1)
+    return _spaced(next_due, start, last_step)
+
+
+def _spaced(next_due: Any, start: int, last_step: int) -> Any:
+    found: list[int] = []
+    due = next_due(start)
+    while due is not None and due <= last_step and len(found) < _MAX_LISTED:
+        found.append(due)
+        due = next_due(due)
+    if len(found) < 2:
+        return range(found[0], found[0] + 1) if found else range(start + 1, start + 1)
+    evenly = range(found[0], last_step + 1, found[1] - found[0])
+    # Checked at both ends only: the first steps and the last interval.
+    if list(evenly[: len(found)]) == found and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
+        return evenly
+    return tuple(found)
+
+
+# The words of a plan: the steps of a hook, numbers, columns.
+
+_ROWS = 11
+
+
+def _due_text(due: Any) -> str:
+    """Describe the steps at which a hook is due."""
+    if not len(due):
+        return "not due"
+    if isinstance(due, range) and len(due) > 1:
+        if due.step == 1:
+            return f"every step, {count(len(due))} times"
+        return f"every {count(due.step)} steps, {count(len(due))} times: {_listed(due)}"
+    return f"{'once' if len(due) == 1 else f'{len(due)} times'}: {_listed(due)}"
+
+
+def _number(value: Any) -> str:
+    """Format a number with at most six digits."""
+    return f"{np.asarray(value).item():.6g}"
+
+
+def _listed(due: Any) -> str:
+    if len(due) <= 4:
+        return ", ".join(map(count, due))
+    return f"{count(due[0])}, {count(due[1])}, …, {count(due[-1])}"
+
+
+def _column_groups(names: Iterable[str], step_width: int) -> list[list[str]]:
+    """Group names so that the columns of each group fit the width."""
+    groups: list[list[str]] = []
+    left = 0
+    for name in names:
+        width = max(12, len(cut_path(name))) + 2
+        if not groups or width > left:
+            groups.append([])
+            left = WIDTH - step_width
+        groups[-1].append(name)
+        left -= width
+    return groups
+
+
+# Plots of plans with matplotlib; no display is needed.
+
+_INK, _MARK, _FAINT = "#1b4f72", "#7b241c", "#b3b6b7"
+_MARKS = 400
+"""More marks than this are drawn as a bar."""
+
+
+def _draw(plan: Plan, file: Any, **options: Any) -> None:
+    """Draw a `Plan`: panels of changing values, bars for stages, a line of marks for each hook, a line of constants."""
+    changing = plan._changing
+    panels: list[Callable[..., None]] = [
+        functools.partial(_panel, name=name, column=column) for name, column in changing.items()
+    ]
+    panels += [_sizes] if len(plan.batch_size) > 1 else []
+    panels += [_rows] if plan._rows_at and len(plan.steps) > 1 else []
+    across = 1 if len(panels) <= 2 else 2
+    down = math.ceil(len(panels) / across)
+    fig = figure()
+    heights = [1.0] * down
+    heights += [0.3 + 0.17 * len(plan.stages)] if len(plan.stages) > 1 else []
+    heights += [0.25 + 0.17 * len(plan.due)] if plan.due else []
+    fig.set_size_inches(6.5, max(1.2, 1.9 * sum(heights) + 0.3))
+    if heights:
+        grid = fig.add_gridspec(len(heights), across, height_ratios=heights)
+        for i, panel in enumerate(panels):
+            panel(_axes(fig, grid[i // across, i % across], plan), plan)
+        if len(plan.stages) > 1:
+            _stage_figures(_axes(fig, grid[down, :], plan), plan)
+        if plan.due:
+            _marks(_axes(fig, grid[len(heights) - 1, :], plan), plan)
+    others = {name: column for name, column in plan.hyperparameters.items() if name not in changing}
+    constant = [f"{name} = {_number(column[0])}" for name, column in others.items() if column.ndim == 1]
+    if constant:
+        words = f"constant:  {',  '.join(constant)}"
+        fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
+    fig.savefig(file, dpi=200, **options)
+
+
+def _panel(axes: Any, plan: Plan, name: str, column: Any) -> None:
+    axes.plot(plan.steps, column, color=_INK, linewidth=1.4, marker="o" if len(plan.steps) == 1 else None)
+    low, high = float(np.min(column)), float(np.max(column))
+    if low >= 0 and low < 0.5 * high:
+        axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
+    _titled(axes, name)
+    # No common factor above the axis: it would misalign the panel's title with its neighbours.
+    axes.yaxis.set_major_formatter(lambda value, _: _number(value))
+
+
+def _sizes(axes: Any, plan: Plan) -> None:
+    firsts = [max(first, int(plan.steps[0])) for first in plan.batch_size]
+    values = list(plan.batch_size.values())
+    axes.step([*firsts, plan.last_step], [*values, values[-1]], where="post", color=_INK, linewidth=1.4)
+    axes.set_ylim(0, max(values) * 1.06)
+    _titled(axes, "batch size")
+
+
+def _rows(axes: Any, plan: Plan) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for name, column in plan._rows_at.items():
+        axes.plot(plan.steps, column, linewidth=1.4, label=name)
+    axes.set_ylim(0, None)
+    if len(plan._rows_at) > 1:
+        axes.legend(fontsize=6.5, frameon=False)
+    _titled(axes, "rows so far")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _titled(axes: Any, name: str) -> None:
+    axes.set_title(name, fontsize=9, loc="left")
+    axes.grid(color=_FAINT, alpha=0.4, linewidth=0.5)
+
+
+def _stage_figures(axes: Any, plan: Plan) -> None:
+    firsts = [max(first, int(plan.steps[0])) for first in plan.stages]
+    stops, names = [*firsts[1:], plan.last_step], plan.stages.values()
+    for row, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
+        axes.plot([first, stop], [row, row], color=_INK, linewidth=4.5, alpha=0.6, solid_capstyle="butt")
+    axes.set_title("stages", fontsize=9, loc="left")
+    _as_lines(axes, [f"{name}:  from {count(first)}" for first, name in zip(firsts, names, strict=True)])
+
+
+def _marks(axes: Any, plan: Plan) -> None:
+    for row, when in enumerate(plan.due.values()):
+        if len(when) > _MARKS:
+            axes.plot([when[0], when[-1]], [row, row], color=_MARK, linewidth=4.5, alpha=0.45, solid_capstyle="butt")
+        elif len(when):
+            axes.plot(list(when), [row] * len(when), linestyle="none", marker="|", markersize=6.5, color=_MARK)
+    _as_lines(axes, [f"{name}:  {when}" for name, when in plan._due_texts()])
+
+
+def _as_lines(axes: Any, labels: Sequence[str]) -> None:
+    """Label lines inside the axes, so that they align with the panels."""
+    for row, label in enumerate(labels):
+        axes.text(0.012, row - 0.27, label, fontsize=6.5, va="bottom", transform=axes.get_yaxis_transform())
+    axes.set_yticks([])
+    axes.set_ylim(len(labels) - 0.55, -1)
+    axes.spines["left"].set_visible(False)
+
+
+def _axes(fig: Any, place: Any, plan: Plan) -> Any:
+    """Add axes with the steps of a plan below."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes, first = fig.add_subplot(place), int(plan.steps[0])
+    margin = max(1, plan.last_step - first) * 0.015
+    axes.set_xlim(first - margin, plan.last_step + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    if plan.last_step >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("global step", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_int, columns, figure, kind, one_of, shown
+from jstep.core.checks import as_function, as_int, kind, one_of, shown
+from jstep.core.report import columns, figure
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
 from jstep.state.train_state import TrainState

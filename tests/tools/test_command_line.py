@@ -9,7 +9,7 @@ from positioned import Positioned
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.checks import columns
+from jstep.core.report import columns
 from jstep.tools.cli import COMMANDS, OWN_EXTRA, main
 
 

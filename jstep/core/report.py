@@ -1,0 +1,156 @@
+"""Reports for people: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
+
+import base64
+import html
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+WIDTH = 100
+"""The longest line of printed tables."""
+
+
+class Report:
+    """A result that is shown as a table, at a prompt and in a notebook.
+
+    A subclass defines the parts. Of the cells of a row, `_left` ones are left-aligned in text.
+    """
+
+    _left = 1
+
+    def _title(self) -> str:
+        """Return the line above the table."""
+        raise NotImplementedError
+
+    def _rows(self) -> Sequence[Sequence[str]]:
+        """Return the rows of the table."""
+        raise NotImplementedError
+
+    def _head(self) -> Sequence[str]:
+        """Return the names of the columns, if any."""
+        return ()
+
+    def _notes(self) -> Sequence[str]:
+        """Return the notes below the table, each wrapped."""
+        return ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows = [*[self._head()] * bool(self._head()), *self._rows()]
+        lines = [self._title(), *(f"  {line}" for line in columns(rows, self._left))]
+        for note in self._notes():
+            lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._rows(), self._head(), self._notes())
+
+
+# Tables, lists and pictures.
+
+
+def wrapped(title: str, words: Sequence[str]) -> list[str]:
+    """Wrap a list of words after a title."""
+    lines = [f"{title}  "]
+    for i, word in enumerate(words):
+        more = word + ("" if i + 1 == len(words) else ", ")
+        if len(lines[-1]) + len(more.rstrip()) > WIDTH:
+            lines.append(" " * (len(title) + 2))
+        lines[-1] += more
+    return [line.rstrip() for line in lines]
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1, most: int | None = None) -> list[str]:
+    """Align the cells of rows of equal length.
+
+    Args:
+        rows: The rows, the heads first.
+        left: The number of columns that are left-aligned; the others are right-aligned.
+        most: The width of the lines. If they are wider, each row takes several: first its first cell, then the others
+            below their heads; or, if these are too wide, too, each after its head. Nothing is cut off.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip()
+
+    if most is None or breadth(rows) <= most:
+        return [line(cells, widths, left) for cells in rows]
+    if len(widths) == 2:
+        return [part for first, other in rows for part in (*folded(first, most), *folded(f"  {other}", most, 2))]
+    if widths[0] == max(widths) and breadth([cells[1:] for cells in rows]) + 2 <= most:
+        below = [f"  {line(cells[1:], widths[1:], left - 1)}" for cells in rows]
+        return [part for cells, rest in zip(rows, below, strict=True) for part in (*folded(cells[0], most), rest)]
+    heads = ["", *rows[0][1:]]
+    named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
+    return [part for text in named for part in folded(text.strip(), most, 2)]
+
+
+def breadth(rows: Sequence[Sequence[str]]) -> int:
+    """Return the width of a table."""
+    return sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2
+
+
+def folded(line: str, most: int, indent: int = 0) -> list[str]:
+    """Fold a line that is too long, at spaces if it has some; what follows is indented."""
+    if len(line) <= most:
+        return [line]
+    return textwrap.wrap(line, max(most, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
+_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
+_LEFT = f"{_CELL}; text-align: left"
+_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Format an HTML table for a notebook, in the colors of its theme; all strings are escaped.
+
+    Args:
+        title: The title above the table.
+        rows: The rows: the first cell is left-aligned, the others right-aligned.
+        head: The names of the columns, if any.
+        notes: Lines below the table.
+    """
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html.escape(title)}</div>']
+    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    if head:
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html.escape(name)}</th>' for i, name in enumerate(head))
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = "".join(f'<td style="{_side(i)}">{html.escape(cell.strip())}</td>' for i, cell in enumerate(row))
+        parts.append(f'<tr style="background: none">{cells}</tr>')
+    parts.append("</table>")
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html.escape(note)}</div>' for note in notes]
+    return "".join([*parts, "</div>"])
+
+
+def html_picture(png: bytes | None, alt: str) -> str:
+    """Format an inline image; an empty string without an image."""
+    if png is None:
+        return ""
+    source = base64.b64encode(png).decode()
+    # White background also in dark themes, because plots are drawn in black.
+    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
+    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
+
+
+def figure() -> Any:
+    """Return an empty figure of matplotlib, created without pyplot, which has global state and may need a display.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
+    return Figure(layout="constrained")
+
+
+def _side(column: int) -> str:
+    return _RIGHT if column else _LEFT
