@@ -236,6 +236,11 @@ class StopAtStepHook(Hook):
         """The step to stop at, or the next step if the run has reached it."""
         return max(step + 1, self._last_step or 0)
 
+    def steps_between(self, start: int, last_step: int) -> range:
+        """The step that stops a run from `start` to `last_step`, if it gets there."""
+        stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
+        return range(stop, min(stop, last_step) + 1)
+
 
 # Wrap a function as a hook.
 

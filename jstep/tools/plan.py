@@ -23,10 +23,8 @@ from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.base import RunHook
-from jstep.hooks.bits import AuditHook
-from jstep.hooks.cadence import cadence_of
+from jstep.hooks.cadence import cadence_of, next_call
 from jstep.hooks.hook import Hook, list_of_hooks, name_of
-from jstep.hooks.stock import StopAtStepHook
 from jstep.loop.foresight import rates_of, scheduled_rates
 from jstep.loop.stages import name_of_step, stages_of
 
@@ -360,30 +358,19 @@ def steps_of(hook: Any, start: int, last_step: int) -> Any:
     For an `AuditHook`, these are the steps that it repeats.
     None if the hook is due only by time, or never.
     """
-    if isinstance(hook, AuditHook):
+    if hasattr(type(hook), "steps_between"):  # its steps are others than those of its calls
         return hook.steps_between(start, last_step)
     cadence = cadence_of(hook)
-    if cadence is not None:
-        if cadence.steps is None:
-            return None
-        # Not the method of a stock hook, which may be in use in a loop of the caller's.
-        is_own = cadence.secs is None and type(hook).next_due is not RunHook.next_due
-        return _spaced(hook.next_due if is_own else cadence.next_multiple, start, last_step)
-    if getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
+    if cadence is None and getattr(type(hook), "after_step", None) in (None, Hook.after_step, RunHook.after_step):
         return None
-    next_due = getattr(hook, "next_due", None)
-    if isinstance(hook, StopAtStepHook) and next_due is not None:
-        first = next_due(start)
-        return range(first, min(first, last_step) + 1)  # the run ends there
-    if next_due is None or next_due(start) is None:
-        return range(start + 1, last_step + 1)
-    return _spaced(next_due, start, last_step)
-
-
-def _spaced(next_due: Any, start: int, last_step: int) -> Any:
+    if cadence is not None and cadence.steps is None:
+        return None
+    # Not the method of a stock hook, which may be in use in a loop of the caller's.
+    is_stock = cadence is not None and type(hook).next_due is RunHook.next_due
+    next_due = cadence.next_multiple if cadence and is_stock else lambda step: next_call(hook, step)[0]
     found: list[int] = []
     due = next_due(start)
-    while due is not None and due <= last_step and len(found) < _MAX_LISTED:
+    while due <= last_step and len(found) < _MAX_LISTED:
         found.append(due)
         due = next_due(due)
     if len(found) < 2:

@@ -76,6 +76,7 @@ def test_steps_at_which_hooks_are_due(tmp_path):
         OnlyAtEnd(),
         PowersOfTwo(),
         jstep.NanLossHook(every_n_steps=20),
+        jstep.StopAtStepHook(num_steps=30),
     ]
     due = jstep.plan(RATE, 1000, start=250, hooks=hooks).due
     assert due[hooks[0]] == due["LoggingHook"] == range(300, 1001, 100)
@@ -87,6 +88,7 @@ def test_steps_at_which_hooks_are_due(tmp_path):
     assert hooks[6] not in due
     assert due[hooks[7]] == (256, 512)
     assert due[hooks[8]] == range(260, 1001, 20)  # it is called after every step, but reads losses only at these
+    assert due[hooks[9]] == range(280, 281)
     with pytest.raises(KeyError, match="0 hooks match 'Nobody'; the hooks are: LoggingHook"):
         due["Nobody"]
 
