@@ -1,5 +1,8 @@
 """Interleaved timing: contenders take turns in shuffled order, so that slow phases of the machine affect all alike."""
 
+import io
+import itertools
+import logging
 import os
 import random
 import statistics
@@ -7,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 
 import jax
+
+import jstep
 
 
 def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, rounds: int = 15) -> dict[str, list]:
@@ -35,6 +40,88 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
             jax.block_until_ready(contenders[name](calls))
             times[name].append((time.perf_counter() - start) / calls)
     return times
+
+
+def in_turn(
+    contenders: Mapping[str, Callable[[int], float]], calls: int, rounds: int, warm_up: int
+) -> dict[str, list[float]]:
+    """Return what `run(calls)` of each contender returns, one value per round, in a fixed order.
+
+    With `JSTEP_QUICK_BENCHMARKS` there are three rounds.
+    """
+    if os.environ.get("JSTEP_QUICK_BENCHMARKS"):
+        rounds = 3
+    for run in contenders.values():
+        run(warm_up)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _, (name, run) in itertools.product(range(rounds), contenders.items()):
+        times[name].append(run(calls))
+    return times
+
+
+class Timer(jstep.Hook):
+    """Times all steps but the first ones, excluding opening and closing files at both ends.
+
+    Args:
+        untimed: Number of steps that are not timed; the first call never is, because it compiles.
+        pause: Seconds to wait in each step that is timed.
+    """
+
+    def __init__(self, untimed=1, pause=0):
+        self.untimed, self.pause, self.started = untimed, pause, None
+
+    def after_step(self, step, state, metrics):
+        if self.started is None:
+            if step >= self.untimed:
+                self.started, self.first = time.perf_counter(), step
+        elif self.pause:
+            time.sleep(self.pause)
+
+    def end(self, step, state):
+        jax.block_until_ready(state)
+        self.taken = (time.perf_counter() - self.started) / (step - self.first)
+
+    def next_due(self, step):
+        return step + 1 if self.pause or self.started is None else 2**62
+
+
+def format_log_lines_unseen():
+    """Format the lines of the log, as in a program that shows them, but do not show them."""
+    logger = logging.getLogger("jstep")
+    logger.addHandler(logging.StreamHandler(io.StringIO()))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def runner(step, state, *args):
+    """Return a contender of `interleaved`, which continues from the state of its last turn."""
+    held = [state]
+
+    def run(calls):
+        for _ in range(calls):
+            held[0] = step(held[0], *args)
+        return held[0]
+
+    return run
+
+
+def optax_step(transformation):
+    """Return the update of a transformation of Optax: from (params, slots) and gradients to (params, slots)."""
+    import optax
+
+    def step(state, grads):
+        params, slots = state
+        updates, slots = transformation.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    return step
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """Return the CPU time of a call and of what it starts."""
+    start = time.process_time()
+    jax.block_until_ready(run())
+    return time.process_time() - start
 
 
 def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str], float], unit: float = 1e6) -> bool:

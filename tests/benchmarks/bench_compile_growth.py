@@ -9,23 +9,15 @@ import math
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
+from _timing import cpu_seconds, optax_step
 
 import jstep
 
 SIZES = (20, 40) if os.environ.get("JSTEP_QUICK_BENCHMARKS") else (100, 1000)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Return the CPU time of a call and of what it starts."""
-    start = time.process_time()
-    jax.block_until_ready(run())
-    return time.process_time() - start
 
 
 def params_of(count: int) -> dict[str, jax.Array]:
@@ -38,26 +30,21 @@ def clip_of_jstep(count: int) -> float:
     optimizer, params = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(1e-3)), params_of(count)
     state = jstep.TrainState.create(params, optimizer)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
-    return seconds(lambda: step.lower(state, params).compile() and None)
+    return cpu_seconds(lambda: step.lower(state, params).compile() and None)
 
 
 def clip_of_optax(count: int) -> float:
     """Compile Optax's Adam with a clipped global norm."""
     optimizer, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), params_of(count)
-
-    def step(params, slots, grads):
-        updates, slots = optimizer.update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
-
-    compiled = jax.jit(step, donate_argnums=(0, 1))
-    return seconds(lambda: compiled.lower(params, optimizer.init(params), params).compile() and None)
+    step = jax.jit(optax_step(optimizer), donate_argnums=0)
+    return cpu_seconds(lambda: step.lower((params, optimizer.init(params)), params).compile() and None)
 
 
 def first_fingerprint(count: int) -> float:
     """Take the fingerprint of leaves of ten shapes."""
     jax.clear_caches()
     tree = {f"{i}": jnp.ones((i % 10 + 1, 64)) for i in range(count)}
-    return seconds(lambda: jstep.fingerprint(tree))
+    return cpu_seconds(lambda: jstep.fingerprint(tree))
 
 
 def adam_step(count: int) -> tuple[jstep.TrainStep, jstep.TrainState]:
@@ -70,19 +57,19 @@ def adam_step(count: int) -> tuple[jstep.TrainStep, jstep.TrainState]:
 def compile_adam(count: int) -> float:
     """Compile an Adam step, the peer of `find_nonfinite`."""
     step, state = adam_step(count)
-    return seconds(lambda: step.lower(state, 1.0).compile() and None)
+    return cpu_seconds(lambda: step.lower(state, 1.0).compile() and None)
 
 
 def find_none(count: int) -> float:
     """Look for a non-finite number in an Adam step that has none."""
     step, state = adam_step(count)
-    return seconds(lambda: jstep.find_nonfinite(step, state, 1.0))
+    return cpu_seconds(lambda: jstep.find_nonfinite(step, state, 1.0))
 
 
 def find_one(count: int) -> float:
     """Find an infinity in the gradient's second moment of an Adam step."""
     step, state = adam_step(count)
-    return seconds(lambda: jstep.find_nonfinite(step, state, 1e30) and None)
+    return cpu_seconds(lambda: jstep.find_nonfinite(step, state, 1e30) and None)
 
 
 # `ru_maxrss` would include the memory of the parent process.

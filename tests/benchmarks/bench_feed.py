@@ -11,9 +11,6 @@ can halve their time, as a thread with a queue of two batches does in the loop t
 """
 
 import contextlib
-import io
-import itertools
-import logging
 import os
 import queue
 import shutil
@@ -23,9 +20,8 @@ import tempfile
 import threading
 import time
 
-import jax
 import numpy as np
-from _timing import report
+from _timing import Timer, format_log_lines_unseen, in_turn, report
 from bench_step import init_params, loss_fn
 from bounds import BOUNDS
 
@@ -60,7 +56,7 @@ def loader(count):
         yield batch
 
 
-def in_turn(batches, count):
+def one_by_one(batches, count):
     """What a bare loop goes through."""
     if hasattr(batches, "__next__"):
         return batches
@@ -93,32 +89,8 @@ def busy_processes():
             process.wait()
 
 
-class Timer(jstep.Hook):
-    """Times all steps but the first, excluding opening and closing files at both ends."""
-
-    def __init__(self, pause=0):
-        self.pause, self.started = pause, None
-
-    def after_step(self, step, state, metrics):
-        if self.started is None:
-            if step == UNTIMED:
-                self.started = time.perf_counter()
-        elif self.pause:
-            time.sleep(self.pause)
-
-    def end(self, step, state):
-        jax.block_until_ready(state)
-        self.taken = (time.perf_counter() - self.started) / (step - UNTIMED)
-
-    def next_due(self, step):
-        return step + 1 if self.pause or step < UNTIMED else 2**62
-
-
 def main():
-    logger = logging.getLogger("jstep")  # lines are formatted but not shown
-    logger.addHandler(logging.StreamHandler(io.StringIO()))
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    format_log_lines_unseen()
     optimizer = jstep.adam(1e-3)
     train_step = jstep.minimize(loss_fn, optimizer)
 
@@ -127,14 +99,12 @@ def main():
 
     def bare(source, pause):
         def run(calls):
-            batches, timer, state = in_turn(source(calls), calls), Timer(), fresh()
+            batches, timer, state = one_by_one(source(calls), calls), Timer(UNTIMED, pause), fresh()
             batches = read_ahead(batches) if pause else batches
             for step, batch in enumerate(batches, 1):
                 state, _ = train_step(state, *batch)
-                if pause and timer.started is not None:
-                    time.sleep(pause)
-                if step == UNTIMED:
-                    timer.started = time.perf_counter()
+                if pause or step == UNTIMED:
+                    timer.after_step(step, state, None)
             timer.end(step, state)
             return timer.taken
 
@@ -142,7 +112,7 @@ def main():
 
     def looped(source, pause):
         def run(calls):
-            directory, timer = tempfile.mkdtemp(), Timer(pause)
+            directory, timer = tempfile.mkdtemp(), Timer(UNTIMED, pause)
             jstep.train(
                 train_step, fresh(), source(calls), calls, hooks=[timer],
                 checkpoint_dir=directory + "/checkpoints", logdir=directory + "/logs",
@@ -154,15 +124,11 @@ def main():
 
     def compare(title, sources, calls, rounds, pause=0, unit=1e6, peer="bare loop"):
         if os.environ.get("JSTEP_QUICK_BENCHMARKS"):
-            rounds, calls = 3, calls // 5
+            calls //= 5
         contenders = {}
         for name, source in sources.items():
             contenders |= {f"{peer}, {name}": bare(source, pause), f"train, {name}": looped(source, pause)}
-        for run in contenders.values():
-            run(50)
-        times = {name: [] for name in contenders}
-        for _, (name, run) in itertools.product(range(rounds), contenders.items()):
-            times[name].append(run(calls))
+        times = in_turn(contenders, calls, rounds, 50)
         return report(title, times, {pair: bound for pair, bound in BOUNDS["feed"].items() if pair[0] in times}, unit)
 
     sources = {"generator": generator, "function": function, "jstep.batches": own_batches}

@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _timing import cpu_seconds
 
 import jstep
 from jstep import summary
@@ -29,13 +29,6 @@ from jstep.stores.timeline import TIMES, Timeline
 from jstep.tools.cli import main as command
 
 QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Return the CPU time of a call and of what it starts."""
-    start = time.process_time()
-    jax.block_until_ready(run())
-    return time.process_time() - start
 
 
 def params_of(count: int) -> dict[str, jax.Array]:
@@ -97,19 +90,19 @@ def diff(count: int) -> float:
             with jstep.Saver(f"{folder}/{name}") as saver:
                 saver.save(state)
         with contextlib.redirect_stdout(io.StringIO()):
-            return seconds(lambda: command(["diff", f"{folder}/a", f"{folder}/b"]))
+            return cpu_seconds(lambda: command(["diff", f"{folder}/a", f"{folder}/b"]))
 
 
 def save(count: int) -> float:
     """Choose what a save removes among the checkpoints that are kept."""
     kept = dict.fromkeys(range(count), 0.0)
-    return seconds(lambda: evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None) and None)
+    return cpu_seconds(lambda: evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None) and None)
 
 
 def scalar(count: int) -> float:
     """Make a summary of many tags."""
     tags, values = [f"tag {n}" for n in range(count)], [0.5] * count
-    return seconds(lambda: summary.scalar(tags, values, collections=()) and None)
+    return cpu_seconds(lambda: summary.scalar(tags, values, collections=()) and None)
 
 
 def _mixture(count: int) -> Mixture:
@@ -119,41 +112,41 @@ def _mixture(count: int) -> Mixture:
 
 def make_mixture(count: int) -> float:
     """Make a mixture."""
-    return seconds(lambda: _mixture(count) and None)
+    return cpu_seconds(lambda: _mixture(count) and None)
 
 
 def mixture_batch(count: int) -> float:
     """Draw a batch at random; the mean of five."""
     batches = _mixture(count)
     batches[0]
-    return seconds(lambda: [batches[n] for n in (10, 1000, 20, 500, 7)] and None) / 5
+    return cpu_seconds(lambda: [batches[n] for n in (10, 1000, 20, 500, 7)] and None) / 5
 
 
 def create(count: int) -> float:
     """Create a state of Adam."""
     params, optimizer = params_of(count), jstep.adam(1e-3)
     jstep.TrainState.create(params_of(10), optimizer)
-    return seconds(lambda: jstep.TrainState.create(params, optimizer))
+    return cpu_seconds(lambda: jstep.TrainState.create(params, optimizer))
 
 
 def create_by_optax(count: int) -> float:
     """Copy the parameters and create Optax's state of Adam."""
     params, optimizer = params_of(count), optax.adam(1e-3)
     optimizer.init(params_of(10))
-    return seconds(lambda: (jax.tree.map(jnp.copy, params), optimizer.init(params)))
+    return cpu_seconds(lambda: (jax.tree.map(jnp.copy, params), optimizer.init(params)))
 
 
 def piecewise(count: int) -> float:
     """Evaluate a schedule of plain numbers eagerly."""
     schedule = jstep.piecewise_constant([*range(count - 1)], [0.5] * count)
     schedule(3)
-    return seconds(lambda: schedule(5))
+    return cpu_seconds(lambda: schedule(5))
 
 
 def compile_piecewise(count: int) -> float:
     """Compile it."""
     schedule = jstep.piecewise_constant([*range(count - 1)], [0.5] * count)
-    return seconds(lambda: jax.jit(schedule).lower(jnp.int32(3)).compile() and None)
+    return cpu_seconds(lambda: jax.jit(schedule).lower(jnp.int32(3)).compile() and None)
 
 
 ROWS: dict[str, tuple[Callable[[int], float], int, int, str]] = {

@@ -13,8 +13,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from _timing import report
-from bench_feed import Timer
+from _timing import Timer, report
 from bounds import BOUNDS
 
 import jstep
@@ -39,7 +38,7 @@ def main():
     def run(step, calls, *, bounded, hooks=()):
         room = InFlight.make_room
         InFlight.make_room = room if bounded else lambda self: None
-        timer = Timer()
+        timer = Timer(untimed=4)
         try:
             jstep.train(step, state(), lambda n: x, calls, hooks=[timer, *hooks], log_steps=None, progress=False)
         finally:

@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import optax
-from _timing import interleaved, report
+from _timing import interleaved, optax_step, report, runner
 
 import jstep
 
@@ -22,17 +22,6 @@ def params():
     return [jnp.full((SIDE, SIDE), 0.1) for _ in range(LEAVES)]
 
 
-def runner(step, state, *args):
-    held = [state]
-
-    def run(calls):
-        for _ in range(calls):
-            held[0] = step(held[0], *args)
-        return held[0]
-
-    return run
-
-
 def optimizers(clip):
     grads = [jax.random.normal(jax.random.key(i), (SIDE, SIDE)) for i in range(LEAVES)]
     ours = jstep.adam(1e-3)
@@ -41,15 +30,10 @@ def optimizers(clip):
         ours = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), ours)
         theirs = optax.chain(optax.clip_by_global_norm(1.0), theirs)
 
-    def optax_step(state, grads):
-        params, slots = state
-        updates, slots = theirs.update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
-
     our_step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, ours), donate_argnums=0)
     return {
         "jstep": runner(our_step, jstep.TrainState.create(params(), ours), grads),
-        "Optax": runner(jax.jit(optax_step, donate_argnums=0), (params(), theirs.init(params())), grads),
+        "Optax": runner(jax.jit(optax_step(theirs), donate_argnums=0), (params(), theirs.init(params())), grads),
     }
 
 
@@ -67,25 +51,19 @@ def microbatches(n=8):
     step = jstep.minimize(loss_fn, ours, num_microbatches=n)
     theirs = optax.MultiSteps(optax.adam(1e-3), every_k_schedule=n)
 
-    def optax_step(state, x):
-        params, slots = state
-        grads = jax.grad(loss_fn)(params, x)
-        updates, slots = theirs.update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
-
-    compiled = jax.jit(optax_step, donate_argnums=0)
+    update = optax_step(theirs)
+    compiled = jax.jit(lambda state, x: update(state, jax.grad(loss_fn)(state[0], x)), donate_argnums=0)
     plain = optax.adam(1e-3)
 
     def scanned(state, x):
         """Add the gradients of the microbatches in a scan, then update once: what one would write by hand."""
-        params, slots = state
+        params, _ = state
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, part)), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x.reshape(n, 4, -1))
-        updates, slots = plain.update(jax.tree.map(lambda t: t / n, total), slots, params)
-        return optax.apply_updates(params, updates), slots
+        return optax_step(plain)(state, jax.tree.map(lambda t: t / n, total))
 
     def optax_round(state, x):
         for part in jnp.split(x, n):

@@ -13,7 +13,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-from _timing import interleaved, report
+from _timing import interleaved, optax_step, report, runner
 
 import jstep
 
@@ -35,13 +35,7 @@ def ours(n):
 
 def theirs(n, flatten=False):
     optimizer = optax.flatten(optax.adam(1e-3)) if flatten else optax.adam(1e-3)
-
-    def step(state, grads):
-        params, slots = state
-        updates, slots = optimizer.update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
-
-    return step, (params(n), optimizer.init(params(n)))
+    return optax_step(optimizer), (params(n), optimizer.init(params(n)))
 
 
 def compile_times(make, n, grads):
@@ -73,18 +67,8 @@ def measure(n):
         trace, compile_ = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
         print(f"  {name}: trace and lower {trace:.0f} ms, compile {compile_:.0f} ms")
 
-    def runner(make):
-        *_, compiled, state = compile_times(make, n, grads)
-        held = [state]
-
-        def run(calls):
-            for _ in range(calls):
-                held[0] = compiled(held[0], grads)
-            return held[0]
-
-        return run
-
-    steps = interleaved({name: runner(make) for name, make in makers.items()}, calls=30)
+    compiled = {name: compile_times(make, n, grads)[2:] for name, make in makers.items()}
+    steps = interleaved({name: runner(step, state, grads) for name, (step, state) in compiled.items()}, calls=30)
     bounds = {("jstep", "Optax"): 1.0, ("jstep", "optax.flatten"): 1.0}
     return report(f"{n} leaves of 1000 floats, Adam: a step", steps, bounds, 1e3) and good
 

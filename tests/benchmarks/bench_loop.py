@@ -9,10 +9,6 @@ previous one ended. A loop of 100 steps a call stacks its batches by one compile
 threads, so on a busy machine the medians are unreliable: compare the minima.
 """
 
-import io
-import itertools
-import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -20,7 +16,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from _timing import report
+from _timing import Timer, format_log_lines_unseen, in_turn, report
 from bench_step import NETWORKS
 from bounds import BOUNDS
 
@@ -29,24 +25,6 @@ import jstep
 CALLS, ROUNDS, K = 5_000, 41, 100
 LARGER = {"8 layers": (200, 11), "transformer": (50, 7)}
 """Larger networks of bench_step.py → the steps of a run, and the rounds."""
-
-
-class Time(jstep.Hook):
-    """Times the steps, excluding opening and closing files at both ends."""
-
-    def begin(self, state):
-        self.started = None
-
-    def after_step(self, step, state, metrics):
-        if self.started is None:  # the first call, which compiles, is excluded
-            self.started, self.first = time.perf_counter(), step
-
-    def end(self, step, state):
-        jax.block_until_ready(state)
-        self.taken = (time.perf_counter() - self.started) / (step - self.first)
-
-    def next_due(self, step):
-        return step + 1 if self.started is None else 2**62
 
 
 class Loops:
@@ -97,7 +75,7 @@ class Loops:
 
     def train(self, name, calls, steps_per_call=1, *hooks):
         """Return the seconds of as many steps of `train`."""
-        directory, hook, state = tempfile.mkdtemp(), Time(), self.state(name)
+        directory, hook, state = tempfile.mkdtemp(), Timer(), self.state(name)
         self.held[name] = jstep.train(
             self.step, state, self.batches, jstep.global_step(state) + calls, hooks=[hook, *hooks],
             checkpoint_dir=directory + "/checkpoints", logdir=directory + "/logs", steps_per_call=steps_per_call,
@@ -112,21 +90,12 @@ def write(step, values):
 
 def measured(contenders, calls, rounds):
     """Return the seconds a step of each contender, one value per round."""
-    if os.environ.get("JSTEP_QUICK_BENCHMARKS"):
-        rounds = 3
-    for run in contenders.values():
-        run(max(calls // 5, K))
-    times = {name: [] for name in contenders}
-    for _, (name, run) in itertools.product(range(rounds), contenders.items()):
-        times[name].append(run(calls) / calls)
-    return times
+    times = in_turn(contenders, calls, rounds, max(calls // 5, K))
+    return {name: [one / calls for one in taken] for name, taken in times.items()}
 
 
 def main():
-    logger = logging.getLogger("jstep")  # lines are formatted but not shown
-    logger.addHandler(logging.StreamHandler(io.StringIO()))
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    format_log_lines_unseen()
     small = Loops(NETWORKS["2 layers"])
     contenders = {
         "bare loop": small.bare,

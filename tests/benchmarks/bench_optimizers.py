@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from _timing import interleaved, report
+from _timing import interleaved, optax_step, report, runner
 from optax import contrib
 
 import jstep
@@ -28,29 +28,9 @@ def noise(params):
     return [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(params)]
 
 
-def runner(step, state, grads):
-    held = [state]
-
-    def run(calls):
-        for _ in range(calls):
-            held[0] = step(held[0], grads)
-        return held[0]
-
-    return run
-
-
 def by_jstep(optimizer, params):
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
     return runner(step, jstep.TrainState.create(params(), optimizer), noise(params()))
-
-
-def optax_step(transformation):
-    def step(state, grads):
-        params, slots = state
-        updates, slots = transformation.update(grads, slots, params)
-        return optax.apply_updates(params, updates), slots
-
-    return step
 
 
 def by_optax(transformation, params):

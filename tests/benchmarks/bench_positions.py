@@ -14,8 +14,7 @@ import tempfile
 
 import jax.numpy as jnp
 import numpy as np
-from _timing import report
-from bench_feed import Timer
+from _timing import Timer, report
 from bounds import BOUNDS
 
 import jstep
@@ -75,7 +74,7 @@ def main():
     train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), optimizer)
 
     def timed(source, directory, calls):
-        timer, state = Timer(), jstep.TrainState.create({"w": jnp.zeros(FLOATS)}, optimizer)
+        timer, state = Timer(untimed=4), jstep.TrainState.create({"w": jnp.zeros(FLOATS)}, optimizer)
         jstep.train(
             train_step, state, source(), calls, hooks=[timer], checkpoint_dir=directory, save_checkpoint_secs=None,
             log_steps=None, progress=False,
